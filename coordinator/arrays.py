@@ -1,0 +1,44 @@
+"""Integer arrays on the wire: little-endian bytes to and from numpy, without copying on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import ProtocolError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+def pack_int32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """`values` as little-endian int32 bytes. Raises OverflowError or ValueError when a value does not fit."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def pack_int64(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """`values` as little-endian int64 bytes."""
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
+def unpack_int32(data: bytes, field: str) -> Int32Array:
+    """A read-only view of `data` as int32. Raises ProtocolError, naming `field`, when the size is not a multiple of 4."""
+    return _view(data, field, 4).view("<i4")
+
+
+def unpack_int64(data: bytes, field: str) -> Int64Array:
+    """A read-only view of `data` as int64. Raises ProtocolError, naming `field`, when the size is not a multiple of 8."""
+    return _view(data, field, 8).view("<i8")
+
+
+def _view(data: bytes, field: str, item_bytes: int) -> npt.NDArray[np.uint8]:
+    if len(data) % item_bytes:
+        raise ProtocolError(
+            f"{len(data)} bytes do not divide into {item_bytes}-byte integers",
+            field=field,
+            value=f"{len(data)} bytes",
+            remedy=f"send little-endian int{8 * item_bytes} ids",
+        )
+    return np.frombuffer(data, dtype=np.uint8)

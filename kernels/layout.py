@@ -1,0 +1,102 @@
+"""Where every byte of a context lies, on the host and on the device. The kernels and the allocators share this file.
+
+Host page: 64 tokens of every layer, one contiguous block, so that a page travels as a unit and a request can be
+rebuilt from host memory alone. KV rows first, layer by layer; then index-key rows, one section per index group:
+
+    0                 rows of layer 0      [64, row_bytes]
+    64*row_bytes      rows of layer 1
+    ...
+    L*64*row_bytes    index keys, group 0  [64, index_row_bytes]
+    ...               index keys, group G-1
+    page_bytes        (next page)
+
+An *index group* is an anchor layer, which runs its own indexer, and the layers after it that share its top-k
+(`indexer_types` of GLM-5); DeepSeek-V3.2 has one group per layer. Layers of a group see the same top-k, so they share
+one slot assignment: slot tables exist per group, rows per layer.
+
+Device memory, counted in three units, each of 64 tokens:
+
+    hot chunk    64 device rows in every layer: rows uint8[layers, chunks*64, row_bytes]. Device row `c*64+i` is row i
+                 of chunk c, the same number in every layer. Prefill slab pages are chunks of the same arena, so a
+                 prompt's rows become a hot buffer without a copy; the ledger keeps the two budgets apart by count.
+    index page   64 index keys in every group: keys uint8[groups, pages, 64, index_row_bytes]; and the slot map of the
+                 same tokens: slot_of uint16[groups, pages, 64], 0xFFFF = absent. Bookkeeping thus grows with the context
+                 held, not with the longest possible one.
+    seat         one place in the decode batch with its tables: index_table, host_table, chunk_table.
+
+Slots of a managed request with hot size H and T tail slots: 0..H+T-1; slot s lies in chunk_table[seat, s // 64], row
+s % 64. Chunks held: H/64 + 1 (the tail's chunk is used for T of 64 rows). A resident request has slot = token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+PAGE_TOKENS: Final = 64
+SLOT_ABSENT: Final = 0xFFFF
+SLOTS_MAX: Final = 32_768 + 64  # largest size class and its tail chunk
+TAIL_SLOTS_MAX: Final = 16
+TOPK_MAX: Final = 4_096
+CONTEXT_MAX_TOKENS: Final = 1_048_576
+
+assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent
+assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of one model's rows. `group_of_layer[l]` is the index group of layer l; groups are numbered in layer order."""
+
+    layers: int
+    row_bytes: int
+    group_of_layer: tuple[int, ...]
+    index_row_bytes: int
+    topk: int
+
+    def __post_init__(self) -> None:
+        if len(self.group_of_layer) != self.layers:
+            raise ValueError(f"group_of_layer has {len(self.group_of_layer)} entries for {self.layers} layers")
+        if list(self.group_of_layer) != sorted(self.group_of_layer) or set(self.group_of_layer) != set(
+            range(self.groups)
+        ):
+            raise ValueError(f"group_of_layer={self.group_of_layer}: groups must be numbered in layer order from 0")
+
+    @property
+    def groups(self) -> int:
+        return self.group_of_layer[-1] + 1
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_TOKENS * (self.layers * self.row_bytes + self.groups * self.index_row_bytes)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Device bytes of one hot chunk: rows of all layers, and the slot tables (token int32, stamp int32) per group."""
+        return PAGE_TOKENS * (self.layers * self.row_bytes + self.groups * 8)
+
+    @property
+    def index_page_bytes(self) -> int:
+        """Device bytes of one index page: keys and slot map of all groups."""
+        return PAGE_TOKENS * self.groups * (self.index_row_bytes + 2)
+
+    def layer_offset(self, layer: int) -> int:
+        """Byte offset of `layer`'s KV rows in a host page."""
+        return layer * PAGE_TOKENS * self.row_bytes
+
+    def index_offset(self, group: int) -> int:
+        """Byte offset of `group`'s index keys in a host page."""
+        return PAGE_TOKENS * (self.layers * self.row_bytes + group * self.index_row_bytes)
+
+    def layers_of_group(self, group: int) -> tuple[int, ...]:
+        return tuple(layer for layer, g in enumerate(self.group_of_layer) if g == group)
+
+
+def pages_for(tokens: int) -> int:
+    """Pages (or chunks) that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def managed_chunks(hot_slots: int) -> int:
+    """Chunks of a managed hot buffer of `hot_slots` slots, tail chunk included."""
+    return pages_for(hot_slots) + 1
