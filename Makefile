@@ -1,0 +1,34 @@
+# Everything runs from a virtual environment in .venv, made on first use. PYTHON picks the interpreter it is made from.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_FLAGS ?=
+
+.PHONY: demo test lint bench install clean
+.DEFAULT_GOAL := test
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+# The main job: concurrent long-context decode on two worker processes, every token checked against the model library.
+demo: $(STAMP)
+	$(BIN)/hisparse demo
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.coordinator
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
