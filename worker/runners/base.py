@@ -1,0 +1,133 @@
+"""What the executor asks of a model: one small protocol, and the tensors that pass through it.
+
+A runner owns weights and scratch memory; requests' memory is DeviceState's. It never blocks and never reads a result
+back: each `launch_*` call queues operations on streams and returns, so that the next step can be launched before this
+one's tokens are known. Operations read their inputs when they run, not when they are launched.
+
+Who does what in one decode step n:
+
+    executor   compute   apply seat changes, upload StepBatch, wait backed_up of step n - tail_slots, begin_step
+    runner     compute   embed; per layer: project, write row and index key, index_topk + swap_in (anchor layers), attend
+    runner     swap      per group with shared layers: wait plan_ready, replay_misses for each, record prefetched
+    runner     compute   norm, lm_head, sample -> outputs.tokens and sampler.last_token
+    executor   compute   record row_written and sampled
+
+Sampling needs no input of its own: the token drawn by a step whose `length` is L has position L in its context (prompt
+included), and that position with the request's seed is the whole state of the generator (worker/runners/sampling.py).
+
+Rejected: one opaque `step()` per runner. The executor could then neither overlap the swap stream with a layer's
+compute nor replay the same launches under a simulated or captured stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from coordinator.messages import ModelInfo
+from kernels.layout import Geometry
+
+if TYPE_CHECKING:
+    from kernels.state import DeviceState, StepBatch
+    from worker.streams import Streams
+
+
+@dataclass
+class SamplerState:
+    """Per-seat sampling parameters and the token each seat drew last. Written by operations on `compute` only.
+
+    | tensor      | dtype, shape    | meaning                                                             |
+    |-------------|-----------------|---------------------------------------------------------------------|
+    | last_token  | int32 [seats]   | fed by the next step where StepBatch.inputs is -1                   |
+    | temperature | float32 [seats] | 0 is greedy                                                         |
+    | top_p       | float32 [seats] | 1 keeps the whole vocabulary                                        |
+    | seed        | int64 [seats]   | any 64-bit pattern; with the position it determines every draw      |
+    """
+
+    last_token: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+
+    @classmethod
+    def allocate(cls, seats: int, device: torch.device | str = "cpu") -> SamplerState:
+        return cls(
+            last_token=torch.zeros(seats, dtype=torch.int32, device=device),
+            temperature=torch.zeros(seats, dtype=torch.float32, device=device),
+            top_p=torch.ones(seats, dtype=torch.float32, device=device),
+            seed=torch.zeros(seats, dtype=torch.int64, device=device),
+        )
+
+    def set_seat(self, seat: int, temperature: float, top_p: float, seed: int) -> None:
+        """Device-side: a new request takes `seat`. `seed` is reduced modulo 2**64 to a signed 64-bit pattern."""
+        self.last_token[seat] = 0
+        self.temperature[seat] = temperature
+        self.top_p[seat] = top_p
+        self.seed[seat] = (seed + 2**63) % 2**64 - 2**63
+
+
+@dataclass
+class StepOutputs:
+    """Results of one step, at fixed addresses. A ring of two lets a step run while the previous one is read.
+
+    | tensor | dtype, shape          | meaning                                                             |
+    |--------|-----------------------|---------------------------------------------------------------------|
+    | tokens | int32 [rows]          | token drawn for each batch row; -1 for padding                      |
+    | logits | float32 [rows, vocab] | raw logits, kept when allocated so (tests, tie analysis); else None |
+
+    A prefill writes row 0 alone.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, rows: int, vocab_size: int, *, keep_logits: bool = False, device: torch.device | str = "cpu"
+    ) -> StepOutputs:
+        return cls(
+            tokens=torch.full((rows,), -1, dtype=torch.int32, device=device),
+            logits=torch.zeros(rows, vocab_size, dtype=torch.float32, device=device) if keep_logits else None,
+        )
+
+
+class Runner(Protocol):
+    """A model behind streams. Not thread-safe: one executor thread launches everything."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def launch_prefill_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: torch.Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+    ) -> None:
+        """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
+
+        tokens int64[S] on the runner's device, alive and unchanged until the operation ran. KV rows and index keys of
+        positions below `start` must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are
+        written there. With `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
+        sampler.last_token[seat].
+        """
+        ...
+
+    def launch_decode(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
+    ) -> None:
+        """One decode step of every real row of `batch`, after `begin_step` ran for it.
+
+        Feeds batch.inputs (or last_token where -1), writes row and index key at position length - 1, attends to the
+        selected rows, draws the token of position `length`. Scratch memory is keyed by the batch's row count and
+        reused: steps of one runner must run in launch order on `compute`, as they do on any stream.
+        """
+        ...
