@@ -12,6 +12,9 @@ A report stays in flight until a cumulative acknowledgement covers it; `REPORTS_
 None while dirt goes on coalescing. Receivers apply the tokens of a report before its events; so events wait while
 tokens that were added before them do not all fit (`REPORT_TOKENS_MAX`).
 
+It also keeps the inventory that a hello carries: an admission is held from the moment the link hands its Admit to the
+executor until the executor says Released.
+
 Rejected: one message per step and request (4 us each, and a queue that grows while nobody reads); renumbering on
 reconnect (a report that did arrive would be applied twice).
 """
@@ -27,7 +30,7 @@ from typing import Final
 
 from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import InternalError, ProtocolError
-from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Counters, Event, Progress, Report
+from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Counters, Event, Held, Progress, Released, Report
 
 #: Reports sent and not acknowledged; at one per 20 ms they cover an absence of a second before coalescing begins.
 REPORTS_UNACKED_MAX: Final = 64
@@ -77,13 +80,16 @@ class Outbox:
         self._events: deque[Event] = deque()
         self._counters: Counters | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._held: dict[int, Held] = {}
         self._next_number = 1
         self._command_ack = 0
         self._signalled = False
 
     def restart(self, epoch: int) -> None:
-        """Forget everything and number from 1 again: a new epoch. Only when no admission is left in the executor."""
+        """Forget everything and number from 1 again: a new epoch. InternalError while an admission is held."""
         with self._lock:
+            if self._held:
+                raise InternalError("a new epoch while admissions are held", field="held", value=len(self._held))
             self.epoch = epoch
             self._clear()
 
@@ -101,6 +107,7 @@ class Outbox:
             else:
                 _extend(dirt, admission, start, ids)
                 dirt.durable = max(dirt.durable, durable)
+            self._note(admission, start + len(ids), durable)
         self._signal()
 
     def set_durable(self, slot: int, admission: int, durable: int) -> None:
@@ -108,11 +115,14 @@ class Outbox:
         with self._lock:
             dirt = self._dirt.setdefault(admission, _Dirt(slot, 0, durable))
             dirt.durable = max(dirt.durable, durable)
+            self._note(admission, 0, durable)
         self._signal()
 
     def add_event(self, event: Event) -> None:
         """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
+            if isinstance(event, Released):
+                self._held.pop(event.admission, None)
             if isinstance(event, Counters):
                 self._counters = event
             elif len(self._events) < EVENTS_PENDING_MAX:
@@ -127,6 +137,16 @@ class Outbox:
             self.on_dirty()
 
     # ---------------------------------------------------------------- link's side
+
+    def hold(self, admission: int, generated_tokens: int, durable_tokens: int) -> None:
+        """The executor is about to get this admission; it is held until Released."""
+        with self._lock:
+            self._held[admission] = Held(admission, generated_tokens, durable_tokens)
+
+    def held(self) -> tuple[Held, ...]:
+        """Every admission the executor may still touch memory of, with what it has produced."""
+        with self._lock:
+            return tuple(self._held.values())
 
     def take(self, command_ack: int, now: float) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -196,6 +216,12 @@ class Outbox:
             return sum(len(dirt.ids) for dirt in self._dirt.values())
 
     # ---------------------------------------------------------------- under the lock
+
+    def _note(self, admission: int, generated: int, durable: int) -> None:
+        held = self._held.get(admission)
+        if held is not None:
+            generated, durable = max(held.generated_tokens, generated), max(held.durable_tokens, durable)
+            self._held[admission] = Held(admission, generated, durable)
 
     def _is_dirty(self, command_ack: int) -> bool:
         return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)
