@@ -3,18 +3,39 @@
 Sources in rising precedence: defaults, one TOML file (tables as the structs below), `HISPARSE_*` environment variables
 (`HISPARSE_WORKER_SEATS=16`), command-line flags. Unknown keys and impossible relations raise ConfigError naming the
 field, the value and the remedy. No torch here: the worker's structs are plain numbers too.
+
+`load` reads and `build` is pure: the same table, environment, flags and host facts give the same Config. A Config that
+was built is *resolved*: empty endpoints, directories and names are filled in, every check that needs no model has
+passed (`coordinator.config_checks`). What needs the model (row size, hot buffer against top-k) is checked when a worker
+sizes itself.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
 import msgspec
+
+from coordinator.errors import ConfigError
+
+ENVIRONMENT_PREFIX: Final = "HISPARSE_"
+#: The one variable that is not a setting: the path of the TOML file.
+CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base: immutable, keyword-only, unknown keys refused."""
 
 
-class ClusterSettings(Settings):
+class ClusterSettings(Settings, frozen=True):
     """What all processes of a cluster share. Empty endpoints become `ipc://<runtime_dir>/{client,admin,worker}.sock`."""
 
     name: str = "hisparse"
@@ -26,7 +47,7 @@ class ClusterSettings(Settings):
     log_format: str = "logfmt"  # or json
 
 
-class CoordinatorSettings(Settings):
+class CoordinatorSettings(Settings, frozen=True):
     live_requests_max: int = 16_384
     queue_max: int = 8_192
     ended_keep_s: float = 600.0  # finished outputs stay attachable this long
@@ -41,7 +62,7 @@ class CoordinatorSettings(Settings):
     metrics_port: int = 0  # 0: any free port, printed at start; -1: off
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(Settings, frozen=True):
     name: str = ""  # default: <node>-<pid>
     node: str = ""  # default: the host name
     model: str = ""
@@ -67,7 +88,196 @@ class WorkerSettings(Settings):
     metrics_port: int = 0
 
 
-class Config(Settings):
+class Config(Settings, frozen=True):
     cluster: ClusterSettings = ClusterSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     worker: WorkerSettings = WorkerSettings()
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What `build` may know of the machine: it names defaults, nothing else."""
+
+    hostname: str
+    pid: int
+    uid: int
+    xdg_runtime_dir: str = ""
+
+    @classmethod
+    def read(cls) -> HostFacts:
+        return cls(socket.gethostname(), os.getpid(), os.getuid(), os.environ.get("XDG_RUNTIME_DIR", ""))
+
+
+SECTIONS: Final[dict[str, type[Settings]]] = {
+    "cluster": ClusterSettings,
+    "coordinator": CoordinatorSettings,
+    "worker": WorkerSettings,
+}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The resolved Config of this process.
+
+    `path` defaults to `$HISPARSE_CONFIG`, and to no file. `flags` maps "section.field" to a value; None values mean
+    that the flag was not given. Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(CONFIG_VARIABLE) or None
+    table = read_table(Path(path)) if path else {}
+    return build(table, environ, flags or {}, HostFacts.read(), file_name=str(path))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The TOML file as a dict. Raises ConfigError when it cannot be read or parsed."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            error.strerror or "cannot be read", field="config", value=path, remedy="check --config and HISPARSE_CONFIG"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not TOML: {error}", field="config", value=path, remedy="correct the file") from error
+
+
+def build(
+    table: Mapping[str, Any],
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
+    facts: HostFacts,
+    *,
+    file_name: str = "",
+) -> Config:
+    """Merge the three sources over the defaults, resolve and check. Pure. Raises ConfigError."""
+    from coordinator.config_checks import check
+
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for section, field, value, origin in _all_values(table, environ, flags, file_name):
+        values[section][field] = _convert(section, field, value, origin)
+    config = resolve(
+        Config(
+            cluster=ClusterSettings(**values["cluster"]),
+            coordinator=CoordinatorSettings(**values["coordinator"]),
+            worker=WorkerSettings(**values["worker"]),
+        ),
+        facts,
+    )
+    check(config)
+    return config
+
+
+def resolve(config: Config, facts: HostFacts) -> Config:
+    """`config` with every default that depends on the machine filled in. Idempotent."""
+    cluster, worker = config.cluster, config.worker
+    runtime_dir = cluster.runtime_dir or _default_runtime_dir(facts)
+    node = worker.node or facts.hostname
+    return msgspec.structs.replace(
+        config,
+        cluster=msgspec.structs.replace(
+            cluster,
+            runtime_dir=runtime_dir,
+            client_endpoint=cluster.client_endpoint or f"ipc://{runtime_dir}/client.sock",
+            admin_endpoint=cluster.admin_endpoint or f"ipc://{runtime_dir}/admin.sock",
+            worker_endpoint=cluster.worker_endpoint or f"ipc://{runtime_dir}/worker.sock",
+        ),
+        worker=msgspec.structs.replace(
+            worker,
+            node=node,
+            name=worker.name or f"{node}-{facts.pid}",
+            pool_dir=worker.pool_dir or runtime_dir,
+            stream_backend=worker.stream_backend or ("inline" if worker.device == "cpu" else "cuda"),
+        ),
+    )
+
+
+def _default_runtime_dir(facts: HostFacts) -> str:
+    return f"{facts.xdg_runtime_dir}/hisparse" if facts.xdg_runtime_dir else f"/tmp/hisparse-{facts.uid}"
+
+
+SIZE_UNITS: Final = {"": 1, "B": 1} | {
+    name: scale**power
+    for power, letter in enumerate("KMGT", start=1)
+    for name, scale in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024))
+}
+
+
+def parse_size(text: str, field: str) -> int:
+    """Bytes of "256MiB", "1.5 GiB", "1GB" (1000-based) or "4096". Raises ConfigError naming `field`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = SIZE_UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise ConfigError("not a size", field=field, value=text, remedy="write a number and KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * unit)
+
+
+# ---------------------------------------------------------------- sources
+
+_Value = tuple[str, str, object, str]  # section, field, value, where it came from
+
+
+def _all_values(
+    table: Mapping[str, Any], environ: Mapping[str, str], flags: Mapping[str, object], file_name: str
+) -> Iterable[_Value]:
+    yield from _file_values(table, file_name)
+    yield from _environment_values(environ)
+    yield from _flag_values(flags)
+
+
+def _file_values(table: Mapping[str, Any], file_name: str) -> Iterable[_Value]:
+    for section, fields in table.items():
+        _require_known(section, SECTIONS, section, file_name)
+        if not isinstance(fields, dict):
+            raise ConfigError("not a table", field=section, value=fields, remedy=f"write [{section}] in {file_name}")
+        for field, value in fields.items():
+            _require_known(field, _field_types(section), f"{section}.{field}", file_name)
+            yield section, field, value, file_name
+
+
+def _environment_values(environ: Mapping[str, str]) -> Iterable[_Value]:
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        section, _, field = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
+        _require_known(section, SECTIONS, variable, "the environment")
+        _require_known(field, _field_types(section), variable, "the environment")
+        yield section, field, text, variable
+
+
+def _flag_values(flags: Mapping[str, object]) -> Iterable[_Value]:
+    for name, value in flags.items():
+        if value is None:
+            continue
+        section, _, field = name.partition(".")
+        _require_known(section, SECTIONS, name, "the command line")
+        _require_known(field, _field_types(section), name, "the command line")
+        yield section, field, value, "the command line"
+
+
+def _field_types(section: str) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
+
+
+def _require_known(name: str, known: Iterable[str], field: str, origin: str) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+    raise ConfigError(f"unknown setting in {origin}", field=field, value=name, remedy=remedy)
+
+
+def _convert(section: str, field: str, value: object, origin: str) -> object:
+    """`value` as the type of the field; text from the environment or a flag is parsed, a list splits at commas."""
+    kind = _field_types(section)[field]
+    from_text = isinstance(value, str) and kind is not str
+    if from_text and kind == tuple[int, ...]:
+        value = [item for item in str(value).replace(",", " ").split() if item]
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, (str, list)))
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{error}".lower(), field=f"{section}.{field}", value=value, remedy=f"correct it in {origin}"
+        ) from error

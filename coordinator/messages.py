@@ -57,7 +57,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 # ---------------------------------------------------------------- shared parts
 
 
-class Sampling(Part):
+class Sampling(Part, frozen=True):
     """How tokens are chosen and when a request ends.
 
     `temperature` 0 is greedy. `seed` with the position feeds a counter-based generator, so a resumed or replayed
@@ -73,7 +73,7 @@ class Sampling(Part):
     ignore_eos: bool = False
 
 
-class ModelInfo(Part):
+class ModelInfo(Part, frozen=True):
     """What clients and the coordinator need to know of the model a worker serves.
 
     `fingerprint` hashes config and weights index: workers of one group must agree on it. `tokenizer_kind` is "bytes"
@@ -92,7 +92,7 @@ class ModelInfo(Part):
     chat_template: str = ""
 
 
-class WorkerCapacity(Part):
+class WorkerCapacity(Part, frozen=True):
     """The countable memory of one worker and its node, in units of the ledger.
 
     A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
@@ -115,7 +115,7 @@ class WorkerCapacity(Part):
 # ---------------------------------------------------------------- client and admin -> gateway
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message on a client or admin connection. `role` is "client" or "admin" and must match the socket."""
 
     protocol: int
@@ -123,7 +123,7 @@ class Hello(Message):
     name: str = ""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
     With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
@@ -137,7 +137,7 @@ class Submit(Message):
     subscribe: bool = True
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Subscribe to a request from generated position `offset` on."""
 
     tag: int
@@ -145,43 +145,43 @@ class Attach(Message):
     offset: int = 0
 
 
-class Detach(Message):
+class Detach(Message, frozen=True):
     tag: int
     request_id: str
 
 
-class AbortRequests(Message):
+class AbortRequests(Message, frozen=True):
     tag: int
     request_ids: tuple[str, ...]
 
 
-class ListRequests(Message):
+class ListRequests(Message, frozen=True):
     """Rows of live and recently ended requests; `limit` bounds the reply."""
 
     tag: int
     limit: int = 10_000
 
 
-class DescribeRequest(Message):
+class DescribeRequest(Message, frozen=True):
     """One request with its story: every transition with time and reason."""
 
     tag: int
     request_id: str
 
 
-class ListWorkers(Message):
+class ListWorkers(Message, frozen=True):
     tag: int
 
 
-class ListPools(Message):
+class ListPools(Message, frozen=True):
     tag: int
 
 
-class FetchTokenizer(Message):
+class FetchTokenizer(Message, frozen=True):
     tag: int
 
 
-class RetractRequests(Message):
+class RetractRequests(Message, frozen=True):
     """Take requests off their workers. `keep` leaves host pages in place; `hold` waits for an operator's resume."""
 
     tag: int
@@ -190,12 +190,12 @@ class RetractRequests(Message):
     hold: bool = True
 
 
-class ResumeRequests(Message):
+class ResumeRequests(Message, frozen=True):
     tag: int
     request_ids: tuple[str, ...]
 
 
-class ResizeRequests(Message):
+class ResizeRequests(Message, frozen=True):
     """Force the hot buffer: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
 
     tag: int
@@ -203,7 +203,7 @@ class ResizeRequests(Message):
     hot_slots: int
 
 
-class DrainWorkers(Message):
+class DrainWorkers(Message, frozen=True):
     """Stop admitting to workers (empty tuple: all). With `handover` running requests move to other workers of the node;
     what has nowhere to go finishes in place. At the deadline the rest is retracted (keep) and waits for capacity."""
 
@@ -213,12 +213,12 @@ class DrainWorkers(Message):
     deadline_s: float = 300.0
 
 
-class UndrainWorkers(Message):
+class UndrainWorkers(Message, frozen=True):
     tag: int
     workers: tuple[str, ...]
 
 
-class StopCoordinator(Message):
+class StopCoordinator(Message, frozen=True):
     """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
 
     tag: int
@@ -238,20 +238,14 @@ ClientMessage: TypeAlias = (
     | FetchTokenizer
 )
 AdminMessage: TypeAlias = (
-    ClientMessage
-    | RetractRequests
-    | ResumeRequests
-    | ResizeRequests
-    | DrainWorkers
-    | UndrainWorkers
-    | StopCoordinator
+    ClientMessage | RetractRequests | ResumeRequests | ResizeRequests | DrainWorkers | UndrainWorkers | StopCoordinator
 )
 
 
 # ---------------------------------------------------------------- gateway -> client and admin
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answer to Hello. `model` is None until the first worker has registered."""
 
     protocol: int
@@ -260,7 +254,7 @@ class Welcome(Message):
     model: ModelInfo | None = None
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Any refusal. `tag` is that of the request, or -1 when the message could not be read.
 
     `code` is stable (see coordinator.errors); `field`, `value` and `remedy` say what was wrong and what to do.
@@ -274,7 +268,7 @@ class Failure(Message):
     remedy: str = ""
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """A submitted or attached request. `handle` names it in this connection's deliveries (-1: not subscribed)."""
 
     tag: int
@@ -282,14 +276,14 @@ class Accepted(Message):
     handle: int
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """An operator's or client's verb was carried out; `detail` has one line per request or worker concerned."""
 
     tag: int
     detail: tuple[str, ...] = ()
 
 
-class Delivery(Message):
+class Delivery(Message, frozen=True):
     """New tokens of any number of subscribed requests, as four int32 arrays.
 
     Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`; `tokens` is their
@@ -302,7 +296,7 @@ class Delivery(Message):
     tokens: bytes
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """The last word on a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
 
     `tail_text` is text before a stop string that ended inside a token; the client appends it to its decoded text.
@@ -316,7 +310,7 @@ class Ended(Message):
     tail_text: str = ""
 
 
-class RequestRow(Part):
+class RequestRow(Part, frozen=True):
     request_id: str
     state: str
     priority: int
@@ -336,14 +330,14 @@ class RequestRow(Part):
     reason: str
 
 
-class StoryLine(Part):
+class StoryLine(Part, frozen=True):
     at_s: float  # seconds since the epoch
     event: str
     state: str
     reason: str
 
 
-class WorkerRow(Part):
+class WorkerRow(Part, frozen=True):
     worker: str
     node: str
     state: str  # connected, draining, drained, disconnected
@@ -362,7 +356,7 @@ class WorkerRow(Part):
     command_ack_ms: float
 
 
-class PoolRow(Part):
+class PoolRow(Part, frozen=True):
     node: str
     host_pages: int
     free: int
@@ -374,29 +368,29 @@ class PoolRow(Part):
     workers: tuple[str, ...]
 
 
-class RequestRows(Message):
+class RequestRows(Message, frozen=True):
     tag: int
     rows: tuple[RequestRow, ...]
     truncated: bool = False
 
 
-class RequestDetail(Message):
+class RequestDetail(Message, frozen=True):
     tag: int
     row: RequestRow
     story: tuple[StoryLine, ...]
 
 
-class WorkerRows(Message):
+class WorkerRows(Message, frozen=True):
     tag: int
     rows: tuple[WorkerRow, ...]
 
 
-class PoolRows(Message):
+class PoolRows(Message, frozen=True):
     tag: int
     rows: tuple[PoolRow, ...]
 
 
-class TokenizerData(Message):
+class TokenizerData(Message, frozen=True):
     """The tokenizer of the served model: `kind` "bytes" has no data, "json" is a whole tokenizer.json."""
 
     tag: int
@@ -423,7 +417,7 @@ GatewayMessage: TypeAlias = (
 # ---------------------------------------------------------------- coordinator -> worker
 
 
-class Admit(Part, tag=True):
+class Admit(Part, frozen=True, tag=True):
     """Take a request in. Memory is given with it, and was committed in the ledger before this was sent (I4).
 
     `prompt` and `generated` are int32 ids; `generated` tokens were delivered before (resume or replay) and are forced,
@@ -446,8 +440,8 @@ class Admit(Part, tag=True):
     hot_chunks: int
 
 
-class Grant(Part, tag=True):
-    """More memory for a running request: `host_pages` (int32 ids) append to its page list; the counts are increments."""
+class Grant(Part, frozen=True, tag=True):
+    """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
 
     admission: int
     host_pages: bytes
@@ -455,7 +449,7 @@ class Grant(Part, tag=True):
     hot_chunks: int
 
 
-class Resize(Part, tag=True):
+class Resize(Part, frozen=True, tag=True):
     """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
 
     admission: int
@@ -463,7 +457,7 @@ class Resize(Part, tag=True):
     hot_chunks: int
 
 
-class Withdraw(Part, tag=True):
+class Withdraw(Part, frozen=True, tag=True):
     """Leave the batch at the next step boundary and release everything; answered by Released.
 
     Retraction (keep or drop), abort and handover are the same to a worker: what happens to the host pages is the
@@ -473,7 +467,7 @@ class Withdraw(Part, tag=True):
     admission: int
 
 
-class Stop(Part, tag=True):
+class Stop(Part, frozen=True, tag=True):
     """Exit once the running requests have ended, at the latest after `deadline_s`."""
 
     deadline_s: float
@@ -482,7 +476,7 @@ class Stop(Part, tag=True):
 Command: TypeAlias = Admit | Grant | Resize | Withdraw | Stop
 
 
-class WorkerWelcome(Message):
+class WorkerWelcome(Message, frozen=True):
     """Answer to WorkerHello. `report_ack` is the last report number received in this epoch: send what came after."""
 
     protocol: int
@@ -491,7 +485,7 @@ class WorkerWelcome(Message):
     want_tokenizer: bool
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The worker may not join: wrong protocol, another model than its group, a pool of another shape, ..."""
 
     code: str
@@ -499,22 +493,22 @@ class Refused(Message):
     remedy: str = ""
 
 
-class Commands(Message):
-    """Commands numbered `first`, `first`+1, ... A worker applies each once and in order; a gap is answered by Replay."""
+class Commands(Message, frozen=True):
+    """Commands `first`, `first`+1, ... A worker applies each once and in order; a gap is answered by Replay."""
 
     incarnation: int
     first: int
     commands: tuple[Command, ...]
 
 
-class ReportAck(Message):
+class ReportAck(Message, frozen=True):
     """All reports up to `number` were received."""
 
     incarnation: int
     number: int
 
 
-class ReplayReports(Message):
+class ReplayReports(Message, frozen=True):
     """A gap was seen: send reports from `first` on again."""
 
     incarnation: int
@@ -527,7 +521,7 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 # ---------------------------------------------------------------- worker -> coordinator
 
 
-class Held(Part):
+class Held(Part, frozen=True):
     """One admission a worker still has, in its hello after a reconnect."""
 
     admission: int
@@ -535,8 +529,8 @@ class Held(Part):
     durable_tokens: int
 
 
-class WorkerHello(Message):
-    """First message on a worker connection; a fresh DEALER per (re)connect. `command_ack` is the last command applied."""
+class WorkerHello(Message, frozen=True):
+    """First message on a worker connection; a fresh DEALER per (re)connect. `command_ack`: the last command applied."""
 
     protocol: int
     worker: str
@@ -551,7 +545,7 @@ class WorkerHello(Message):
     held: tuple[Held, ...] = ()
 
 
-class Progress(Part):
+class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
     int32 `slots`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`, int32
@@ -566,7 +560,7 @@ class Progress(Part):
     durables: bytes
 
 
-class Staged(Part, tag=True):
+class Staged(Part, frozen=True, tag=True):
     """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
 
     admission: int
@@ -575,19 +569,19 @@ class Staged(Part, tag=True):
     bytes_copied: int
 
 
-class Started(Part, tag=True):
+class Started(Part, frozen=True, tag=True):
     """The request joined the decode batch."""
 
     admission: int
 
 
-class Parked(Part, tag=True):
+class Parked(Part, frozen=True, tag=True):
     """The request is out of granted pages and waits, while its batch goes on."""
 
     admission: int
 
 
-class Resized(Part, tag=True):
+class Resized(Part, frozen=True, tag=True):
     """A Resize took effect; chunks beyond `hot_chunks` are free again."""
 
     admission: int
@@ -595,7 +589,7 @@ class Resized(Part, tag=True):
     hot_chunks: int
 
 
-class Finished(Part, tag=True):
+class Finished(Part, frozen=True, tag=True):
     """The output is complete: `reason` is eos, stop, length. Released follows."""
 
     admission: int
@@ -604,14 +598,14 @@ class Finished(Part, tag=True):
     tail_text: str = ""
 
 
-class Faulted(Part, tag=True):
+class Faulted(Part, frozen=True, tag=True):
     """The request cannot go on (its own fault or the worker's); Released follows."""
 
     admission: int
     message: str
 
 
-class Released(Part, tag=True):
+class Released(Part, frozen=True, tag=True):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
     are in host memory; hits, misses and retained counters are final."""
 
@@ -621,7 +615,7 @@ class Released(Part, tag=True):
     misses: int
 
 
-class Counters(Part, tag=True):
+class Counters(Part, frozen=True, tag=True):
     """Swap-in counters of requests so far: int64 `admissions`, `hits`, `misses`. Sent about once a second."""
 
     admissions: bytes
@@ -632,7 +626,7 @@ class Counters(Part, tag=True):
 Event: TypeAlias = Staged | Started | Parked | Resized | Finished | Faulted | Released | Counters
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Numbered from 1 in each epoch; `command_ack` is cumulative. Tokens apply before events."""
 
     number: int
@@ -642,14 +636,14 @@ class Report(Message):
     events: tuple[Event, ...]
 
 
-class ReplayCommands(Message):
+class ReplayCommands(Message, frozen=True):
     """A gap was seen: send commands from `first` on again."""
 
     epoch: int
     first: int
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent by the link, about the executor: `executor_beats` grows while the executor's loop turns, busy or idle, so a
     live link over a hung executor is seen."""
 
@@ -666,7 +660,7 @@ class Heartbeat(Message):
     backed_up_bytes: int
 
 
-class TokenizerChunk(Message):
+class TokenizerChunk(Message, frozen=True):
     """Piece `index` of `total` of the worker's tokenizer."""
 
     epoch: int

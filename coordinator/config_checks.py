@@ -1,0 +1,181 @@
+"""Relations between settings that can never work, refused at start. Pure.
+
+Each check is a row: does it hold, which field, its value, what is wrong, what to do. Rows are evaluated in order and
+the first failure is raised, so that one start names one thing to change. Checks that need the model or the node's
+memory belong to the worker's sizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from coordinator.config import ClusterSettings, Config, CoordinatorSettings, WorkerSettings, parse_size
+from coordinator.errors import ConfigError
+from coordinator.messages import NAME_CHARS_MAX
+from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("logfmt", "json")
+STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
+DTYPES: Final = ("auto", "float32", "bfloat16")
+#: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
+SOCKET_PATH_BYTES_MAX: Final = 107
+PORT_MAX: Final = 65_535
+SEATS_MAX: Final = 1_024
+#: A peer that misses one heartbeat is not gone: the limit must leave room for several.
+HEARTBEATS_PER_LIMIT_MIN: Final = 3
+
+
+class Check(NamedTuple):
+    holds: bool
+    field: str
+    value: object
+    message: str
+    remedy: str
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first relation of `config` (resolved) that does not hold."""
+    for row in _all_checks(config):
+        if not row.holds:
+            raise ConfigError(row.message, field=row.field, value=row.value, remedy=row.remedy)
+
+
+def _all_checks(config: Config) -> Iterator[Check]:
+    yield from _cluster(config.cluster)
+    yield from _coordinator(config.coordinator)
+    yield from _worker(config.worker)
+    yield from _worker_memory(config.worker)
+
+
+def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
+    yield _one_of("cluster.log_level", cluster.log_level, LOG_LEVELS)
+    yield _one_of("cluster.log_format", cluster.log_format, LOG_FORMATS)
+    yield _name("cluster.name", cluster.name)
+    endpoints = {
+        "cluster.client_endpoint": cluster.client_endpoint,
+        "cluster.admin_endpoint": cluster.admin_endpoint,
+        "cluster.worker_endpoint": cluster.worker_endpoint,
+    }
+    for field, endpoint in endpoints.items():
+        yield from _endpoint(field, endpoint)
+    distinct = len(set(endpoints.values())) == len(endpoints)
+    yield Check(
+        distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
+    )
+
+
+def _endpoint(field: str, endpoint: str) -> Iterator[Check]:
+    scheme, _, address = endpoint.partition("://")
+    known = scheme in ("ipc", "tcp") and bool(address)
+    yield Check(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
+    fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
+    yield Check(
+        fits,
+        field,
+        endpoint,
+        f"the path has {len(address.encode())} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
+        "choose a shorter cluster.runtime_dir",
+    )
+
+
+def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
+    for field in ("live_requests_max", "queue_max", "connections_max", "grant_ahead_tokens"):
+        yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 1)
+    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms"):
+        yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
+    for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s"):
+        yield _positive(f"coordinator.{field}", getattr(coordinator, field))
+    yield Check(
+        coordinator.queue_max <= coordinator.live_requests_max,
+        "coordinator.queue_max",
+        coordinator.queue_max,
+        f"more than live_requests_max={coordinator.live_requests_max}, so the queue could never fill",
+        "lower queue_max or raise live_requests_max",
+    )
+    yield Check(
+        coordinator.heartbeat_limit_s >= HEARTBEATS_PER_LIMIT_MIN * coordinator.heartbeat_interval_s,
+        "coordinator.heartbeat_limit_s",
+        coordinator.heartbeat_limit_s,
+        f"below {HEARTBEATS_PER_LIMIT_MIN} heartbeats of {coordinator.heartbeat_interval_s} s",
+        "raise the limit or lower heartbeat_interval_s",
+    )
+    yield _port("coordinator.metrics_port", coordinator.metrics_port)
+
+
+def _worker(worker: WorkerSettings) -> Iterator[Check]:
+    yield _name("worker.name", worker.name)
+    yield _name("worker.node", worker.node)
+    yield _one_of("worker.dtype", worker.dtype, DTYPES)
+    yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
+    device_known = worker.device == "cpu" or worker.device.partition(":")[0] == "cuda"
+    yield Check(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
+    yield Check(
+        worker.stream_backend != "cuda" or worker.device != "cpu",
+        "worker.stream_backend",
+        worker.stream_backend,
+        "CUDA streams need a CUDA device",
+        "set worker.device=cuda, or stream_backend=inline",
+    )
+    yield _between("worker.seats", worker.seats, 1, SEATS_MAX)
+    yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
+    yield _between("worker.lookahead_steps", worker.lookahead_steps, 0, 1)
+    yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
+    yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
+    yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
+    yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
+    yield _at_least("worker.threads", worker.threads, 0)
+    yield _positive("worker.report_interval_ms", worker.report_interval_ms)
+    yield _port("worker.metrics_port", worker.metrics_port)
+
+
+def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
+    for field in ("device_mem", "host_mem"):
+        text = getattr(worker, field)
+        yield Check(
+            parse_size(text, f"worker.{field}") > 0, f"worker.{field}", text, "no memory at all", "give it a size"
+        )
+    classes = worker.hot_size_classes
+    yield Check(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
+    for slots in classes:
+        yield Check(
+            0 < slots <= SLOTS_MAX - PAGE_TOKENS and slots % PAGE_TOKENS == 0,
+            "worker.hot_size_classes",
+            slots,
+            f"not a multiple of {PAGE_TOKENS} from {PAGE_TOKENS} to {SLOTS_MAX - PAGE_TOKENS}",
+            "choose sizes in whole chunks",
+        )
+    yield Check(
+        all(smaller < larger for smaller, larger in pairwise(classes)),
+        "worker.hot_size_classes",
+        classes,
+        "not in ascending order",
+        "sort the classes and drop repeats",
+    )
+
+
+def _one_of(field: str, value: str, known: tuple[str, ...]) -> Check:
+    return Check(value in known, field, value, "unknown value", f"use one of {', '.join(known)}")
+
+
+def _name(field: str, value: str) -> Check:
+    fine = 0 < len(value) <= NAME_CHARS_MAX and value.isprintable() and not any(c.isspace() for c in value)
+    return Check(fine, field, value, f"not a name of 1 to {NAME_CHARS_MAX} visible characters", "choose another")
+
+
+def _at_least(field: str, value: float, low: float) -> Check:
+    return Check(value >= low, field, value, f"below {low}", f"use {low} or more")
+
+
+def _positive(field: str, value: float) -> Check:
+    return Check(value > 0, field, value, "not above 0", "use a positive number")
+
+
+def _between(field: str, value: int, low: int, high: int) -> Check:
+    return Check(low <= value <= high, field, value, f"not from {low} to {high}", f"use {low} to {high}")
+
+
+def _port(field: str, value: int) -> Check:
+    return Check(-1 <= value <= PORT_MAX, field, value, "not a port", "use 0 for any free port, -1 for none")
