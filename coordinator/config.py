@@ -269,15 +269,20 @@ def _require_known(name: str, known: Iterable[str], field: str, origin: str) -> 
     raise ConfigError(f"unknown setting in {origin}", field=field, value=name, remedy=remedy)
 
 
+#: How a type of setting is called in an error.
+_TYPE_NAMES: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
 def _convert(section: str, field: str, value: object, origin: str) -> object:
     """`value` as the type of the field; text from the environment or a flag is parsed, a list splits at commas."""
     kind = _field_types(section)[field]
-    from_text = isinstance(value, str) and kind is not str
-    if from_text and kind == tuple[int, ...]:
-        value = [item for item in str(value).replace(",", " ").split() if item]
+    parsed = value.replace(",", " ").split() if isinstance(value, str) and kind == tuple[int, ...] else value
     try:
-        return msgspec.convert(value, kind, strict=not isinstance(value, (str, list)))
+        return msgspec.convert(parsed, kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{error}".lower(), field=f"{section}.{field}", value=value, remedy=f"correct it in {origin}"
+            f"expected {_TYPE_NAMES.get(kind, 'a list of whole numbers')}",
+            field=f"{section}.{field}",
+            value=value,
+            remedy=f"correct it in {origin}",
         ) from error
