@@ -1,0 +1,247 @@
+"""Actors: one trio task, one bounded mailbox, one pure state.
+
+Rules, and why:
+
+- `tell` never blocks, so no cycle of tells can deadlock. It is synchronous: what an actor tells another in one turn
+  arrives in that order, before anything it tells later.
+- `ask` waits for a reply, so asks go one way only: Gateway -> Scheduler -> HostPool -> Journal.
+- Every mailbox is bounded (I8). A full one refuses: an ask gets CapacityError, which its user can act on; a tell raises
+  MailboxFullError, which ends the process, because tells come from a bounded number of requests, workers and timers, and
+  only a defect fills a mailbox with them. Work for a peer that may flood (a worker's events) is checked with `room`.
+- Crash-only: an exception that leaves an actor is logged with the actor's story and ends the process. Nobody
+  restarts an actor whose state may be half changed; recovery is the journal's business.
+- An actor takes messages in batches: a wake-up costs about 10 us, a message in a batch a tenth of that.
+
+Rejected: trio memory channels (one message and one checkpoint per receive, two objects per actor); a task per
+message (order is lost); restarting supervisors (they hide defects and need every actor to survive its peers' loss).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from enum import IntEnum
+from typing import Any, Final, Generic, TypeVar
+
+import outcome
+import trio
+
+from coordinator.errors import CapacityError, InternalError, Unavailable
+
+#: Longest that one level of actors may take to drain its mailboxes at shutdown; then it is cancelled.
+SHUTDOWN_LEVEL_S: Final = 5.0
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+log = logging.getLogger("hisparse.actor")
+
+
+class MailboxFullError(InternalError):
+    """More messages than the owner's bound: a defect in whoever sends them."""
+
+
+class Mailbox(Generic[M]):
+    """A bounded FIFO with any number of writers and one reader."""
+
+    def __init__(self, owner: str, capacity: int) -> None:
+        self.owner = owner
+        self.capacity = capacity
+        self._messages: deque[M] = deque()
+        self._reader: trio.lowlevel.Task | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def put(self, message: M) -> None:
+        """Append and wake the reader. Raises MailboxFullError. On a closed mailbox: dropped, its owner has stopped."""
+        if self._closed:
+            return
+        if len(self._messages) >= self.capacity:
+            raise MailboxFullError(
+                f"mailbox of {self.owner} holds {self.capacity} messages", field="mailbox", value=self.owner
+            )
+        self._messages.append(message)
+        self._wake()
+
+    def close(self) -> None:
+        """Take no more; the reader gets what is there, then the end. Idempotent."""
+        self._closed = True
+        self._wake()
+
+    async def take(self, batch_max: int) -> list[M]:
+        """The next 1 to `batch_max` messages, in order; an empty list once closed and empty.
+
+        Cancelled: nothing was taken. There is no checkpoint after the first message leaves the mailbox.
+        """
+        if self._messages or self._closed:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._park()
+        messages = self._messages
+        return [messages.popleft() for _ in range(min(batch_max, len(messages)))]
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            trio.lowlevel.reschedule(reader, outcome.Value(None))
+
+    async def _park(self) -> None:
+        if self._reader is not None:
+            raise InternalError(f"mailbox of {self.owner} has a second reader")
+        self._reader = trio.lowlevel.current_task()
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._reader = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+
+class Reply(Generic[T]):
+    """The other end of an ask: set or failed exactly once by whoever handles the message."""
+
+    __slots__ = ("_event", "_result")
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+        self._result: outcome.Outcome[T] | None = None
+
+    def set(self, value: T) -> None:
+        self._finish(outcome.Value(value))
+
+    def fail(self, error: Exception) -> None:
+        self._finish(outcome.Error(error))
+
+    async def wait(self) -> T:
+        """The value, or the error raised here. Cancelled: the asked-for change may still happen."""
+        await self._event.wait()
+        assert self._result is not None
+        return self._result.unwrap()
+
+    def _finish(self, result: outcome.Outcome[T]) -> None:
+        if self._result is not None:
+            raise InternalError("a reply was given twice")
+        self._result = result
+        self._event.set()
+
+
+class Actor(ABC, Generic[M]):
+    """Base of every actor. Subclasses keep a pure state and implement `handle`."""
+
+    def __init__(self, name: str, *, mailbox_max: int, batch_max: int) -> None:
+        self.name = name
+        self._batch_max = batch_max
+        self._mailbox: Mailbox[M] = Mailbox(name, mailbox_max)
+
+    @abstractmethod
+    async def handle(self, batch: list[M]) -> None:
+        """Act on messages in order. An exception that leaves it ends the process."""
+
+    def story(self) -> tuple[str, ...]:
+        """Recent history, one line each, logged when the actor fails."""
+        return ()
+
+    def tell(self, message: M) -> None:
+        """Put a message into the mailbox; never blocks. Raises MailboxFullError."""
+        self._mailbox.put(message)
+
+    def room(self) -> int:
+        """Messages that still fit; 0 when closed."""
+        return 0 if self._mailbox.closed else self._mailbox.capacity - len(self._mailbox)
+
+    async def ask(self, make: Callable[[Reply[T]], M]) -> T:
+        """Send `make(reply)` and wait for the reply; raises what the handler failed it with.
+
+        Raises Unavailable when the actor has stopped, CapacityError when its mailbox is full. Cancelled after sending:
+        the change may still happen.
+        """
+        if self._mailbox.closed:
+            raise Unavailable(f"{self.name} has stopped", remedy="reconnect later")
+        if not self.room():
+            raise CapacityError(f"{self.name} has {self._mailbox.capacity} messages waiting", remedy="retry later")
+        reply: Reply[T] = Reply()
+        self._mailbox.put(make(reply))
+        return await reply.wait()
+
+    def close(self) -> None:
+        """Handle what is in the mailbox, then end. Idempotent."""
+        self._mailbox.close()
+
+    async def run(self) -> None:
+        """The task: until closed. Subclasses with timers of their own extend it."""
+        while batch := await self._mailbox.take(self._batch_max):
+            await self.handle(batch)
+
+
+class Level(IntEnum):
+    """Order of shutdown: whoever asks or feeds others stops before those it needs."""
+
+    GATEWAY = 0
+    SCHEDULER = 1
+    REQUEST = 2
+    WORKER_LINK = 3
+    HOST_POOL = 4
+    JOURNAL = 5
+
+
+class Supervisor:
+    """Runs actors in one nursery, fails with the first that fails, stops them level by level."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._running: dict[Level, dict[Actor[Any], trio.CancelScope]] = {level: {} for level in Level}
+        self._emptied = {level: trio.Event() for level in Level}
+
+    def start(self, actor: Actor[Any], level: Level) -> None:
+        """Run `actor` in a task of its own until it ends, fails, or its level is shut down."""
+        self._running[level][actor] = trio.CancelScope()
+        self._nursery.start_soon(self._run, actor, level, name=actor.name)
+
+    def count(self, level: Level) -> int:
+        return len(self._running[level])
+
+    async def shutdown(self) -> None:
+        """Close each level in order; what has not drained after SHUTDOWN_LEVEL_S is cancelled. Call once."""
+        for level in Level:
+            for actor in self._running[level]:
+                actor.close()
+            with trio.move_on_after(SHUTDOWN_LEVEL_S):
+                await self._wait_empty(level)
+            for actor, scope in self._running[level].items():
+                log.warning("actor %s had not drained within %g s and was cancelled", actor.name, SHUTDOWN_LEVEL_S)
+                scope.cancel()
+            await self._wait_empty(level)
+
+    async def _wait_empty(self, level: Level) -> None:
+        while self._running[level]:
+            self._emptied[level] = trio.Event()
+            await self._emptied[level].wait()
+
+    async def _run(self, actor: Actor[Any], level: Level) -> None:
+        try:
+            with self._running[level][actor]:
+                await actor.run()
+        except Exception:
+            log.exception("actor %s failed; its story:\n%s", actor.name, "\n".join(actor.story()))
+            raise
+        finally:
+            del self._running[level][actor]
+            if not self._running[level]:
+                self._emptied[level].set()
+
+
+@asynccontextmanager
+async def open_supervisor() -> AsyncIterator[Supervisor]:
+    """A Supervisor whose actors live at most as long as the block; leaving it early cancels them."""
+    async with trio.open_nursery() as nursery:
+        yield Supervisor(nursery)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,221 @@
+"""What actors say to each other, and the ports through which they reach the transport.
+
+Who tells whom (asks go down the first column only, everything else is a tell):
+
+    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
+    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters
+    WorkerLink ────► Request                                messages.Event, routed by admission
+    Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
+    Request ───────► Scheduler                              Progressed, Departed, Closed
+    Request ───────► WorkerPort.send                        messages.Command
+
+Everything about one admission reaches its worker through its Request actor, so commands keep their order.
+Tokens are not here: they go from the worker link into the token log, and from there to client connections.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from coordinator import messages
+from coordinator.arrays import Int32Array
+
+if TYPE_CHECKING:
+    from coordinator.actor import Reply
+
+
+class Handle(NamedTuple):
+    """What a submitted or found request is called: by its clients, and in the token log."""
+
+    request_id: str
+    slot: int
+
+
+class LinkStats(NamedTuple):
+    """What a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
+
+    steps: int
+    step_us: float
+    hits: int
+    misses: int
+    link_age_s: float
+    command_ack_ms: float
+
+
+class WorkerPort(Protocol):
+    """The worker link as the actors see it: one epoch of one worker."""
+
+    def send(self, command: messages.Command) -> None:
+        """Number the command, log it for replay and wake the sender. Never blocks, never fails: a link past its
+        bound declares its worker down instead."""
+
+    def stats(self) -> LinkStats: ...
+
+
+class TokenLog(Protocol):
+    """What the actors use of coordinator.token_log."""
+
+    def open(self, max_tokens: int) -> int: ...
+    def begin_admission(self, slot: int, admission: int, prompt_tokens: int, granted_tokens: int) -> None: ...
+    def grant(self, slot: int, granted_tokens: int) -> None: ...
+    def length(self, slot: int) -> int: ...
+    def durable(self, slot: int) -> int: ...
+    def tokens(self, slot: int, start: int) -> bytes: ...
+    def close(self, slot: int) -> None: ...
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
+
+    slot: int
+    request_id: str
+    outcome: str
+    reason: str
+    generated_tokens: int
+    tail_text: str = ""
+
+
+class Listener(Protocol):
+    """The gateway's side of the end of a request. Both calls are synchronous and must not fail."""
+
+    def ended(self, ending: Ending) -> None:
+        """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
+
+    def forgotten(self, slot: int) -> None:
+        """The slot is about to be closed and reused: drop subscriptions to it."""
+
+
+class Verb(Enum):
+    """What clients and operators may do to requests."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    RESUME = "resume"
+    RESIZE = "resize"
+
+
+# ---------------------------------------------------------------- to the Scheduler
+
+
+class SubmitAsk(msgspec.Struct, frozen=True):
+    submit: messages.Submit
+    owner: str
+    reply: Reply[Handle]
+
+
+class VerbAsk(msgspec.Struct, frozen=True):
+    """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
+    RESIZE."""
+
+    verb: Verb
+    request_ids: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+    keep: bool = True
+    hold: bool = True
+    hot_slots: int = -1
+
+
+class DrainAsk(msgspec.Struct, frozen=True):
+    """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
+
+    workers: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+    handover: bool = False
+    deadline_s: float = 0.0
+    undrain: bool = False
+
+
+class StopAsk(msgspec.Struct, frozen=True):
+    deadline_s: float
+    owner: str
+    reply: Reply[tuple[str, ...]]
+
+
+class WorkerUp(msgspec.Struct, frozen=True):
+    """A new epoch of a worker wants to join; the reply fails when it may not."""
+
+    hello: messages.WorkerHello
+    port: WorkerPort
+    reply: Reply[None]
+
+
+class WorkerDown(msgspec.Struct, frozen=True):
+    """The epoch is over: nothing it says counts any more. `proved_exit`: its process is gone, so nothing of it can
+    still touch memory (I2)."""
+
+    worker: str
+    epoch: int
+    proved_exit: bool
+
+
+class WorkerExited(msgspec.Struct, frozen=True):
+    """Proof, after WorkerDown without one, that the process of that epoch is gone."""
+
+    worker: str
+    epoch: int
+
+
+class Starving(msgspec.Struct, frozen=True):
+    """Requests whose granted headroom is short. `slots` is int32."""
+
+    slots: Int32Array
+
+
+class Stage(Enum):
+    """How far an admission has come, as far as the ledger cares."""
+
+    STAGED = "staged"  # slab pages are free
+    STARTED = "started"  # in the decode batch: its hot buffer can be resized
+    PARKED = "parked"  # out of granted pages
+    LEAVING = "leaving"  # its memory will be released without anybody's asking
+
+
+class Progressed(msgspec.Struct, frozen=True):
+    slot: int
+    admission: int
+    stage: Stage
+
+
+class Resized(msgspec.Struct, frozen=True):
+    slot: int
+    admission: int
+    hot_slots: int
+    hot_chunks: int
+
+
+class Departed(msgspec.Struct, frozen=True):
+    """The admission is over. Rows below `durable_tokens` stay in host pages (0: nothing is kept). Not `quiesced`: its
+    worker was lost, and unless its exit is proved nothing of it may be reused (I2)."""
+
+    slot: int
+    admission: int
+    durable_tokens: int
+    quiesced: bool
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """A waiting request gives up the host pages it kept."""
+
+    slot: int
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """The request waits for an operator (`held`) or for memory."""
+
+    slot: int
+    held: bool
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """The request is terminal, its memory given back before, its listener told."""
+
+    slot: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed: deadlines, lazy growth, forgetting."""
