@@ -1,0 +1,242 @@
+"""The device memory of a worker, and the inputs and outputs of a decode step, as preallocated tensors.
+
+Nothing here is ever reallocated: streams, graphs and views keep the addresses. Sizes: S seats, C hot chunks and slab
+pages together (one arena), N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk.
+
+    DeviceState   dtype   shape                        what, and which value means none
+    rows          uint8   [L, C*64, row_bytes]         the arena; device row c*64+i is row i of chunk c in every layer
+    index_keys    uint8   [G, N*64, index_row_bytes]   index key of each token held
+    slot_of       int16   [G, N*64]                    bit pattern of a uint16: slot of the token, 0xFFFF absent
+    slot_token    int32   [G, C*64]                    token in the slot that lies at this device row, -1 empty
+    stamp         int32   [G, C*64]                    seat step at which the slot was last used, -1 empty
+    index_table   int32   [S, max_pages]               index page of each page of the context, -1 not granted
+    host_table    int32   [S, max_pages]               host page likewise
+    chunk_table   int32   [S, max_chunks]              hot chunk of slots 64i..64i+63, -1 none
+    slab_table    int32   [S, max_slab_pages]          chunk of each prompt page while prefilling, -1 none
+    hot_slots     int32   [S]                          -1 empty seat, 0 resident (slot = token), H managed
+    tail          int32   [G, S, T]                    slot at ring place p % T, -1 unset
+    now           int32   [S]                          steps since the hot buffer was set up
+    hits, misses  int64   [G, S]                       distinct tokens found, and loaded
+    tripwires     int64   [4]                          see Tripwire
+    host          uint8   [host_pages, page_bytes]     the mapped pool
+
+Only `slot_of` entries of positions below the context's length mean anything: a page granted later holds what its last
+owner left until begin_step writes the entry of each new token. `now` restarts with each hot buffer and grows by one
+per token of a context, so it stays below CONTEXT_MAX_TOKENS and an int32 stamp never wraps.
+
+Rows may have any byte count. Copies move words of the widest integer that divides it: a context's bytes are never
+reinterpreted, only carried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from coordinator.errors import BadInput
+from kernels.check import Sizes
+from kernels.layout import PAGE_TOKENS, TAIL_SLOTS_MAX, Geometry
+
+ABSENT: Final = -1  # SLOT_ABSENT as the int16 that slot_of holds
+SLOT_MASK: Final = 0xFFFF
+
+
+class Tripwire(IntEnum):
+    """What a kernel refused because its inputs would have made it touch foreign memory. Zero in a sound worker."""
+
+    POSITION = 0  # top-k entry below -1 or not below the length
+    UNGRANTED = 1  # position inside the length whose index page, host page or chunk is not granted
+    VICTIMS = 2  # more distinct misses than slots that may be evicted: H < k
+    SEAT = 3  # row of a step whose seat is out of range or empty, or whose length is below 1
+
+
+@dataclass(eq=False)
+class DeviceState:
+    """See the table at the top of this file. The `*_words` fields are views of the same bytes."""
+
+    geometry: Geometry
+    tail_slots: int
+    rows: Tensor
+    index_keys: Tensor
+    slot_of: Tensor
+    slot_token: Tensor
+    stamp: Tensor
+    index_table: Tensor
+    host_table: Tensor
+    chunk_table: Tensor
+    slab_table: Tensor
+    hot_slots: Tensor
+    tail: Tensor
+    now: Tensor
+    hits: Tensor
+    misses: Tensor
+    tripwires: Tensor
+    host: Tensor
+    row_words: Tensor = field(init=False, repr=False)  # [L, C*64, words]
+    key_words: Tensor = field(init=False, repr=False)  # [G, N*64, words]
+    host_row_words: Tensor = field(init=False, repr=False)  # [host_pages, L, 64, words]
+    host_key_words: Tensor = field(init=False, repr=False)  # [host_pages, G, 64, words]
+    layer_ids: Tensor = field(init=False, repr=False)  # int64[L, 1]
+    group_ids: Tensor = field(init=False, repr=False)  # int64[G, 1]
+    group_of_layer: Tensor = field(init=False, repr=False)  # int64[L]
+
+    def __post_init__(self) -> None:
+        g = self.geometry
+        row_word, key_word = _word(g.row_bytes), _word(g.index_row_bytes)
+        pages, split = self.host.shape[0], g.index_offset(0)
+        self.row_words = self.rows.view(row_word)
+        self.key_words = self.index_keys.view(key_word)
+        self.host_row_words = self.host[:, :split].view(row_word).view(pages, g.layers, PAGE_TOKENS, -1)
+        self.host_key_words = self.host[:, split:].view(key_word).view(pages, g.groups, PAGE_TOKENS, -1)
+        device = self.rows.device
+        self.layer_ids = torch.arange(g.layers, device=device).unsqueeze(1)
+        self.group_ids = torch.arange(g.groups, device=device).unsqueeze(1)
+        self.group_of_layer = torch.tensor(g.group_of_layer, device=device)
+
+    @classmethod
+    def allocate(
+        cls,
+        geometry: Geometry,
+        *,
+        seats: int,
+        chunks: int,
+        index_pages: int,
+        max_pages: int,
+        max_chunks: int,
+        max_slab_pages: int,
+        tail_slots: int,
+        host: Tensor,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Empty seats, all tables unset. `host` is uint8[host_pages, page_bytes], used in place. Raises BadInput."""
+        if not 1 <= tail_slots <= TAIL_SLOTS_MAX:
+            raise BadInput("out of range", field="tail_slots", value=tail_slots, remedy=f"1 to {TAIL_SLOTS_MAX}")
+        Sizes().check("host", host, ("host_pages", geometry.page_bytes), torch.uint8)
+        groups, arena, keys = geometry.groups, chunks * PAGE_TOKENS, index_pages * PAGE_TOKENS
+
+        def filled(value: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            geometry=geometry,
+            tail_slots=tail_slots,
+            rows=filled(0, torch.uint8, geometry.layers, arena, geometry.row_bytes),
+            index_keys=filled(0, torch.uint8, groups, keys, geometry.index_row_bytes),
+            slot_of=filled(ABSENT, torch.int16, groups, keys),
+            slot_token=filled(-1, torch.int32, groups, arena),
+            stamp=filled(-1, torch.int32, groups, arena),
+            index_table=filled(-1, torch.int32, seats, max_pages),
+            host_table=filled(-1, torch.int32, seats, max_pages),
+            chunk_table=filled(-1, torch.int32, seats, max_chunks),
+            slab_table=filled(-1, torch.int32, seats, max_slab_pages),
+            hot_slots=filled(-1, torch.int32, seats),
+            tail=filled(-1, torch.int32, groups, seats, tail_slots),
+            now=filled(0, torch.int32, seats),
+            hits=filled(0, torch.int64, groups, seats),
+            misses=filled(0, torch.int64, groups, seats),
+            tripwires=filled(0, torch.int64, len(Tripwire)),
+            host=host,
+        )
+
+    @property
+    def seats(self) -> int:
+        return self.hot_slots.shape[0]
+
+
+@dataclass(eq=False)
+class StepBatch:
+    """Inputs and addresses of one decode step of up to B requests; filled by an upload op, then by begin_step.
+
+    Rows at or beyond `num_real` are padding. A seat appears at most once in a step.
+    """
+
+    seats: Tensor  # int32[B], -1 padding
+    lengths: Tensor  # int32[B]: tokens including the one this step writes, 0 padding
+    inputs: Tensor  # int32[B]: token id fed, -1 = the last token sampled for the seat
+    num_real: Tensor  # int32[1]
+    new_rows: Tensor  # int32[G, B]: device row of this step's token, -1 padding; written by begin_step
+    new_index_rows: Tensor  # int32[B]: row of its index key, -1 padding; written by begin_step
+
+    @classmethod
+    def allocate(cls, batch: int, groups: int, device: torch.device | str = "cpu") -> Self:
+        """A batch of padding alone."""
+        return cls(
+            seats=_unset(batch, device=device),
+            lengths=torch.zeros(batch, dtype=torch.int32, device=device),
+            inputs=_unset(batch, device=device),
+            num_real=torch.zeros(1, dtype=torch.int32, device=device),
+            new_rows=_unset(groups, batch, device=device),
+            new_index_rows=_unset(batch, device=device),
+        )
+
+
+@dataclass(eq=False)
+class BackupPlan:
+    """Where this step's rows and index keys lie, and where they go; written by begin_step, read by the backup stream.
+
+    The reader keeps a ring of T plans: `backed_up` of step n-T guards the plan that step n overwrites.
+    """
+
+    device_row: Tensor  # int32[G, B], -1 nothing to copy
+    index_row: Tensor  # int32[B]
+    host_page: Tensor  # int32[B]
+    host_offset: Tensor  # int32[B]: token % 64
+
+    @classmethod
+    def allocate(cls, batch: int, groups: int, device: torch.device | str = "cpu") -> Self:
+        index_row, host_page, host_offset = (_unset(batch, device=device) for _ in range(3))
+        return cls(_unset(groups, batch, device=device), index_row, host_page, host_offset)
+
+
+@dataclass(eq=False)
+class MissPlan:
+    """The copies that one swap_in made for its anchor layer, to be repeated for the other layers of the group.
+
+    Entries at or beyond `count` are undefined.
+    """
+
+    device_row: Tensor  # int32[B*k]
+    host_page: Tensor  # int32[B*k]
+    host_offset: Tensor  # int32[B*k]
+    count: Tensor  # int32[1]
+
+    @classmethod
+    def allocate(cls, batch: int, k: int, device: torch.device | str = "cpu") -> Self:
+        device_row, host_page, host_offset = (_unset(batch * k, device=device) for _ in range(3))
+        return cls(device_row, host_page, host_offset, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def active_rows(state: DeviceState, batch: StepBatch) -> Tensor:
+    """bool[B]: rows that decode in this step. Padding is not active, nor is a row that would trip Tripwire.SEAT."""
+    return real_rows(batch) & _seated(state, batch)
+
+
+def real_rows(batch: StepBatch) -> Tensor:
+    """bool[B]: rows below num_real."""
+    return torch.arange(batch.seats.shape[0], device=batch.seats.device) < batch.num_real
+
+
+def table_entries(table: Tensor, seats: Tensor, places: Tensor) -> Tensor:
+    """`table[seats, places]` as int64, -1 where a place lies beyond the table. Arguments broadcast."""
+    last = table.shape[1] - 1
+    return torch.where(places <= last, table[seats, places.clamp(max=last)], -1).long()
+
+
+def _seated(state: DeviceState, batch: StepBatch) -> Tensor:
+    held = state.hot_slots[batch.seats.long().clamp(0, state.seats - 1)] >= 0
+    return held & (batch.seats >= 0) & (batch.seats < state.seats) & (batch.lengths >= 1)
+
+
+def _unset(*shape: int, device: torch.device | str) -> Tensor:
+    return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+
+def _word(row_bytes: int) -> torch.dtype:
+    """The widest integer that divides a row."""
+    return next(
+        (dtype for dtype in (torch.int64, torch.int32, torch.int16) if row_bytes % dtype.itemsize == 0), torch.uint8
+    )

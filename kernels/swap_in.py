@@ -1,0 +1,171 @@
+"""swap_in: resolve a group's top-k to device rows, loading what is not hot. Reference in torch.
+
+Contract, the same for every backend:
+
+  * top-k entries in any order, duplicates allowed, -1 padding anywhere. A position below -1 or not below the length
+    gives -1 and counts Tripwire.POSITION; it never touches memory.
+  * Every output entry is written in every case (I6): the device row of the token, or -1. Padded rows are all -1.
+  * Resident seats read the chunk table alone. Managed seats look tokens up in `slot_of`; absent tokens are loaded from
+    host memory into the slots of LRU victims (kernels.lru). Tail slots and slots used by this step are never victims.
+    With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
+  * A duplicate gets the row of its first occurrence; it is loaded once and counted once in hits or misses.
+  * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
+
+Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.
+Here misses in ascending position take victims in eviction order.
+
+The reference sorts each row's top-k to find duplicates and scatters the result back. Rejected: a mark per token of the
+context (memory and clearing grow with the context), a loop over batch rows (call overhead dominates at k=128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coordinator.errors import BadInput
+from kernels.check import Sizes
+from kernels.layout import PAGE_TOKENS, SLOT_ABSENT, TOPK_MAX
+from kernels.lru import NEVER, eviction_keys, forget, key_slot, slot_rows
+from kernels.state import SLOT_MASK, DeviceState, MissPlan, StepBatch, Tripwire, active_rows, table_entries
+
+NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
+
+
+def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+    """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
+
+    `plan` receives the copies for replay_misses (capacity B*k). `batch` as begin_step left it. Changes slot_of,
+    slot_token, stamp, hits, misses of `group` and rows of its anchor layer; nothing else. Raises BadInput before any
+    change when a tensor does not fit.
+    """
+    _check(state, group, topk, batch, out_rows, plan)
+    found = _look_up(state, group, topk, batch)
+    state.hits[group].index_add_(0, found.seats, (found.hit & found.first).sum(1))
+    used = found.hit & found.managed.unsqueeze(1)
+    state.stamp[group][found.rows[used]] = state.now[found.seats].unsqueeze(1).expand_as(used)[used]
+    plan.count.zero_()
+    if bool(found.miss.any()):
+        _load(state, group, found, plan)
+        replay_misses(state, state.geometry.layers_of_group(group)[0], plan)
+    out_rows.scatter_(1, found.order, found.rows.int())
+
+
+def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
+    """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them."""
+    count = int(plan.count)
+    if count:
+        pages, offsets = plan.host_page[:count].long(), plan.host_offset[:count].long()
+        state.row_words[layer][plan.device_row[:count].long()] = state.host_row_words[pages, layer, offsets]
+
+
+@dataclass(eq=False)
+class _Found:
+    """Each row's top-k in ascending position; [B, k] unless noted. A valid entry is a hit or a miss, others neither."""
+
+    seats: Tensor  # int64[B], 0 for padding
+    managed: Tensor  # bool[B]
+    order: Tensor  # int64: place of the entry in the caller's top-k
+    tokens: Tensor  # int64
+    first: Tensor  # bool: not a duplicate of its left neighbour
+    hit: Tensor  # bool
+    miss: Tensor  # bool
+    index_rows: Tensor  # int64: place of the token in slot_of
+    rows: Tensor  # int64: device row, -1 where there is none (yet)
+
+
+def _look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch) -> _Found:
+    active = active_rows(state, batch)
+    seats = torch.where(active, batch.seats, 0).long()
+    managed = state.hot_slots[seats] > 0
+    inside = (topk >= 0) & (topk < batch.lengths.unsqueeze(1)) & active.unsqueeze(1)
+    state.tripwires[Tripwire.POSITION] += ((topk != -1) & ~inside & active.unsqueeze(1)).sum()
+    ranked, order = torch.where(inside, topk, NO_TOKEN).sort(dim=1)
+    inside = ranked != NO_TOKEN
+    first = torch.ones_like(inside)
+    first[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
+    tokens = torch.where(inside, ranked, 0).long()
+    hit, miss, index_rows, rows = _resolve(state, group, seats.unsqueeze(1), managed.unsqueeze(1), tokens, inside)
+    state.tripwires[Tripwire.UNGRANTED] += (inside & ~hit & ~miss).sum()
+    return _Found(seats, managed, order, tokens, first, hit, miss, index_rows, rows)
+
+
+def _resolve(
+    state: DeviceState, group: int, seats: Tensor, managed: Tensor, tokens: Tensor, inside: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hit, miss, index_rows and rows of `_Found`; `seats` and `managed` are [B, 1]."""
+    pages, offsets = tokens // PAGE_TOKENS, tokens % PAGE_TOKENS
+    index_pages = table_entries(state.index_table, seats, pages)
+    index_rows = index_pages.clamp(min=0) * PAGE_TOKENS + offsets
+    slots = torch.where(managed, state.slot_of[group][index_rows].long() & SLOT_MASK, tokens)
+    absent = managed & (slots == SLOT_ABSENT)
+    chunks = table_entries(state.chunk_table, seats, slots // PAGE_TOKENS)
+    granted = inside & ((index_pages >= 0) | ~managed)
+    hit = granted & ~absent & (chunks >= 0)
+    rows = torch.where(hit, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, -1)
+    return hit, granted & absent, index_rows, rows
+
+
+def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None:
+    """Give every miss a victim's slot, in the tables, in `found.rows` and in `plan`. Copies nothing."""
+    host_pages = table_entries(state.host_table, found.seats.unsqueeze(1), found.tokens // PAGE_TOKENS)
+    miss = found.miss & (host_pages >= 0)
+    state.tripwires[Tripwire.UNGRANTED] += (found.miss & ~miss).sum()
+    rank = (miss & found.first).cumsum(1) - 1
+    slots = _victims(state, group, found, rank[:, -1] + 1).gather(1, rank.clamp(min=0))
+    state.tripwires[Tripwire.VICTIMS] += (miss & (slots < 0)).sum()
+    miss &= slots >= 0
+    chunks = table_entries(state.chunk_table, found.seats.unsqueeze(1), slots.clamp(min=0) // PAGE_TOKENS)
+    found.rows = torch.where(miss, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, found.rows)
+    loaded = miss & found.first
+    state.misses[group].index_add_(0, found.seats, loaded.sum(1))
+    row, column = loaded.nonzero(as_tuple=True)
+    seats, rows, tokens = found.seats[row], found.rows[row, column], found.tokens[row, column]
+    forget(state, torch.full_like(rows, group), seats, rows)
+    state.slot_token[group][rows] = tokens.int()
+    state.stamp[group][rows] = state.now[seats]
+    state.slot_of[group][found.index_rows[row, column]] = slots[row, column].short()
+    count = len(rows)
+    plan.count.fill_(count)
+    plan.device_row[:count] = rows
+    plan.host_page[:count] = host_pages[row, column]
+    plan.host_offset[:count] = tokens % PAGE_TOKENS
+
+
+def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> Tensor:
+    """The `counts` int64[B] slots of each row that go first, in eviction order: int64[B, max(counts)], -1 beyond."""
+    needy = counts.nonzero().flatten()
+    seats, most = found.seats[needy], int(counts.max())
+    hot = state.hot_slots[seats]
+    width = int(hot.max()) + state.tail_slots
+    rows = slot_rows(state, seats, width).clamp_(min=0)
+    keys = eviction_keys(state.stamp[group, rows], state.tail[group, seats], hot, state.now[seats])
+    chosen = keys.topk(min(most, width), dim=1, largest=False).values
+    victims = counts.new_full((len(counts), max(most, 1)), -1)
+    victims[needy, : chosen.shape[1]] = torch.where(chosen == NEVER, -1, key_slot(chosen))
+    return victims
+
+
+def _check(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+    if not 0 <= group < state.geometry.groups:
+        raise BadInput("no such group", field="group", value=group, remedy=f"0 to {state.geometry.groups - 1}")
+    sizes = Sizes()
+    sizes.check("topk", topk, ("batch", "k"), torch.int32)
+    sizes.check("out_rows", out_rows, ("batch", "k"), torch.int32)
+    sizes.check("batch.seats", batch.seats, ("batch",), torch.int32, torch.int64)
+    sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)
+    sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
+    if not 1 <= sizes["k"] <= TOPK_MAX:
+        raise BadInput("out of range", field="topk", value=f"k={sizes['k']}", remedy=f"k from 1 to {TOPK_MAX}")
+    entries = sizes["batch"] * sizes["k"]
+    for name in ("device_row", "host_page", "host_offset"):
+        sizes.check(f"plan.{name}", getattr(plan, name), ("entries",), torch.int32)
+    if sizes["entries"] < entries:
+        raise BadInput(
+            f"holds {sizes['entries']} copies, this step may make {entries}",
+            field="plan",
+            value=sizes["entries"],
+            remedy="allocate the plan for this batch and k",
+        )
