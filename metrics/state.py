@@ -30,7 +30,7 @@ STEP_AVERAGE_WEIGHT: Final = 1 / 16
 
 
 class Buckets:
-    """A histogram of fixed bounds: `counts[i]` values at most `bounds[i]` (and above the one before), the last entry all
+    """A histogram of fixed bounds: `counts[i]` values at most `bounds[i]` (and above the one before), the last all
     beyond. `observe` costs about 0.2 us."""
 
     __slots__ = ("bounds", "counts", "total")

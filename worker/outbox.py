@@ -148,14 +148,16 @@ class Outbox:
         with self._lock:
             return tuple(self._held.values())
 
-    def take(self, command_ack: int, now: float) -> Report | None:
+    def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
 
-        A `command_ack` higher than the last one sent is news too. `now` (seconds, any clock) dates it for `overdue`.
+        A `command_ack` higher than the last one sent is news too; a `probe` goes without news, to be acknowledged.
+        `now` (seconds, any clock) dates the report for `overdue`.
         """
         with self._lock:
             self._signalled = False
-            if not self._is_dirty(command_ack) or len(self._in_flight) >= REPORTS_UNACKED_MAX:
+            news = probe or self._is_dirty(command_ack)
+            if not news or len(self._in_flight) >= REPORTS_UNACKED_MAX:
                 return None
             progress = self._cut_progress()
             events = () if self._dirt else tuple(self._cut_events())
@@ -176,6 +178,11 @@ class Outbox:
                 )
             while self._in_flight and self._in_flight[0].report.number <= number:
                 self._in_flight.popleft()
+
+    def can_replay(self, first: int) -> bool:
+        """Whether every report from `first` on is still here (or `first` is the next one)."""
+        with self._lock:
+            return self._next_number - len(self._in_flight) <= first <= self._next_number
 
     def replay(self, first: int) -> list[Report]:
         """The reports in flight from `first` on, unchanged. ProtocolError when it was acknowledged or never sent."""
