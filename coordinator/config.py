@@ -198,6 +198,21 @@ def _default_runtime_dir(facts: HostFacts) -> str:
     return f"{facts.xdg_runtime_dir}/hisparse" if facts.xdg_runtime_dir else f"/tmp/hisparse-{facts.uid}"
 
 
+def to_environ(config: Config) -> dict[str, str]:
+    """Every setting of `config` as environment variables: how a parent hands it to its children, whole."""
+    variables = {}
+    for section in SECTIONS:
+        for field, value in msgspec.structs.asdict(getattr(config, section)).items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            variables[f"{ENVIRONMENT_PREFIX}{section}_{field}".upper()] = text
+    return variables
+
+
+def pool_path(pool_dir: str, node: str) -> Path:
+    """Where the host pool of `node` lies."""
+    return Path(pool_dir) / f"{node}.pool"
+
+
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     name: scale**power
     for power, letter in enumerate("KMGT", start=1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.config import Config, HostFacts, build, load, parse_size, resolve
+from coordinator.config import Config, HostFacts, build, load, parse_size, resolve, to_environ
 from coordinator.errors import ConfigError
 
 FACTS = HostFacts(hostname="node7", pid=42, uid=1000)
@@ -129,6 +129,14 @@ def test_the_environment_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "hisparse.toml"
     path.write_text("[worker]\nseats = 11\n")
     assert load(environ={"HISPARSE_CONFIG": str(path)}).worker.seats == 11
+
+
+def test_children_receive_every_setting_unchanged() -> None:
+    config = built(
+        flags={"worker.deterministic": True, "worker.hot_size_classes": (192,), "coordinator.flush_interval_ms": 0.1}
+    )
+    elsewhere = HostFacts("other", 1, 2, xdg_runtime_dir="/run/user/2")
+    assert build({}, to_environ(config), {}, elsewhere) == config
 
 
 @given(st.integers(0, 2**50))
