@@ -1,0 +1,14 @@
+"""The swap-in runtime's device side: data layout, and each kernel as one function over preallocated tensors.
+
+    layout        where every byte lies; imports neither torch nor CUDA
+    state         DeviceState, StepBatch, BackupPlan, MissPlan
+    seat          set up, resize and clear the hot buffer of a seat
+    begin_step    place a step's new tokens, plan their backup
+    index_topk    score the context, choose the top-k
+    swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
+    rows          a model's reads and writes of rows and index keys
+    copy_rows     device rows to host pages and back
+    lru, check, integrity   eviction order; checks of arguments; consistency of a seat's tables
+
+A kernel runs inside one stream operation and orders nothing by itself: fences are the caller's (worker.streams).
+"""

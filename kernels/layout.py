@@ -20,8 +20,8 @@ Device memory, counted in three units, each of 64 tokens:
                  of chunk c, the same number in every layer. Prefill slab pages are chunks of the same arena, so a
                  prompt's rows become a hot buffer without a copy; the ledger keeps the two budgets apart by count.
     index page   64 index keys in every group: keys uint8[groups, pages, 64, index_row_bytes]; and the slot map of the
-                 same tokens: slot_of uint16[groups, pages, 64], 0xFFFF = absent. Bookkeeping thus grows with the context
-                 held, not with the longest possible one.
+                 same tokens: slot_of uint16[groups, pages, 64], 0xFFFF = absent. Bookkeeping thus grows with the
+                 context held, not with the longest possible one.
     seat         one place in the decode batch with its tables: index_table, host_table, chunk_table.
 
 Slots of a managed request with hot size H and T tail slots: 0..H+T-1; slot s lies in chunk_table[seat, s // 64], row
@@ -46,7 +46,7 @@ assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of one model's rows. `group_of_layer[l]` is the index group of layer l; groups are numbered in layer order."""
+    """Shape of one model's rows. `group_of_layer[l]` is the index group of layer l, numbered in layer order."""
 
     layers: int
     row_bytes: int
@@ -72,7 +72,7 @@ class Geometry:
 
     @property
     def chunk_bytes(self) -> int:
-        """Device bytes of one hot chunk: rows of all layers, and the slot tables (token int32, stamp int32) per group."""
+        """Device bytes of one hot chunk: rows of all layers, and per group the slot tables (token, stamp: int32)."""
         return PAGE_TOKENS * (self.layers * self.row_bytes + self.groups * 8)
 
     @property

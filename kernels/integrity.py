@@ -1,0 +1,70 @@
+"""Does a seat's bookkeeping agree with itself? For tests, and for production when a worker is idle. Changes nothing.
+
+Of a managed seat, in every group:
+    slot_token and slot_of are inverse: each token below the length is in one slot at most, and found there
+    empty slots carry stamp -1, others a stamp between 0 and `now`
+    a set tail place holds one of the T newest tokens, of its own residue; a place not set reserves an empty slot
+Of a resident seat: every page of the context has a chunk of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coordinator.errors import InternalError
+from kernels.layout import PAGE_TOKENS, SLOT_ABSENT, managed_chunks, pages_for
+from kernels.lru import slot_rows
+from kernels.state import SLOT_MASK, DeviceState
+
+
+def check_state(state: DeviceState, seat: int, length: int) -> None:
+    """Raises InternalError, naming seat, group and token, unless the tables of `seat` fit a context of `length`."""
+    hot_slots = int(state.hot_slots[seat])
+    if hot_slots < 0:
+        return
+    chunks = state.chunk_table[seat, : managed_chunks(hot_slots) if hot_slots else pages_for(length)]
+    _require(
+        bool((chunks >= 0).all()) and len(set(chunks.tolist())) == len(chunks), seat, "chunks missing or held twice"
+    )
+    if not hot_slots:
+        return
+    rows = slot_rows(state, torch.tensor([seat]), hot_slots + state.tail_slots)[0]
+    pages = state.index_table[seat, : pages_for(length)].long()
+    held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:length]
+    index_rows = (pages.clamp(min=0).unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[:length]
+    for group in range(state.geometry.groups):
+        where = f"group {group}: "
+        tokens, stamps = state.slot_token[group, rows].long(), state.stamp[group, rows]
+        slots = torch.where(held, state.slot_of[group, index_rows].long() & SLOT_MASK, SLOT_ABSENT)
+        _check_maps(tokens, slots, length, seat, where)
+        _require(bool((stamps[tokens < 0] == -1).all()), seat, f"{where}an empty slot has a stamp")
+        used = stamps[tokens >= 0]
+        _require(bool(((used >= 0) & (used <= state.now[seat])).all()), seat, f"{where}a stamp outside 0..now")
+        _check_tail(tokens, state.tail[group, seat].tolist(), hot_slots, length, seat, where)
+
+
+def _check_maps(tokens: Tensor, slots: Tensor, length: int, seat: int, where: str) -> None:
+    filled = (tokens >= 0).nonzero().flatten()
+    _require(bool((tokens[filled] < length).all()), seat, f"{where}a slot holds a token at or beyond {length}")
+    wrong = filled[slots[tokens[filled]] != filled]
+    _require(not len(wrong), seat, f"{where}tokens {tokens[wrong].tolist()} are not found in their slots")
+    found = (slots != SLOT_ABSENT).nonzero().flatten()
+    _require(len(found) == len(filled), seat, f"{where}{len(found)} tokens are mapped, {len(filled)} slots are filled")
+
+
+def _check_tail(tokens: Tensor, tail: list[int], hot_slots: int, length: int, seat: int, where: str) -> None:
+    places = [hot_slots + ring if slot < 0 else slot for ring, slot in enumerate(tail)]
+    _require(len(set(places)) == len(places), seat, f"{where}a slot serves two tail places: {places}")
+    for ring, slot in enumerate(tail):
+        token = int(tokens[places[ring]])
+        if slot < 0:
+            _require(token < 0, seat, f"{where}the slot reserved for tail place {ring} holds token {token}")
+        else:
+            fits = token % len(tail) == ring and token >= length - len(tail)
+            _require(fits, seat, f"{where}tail place {ring} holds token {token} at length {length}")
+
+
+def _require(holds: bool, seat: int, what: str) -> None:
+    if not holds:
+        raise InternalError(what, field="seat", value=seat, remedy="a bug in kernels or in the tables given to them")
