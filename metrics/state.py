@@ -84,6 +84,7 @@ class LinkCounters:
 
     welcomed: int = 0
     connects: int = 0
+    welcomes: int = 0
     drops: Counter[str] = field(default_factory=Counter)  # by reason
     commands: int = 0
     duplicate_commands: int = 0

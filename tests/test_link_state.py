@@ -57,7 +57,7 @@ from worker.link_state import (
     SendTokenizer,
     StopAsked,
 )
-from worker.outbox import Outbox
+from worker.outbox import REPORTS_UNACKED_MAX, Outbox
 
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "bytes", "")
 CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
@@ -209,15 +209,32 @@ def test_overdue_reports_are_sent_again() -> None:
     assert state.tick(REPORT_ACK_LIMIT_S + 0.2) == []
 
 
-def test_a_window_that_opens_lets_waiting_progress_go() -> None:
+def test_only_a_window_that_opens_lets_waiting_progress_go() -> None:
+    """An acknowledgement that answered at once would send reports as fast as the network turns."""
     state = welcomed()
-    state.outbox.add_event(Started(1))
-    state.reports(0.0)
-    state.outbox.add_event(Started(2))
+    for number in range(1, REPORTS_UNACKED_MAX + 2):
+        state.outbox.add_event(Started(number))
+        state.reports(0.0)
     (action,) = state.received(ReportAck(1, 1), 0.0)
     assert isinstance(action, Send)
     assert isinstance(action.message, Report)
-    assert action.message.events == (Started(2),)
+    assert action.message.events == (Started(REPORTS_UNACKED_MAX + 1),)
+    state.received(ReportAck(1, 5), 0.0)
+    state.outbox.add_event(Started(0))
+    assert state.received(ReportAck(1, 6), 0.0) == []
+
+
+def test_an_epoch_that_was_declared_down_is_emptied_and_followed_by_another() -> None:
+    """I2: what the coordinator has given up on is released before the worker shows its face again."""
+    state = welcomed()
+    state.received(Commands(1, 1, (admit(1),)), 0.0)
+    assert applied(state.received(Refused("wrong_state", "declared down"), 0.0)) == [Withdraw(1)]
+    state.check_invariants()
+    state.disconnected()
+    assert not state.may_connect()
+    state.outbox.add_event(Released(1, 0, 0, 0))
+    assert state.may_connect()
+    assert (state.outbox.epoch, state.incarnation) == (11, 1)
 
 
 def test_silence_is_probed_and_then_ends_the_connection() -> None:

@@ -9,9 +9,10 @@ one is a gap and is answered by ReplayCommands. Reports are the outbox's busines
 
 Incarnations. A coordinator of a higher incarnation knows nothing of what runs here: every admission is withdrawn
 quietly (its reports go nowhere), and once the executor has released all of them a new epoch begins with an empty hello.
-The same goes for a coordinator that has forgotten this epoch: it welcomes us with a report number that lies before what
-it once acknowledged. An epoch in which nothing has happened yet suits any incarnation that is not lower. A lower one is
-a coordinator that was superseded: not obeyed, the link is dropped.
+The same goes for a coordinator that is through with this epoch: it refuses it (we were silent for too long and were
+declared down), or welcomes it with a report number before what it once acknowledged. An epoch in which nothing has
+happened yet suits any incarnation that is not lower. A lower one is a coordinator that was superseded: not obeyed, the
+link is dropped.
 
 Silence. ZMQ reconnects beneath us without a word, and a coordinator that is idle says nothing; so a link that heard
 nothing for PROBE_S sends an empty report, which must be acknowledged, and drops itself after SILENCE_LIMIT_S. A fresh
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
-from coordinator.errors import ConfigError, HiSparseError, InternalError, ProtocolError, Unavailable
+from coordinator.errors import ConfigError, HiSparseError, InternalError, ProtocolError, Unavailable, WrongState
 from coordinator.messages import (
     PROTOCOL_VERSION,
     Admit,
@@ -66,6 +67,8 @@ assert PROBE_S + REPORT_ACK_LIMIT_S < SILENCE_LIMIT_S  # a lost probe is sent ag
 
 #: Refusals that pass by themselves (an old connection of this worker not yet seen dead, a coordinator draining).
 PASSING_REFUSALS: Final = frozenset({Unavailable.code})
+#: Refusals of this epoch alone: it was declared down while it was silent.
+EPOCH_REFUSALS: Final = frozenset({WrongState.code})
 
 
 class Phase(Enum):
@@ -202,13 +205,15 @@ class LinkState:
         match message:
             case WorkerWelcome() if self.phase is Phase.GREETED:
                 yield from self._welcome(message, now)
-            case Refused():
-                yield self._refusal(message)
+            case Refused() if self.phase is not Phase.EMPTYING:
+                yield from self._refusal(message)
             case Commands() if self._obeyed(message.incarnation):
                 yield from self._commands(message, now)
             case ReportAck() if self._obeyed(message.incarnation):
+                was_full = self.outbox.in_flight >= REPORTS_UNACKED_MAX
                 self.outbox.ack(message.number)
-                yield from self.reports(now)
+                if was_full:
+                    yield from self.reports(now)
             case ReplayReports() if self._obeyed(message.incarnation):
                 yield from self._replay(message.first, now)
             case _:  # late, early or of another incarnation: whoever needs it says it again
@@ -223,13 +228,16 @@ class LinkState:
         elif message.incarnation < self.incarnation:
             yield Drop("lower_incarnation", f"coordinator {message.incarnation}, obeying {self.incarnation}")
         elif self._is_stranger(message):
-            yield from self._empty_out(message.incarnation)
+            yield from self._empty_out(
+                message.incarnation, f"coordinator {message.incarnation} does not know epoch {self.outbox.epoch}"
+            )
         else:
             self.outbox.ack(message.report_ack)
             self.incarnation = message.incarnation
             self.phase = Phase.WELCOMED
             self._heard_at = now
             self.counters.welcomed = 1
+            self.counters.welcomes += 1
             if message.want_tokenizer:
                 yield SendTokenizer()
             yield from self._replay(message.report_ack + 1, now)
@@ -241,21 +249,25 @@ class LinkState:
             return False
         return message.incarnation > self.incarnation or not self.outbox.can_replay(message.report_ack + 1)
 
-    def _empty_out(self, incarnation: int) -> Iterator[Action]:
+    def _empty_out(self, incarnation: int, reason: str) -> Iterator[Action]:
         self._next_incarnation = incarnation
         self.phase = Phase.EMPTYING
+        self.counters.welcomed = 0
         yield from self._withdraw_held()
-        yield Drop("new_epoch", f"coordinator {incarnation} follows {self.incarnation}")
+        yield Drop("new_epoch", reason)
 
     def _withdraw_held(self) -> list[Action]:
         return [Apply(Withdraw(held.admission)) for held in self.outbox.held()]
 
-    def _refusal(self, message: Refused) -> Action:
+    def _refusal(self, message: Refused) -> Iterator[Action]:
         if message.code in PASSING_REFUSALS:
-            return Drop("refused", message.message)
-        return GiveUp(
-            ConfigError(message.message, field="coordinator refuses", value=message.code, remedy=message.remedy)
-        )
+            yield Drop("refused", message.message)
+        elif message.code in EPOCH_REFUSALS:
+            yield from self._empty_out(self.incarnation, message.message)
+        else:
+            yield GiveUp(
+                ConfigError(message.message, field="coordinator refuses", value=message.code, remedy=message.remedy)
+            )
 
     def _commands(self, message: Commands, now: float) -> Iterator[Action]:
         expected = self.command_ack + 1
@@ -341,6 +353,10 @@ class LinkState:
         """Withdraw everything, and whatever is still admitted from now on."""
         self.stopping = True
         return self._withdraw_held()
+
+    def owes(self) -> bool:
+        """Whether the coordinator has yet to learn or to acknowledge something."""
+        return self.outbox.in_flight > 0 or self.outbox.is_dirty(self.command_ack)
 
     def check_invariants(self) -> None:
         """Raise InternalError when a relation between the fields does not hold."""

@@ -208,6 +208,11 @@ class Outbox:
         with self._lock:
             self._in_flight = deque(_InFlight(kept.report, now) for kept in self._in_flight)
 
+    def is_dirty(self, command_ack: int) -> bool:
+        """Whether `take` has news to report."""
+        with self._lock:
+            return self._is_dirty(command_ack)
+
     @property
     def next_number(self) -> int:
         return self._next_number
