@@ -103,6 +103,15 @@ def test_pages_of_a_lost_epoch_are_quarantined_until_its_exit_is_proved() -> Non
     accounts.check_invariants()
 
 
+def test_a_proof_that_comes_before_the_departure_frees_on_departure() -> None:
+    accounts = ledger()
+    accounts.reserve(1, "w0", Memory(host_pages=30))
+    accounts.lose_worker("w0", 1, proved_exit=False)
+    assert accounts.prove_exit("w0", 1) == 0
+    assert accounts.release(1) == 30
+    assert accounts.quarantines == ()
+
+
 def test_a_shared_page_stays_quarantined_after_its_other_holder_left() -> None:
     """I2: the successor's release must not hand out what the lost process may still touch."""
     accounts = ledger()
