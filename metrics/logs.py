@@ -52,7 +52,7 @@ class _Formatter(logging.Formatter):
         values: dict[str, object] = dict(getattr(record, "fields", {}))
         values.update(self._process)
         if record.exc_info:
-            values["traceback"] = self.formatException(record.exc_info)
+            values["traceback"] = self.formatException(record.exc_info)[-VALUE_CHARS_MAX:]
         return values
 
 
@@ -72,7 +72,8 @@ class JsonFormatter(_Formatter):
             "logger": record.name.removeprefix(f"{ROOT}."),
             "event": record.getMessage(),
         }
-        return json.dumps(head | self.values(record), default=str)
+        bounded = {key: _bounded(value) for key, value in (head | self.values(record)).items()}
+        return json.dumps(bounded, default=lambda value: str(value)[:VALUE_CHARS_MAX])
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -82,6 +83,10 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 def _one_line(text: str) -> str:
     return text.replace("\n", "\\n")[:VALUE_CHARS_MAX]
+
+
+def _bounded(value: object) -> object:
+    return value[:VALUE_CHARS_MAX] if isinstance(value, str) else value
 
 
 def _logfmt_value(value: object) -> str:

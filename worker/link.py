@@ -56,6 +56,8 @@ RECONNECT_PAUSE_MAX_S: Final = 2.0
 EMPTY_POLL_S: Final = 0.02
 #: Messages decided on and not yet taken by the socket.
 OUTGOING_MAX: Final = 4 * REPORTS_UNACKED_MAX
+#: Longest wait for a full socket. Heartbeats wait with it, so it lies below what a coordinator bears.
+SEND_LIMIT_S: Final = 4.0
 #: After its requests were withdrawn, an executor gets this long to release them.
 RELEASE_LIMIT_S: Final = 20.0
 #: Released requests get this long to reach the coordinator.
@@ -225,9 +227,12 @@ class Link:
                 next_beat = now + self._pace.heartbeat_s
                 self._perform([*self.state.tick(now), *self.state.heartbeat(self._executor.counters)])
             try:
-                await self._flush(dealer)
+                with trio.fail_after(SEND_LIMIT_S):
+                    await self._flush(dealer)
             except (Unavailable, trio.ClosedResourceError) as error:
                 return self._end(Drop("lost", str(error)))
+            except trio.TooSlowError:
+                return self._end(Drop("blocked", f"the socket took nothing for {SEND_LIMIT_S} s"))
             with trio.move_on_at(min(next_beat, next_report) if self._is_dirty else next_beat):
                 await self._wait_for_wake()
 
