@@ -85,12 +85,13 @@ def grow_managed(state: DeviceState, seat: int, hot_slots: int) -> None:
     """Add empty slots up to hot_slots+T-1. Tail slots stay where they are; places not set yet move to hot_slots+r.
 
     Call when `chunk_table` names managed_chunks(hot_slots) chunks, the old ones first and unchanged. Raises BadInput
-    unless larger, WrongState unless managed.
+    unless larger by T at least, so that a moved place never meets a tail slot that stays; WrongState unless managed.
     """
     _check_size(state, hot_slots)
     old = _managed_size(state, seat)
-    if hot_slots <= old:
-        raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=f"more than the present {old}")
+    if hot_slots < old + state.tail_slots:
+        remedy = f"at least {state.tail_slots} more than the present {old}"
+        raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=remedy)
     _empty_slots(state, seat, old + state.tail_slots, hot_slots)
     state.hot_slots[seat] = hot_slots
 

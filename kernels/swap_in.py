@@ -136,14 +136,16 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None
 
 def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> Tensor:
     """The `counts` int64[B] slots of each row that go first, in eviction order: int64[B, max(counts)], -1 beyond."""
-    needy = counts.nonzero().flatten()
-    seats, most = found.seats[needy], int(counts.max())
+    needy, most = counts.nonzero().flatten(), int(counts.max())
+    victims = counts.new_full((len(counts), max(most, 1)), -1)
+    if not most:
+        return victims
+    seats = found.seats[needy]
     hot = state.hot_slots[seats]
     width = int(hot.max()) + state.tail_slots
     rows = slot_rows(state, seats, width).clamp_(min=0)
     keys = eviction_keys(state.stamp[group, rows], state.tail[group, seats], hot, state.now[seats])
     chosen = keys.topk(min(most, width), dim=1, largest=False).values
-    victims = counts.new_full((len(counts), max(most, 1)), -1)
     victims[needy, : chosen.shape[1]] = torch.where(chosen == NEVER, -1, key_slot(chosen))
     return victims
 
