@@ -1,0 +1,164 @@
+"""Multi-head latent attention and the lightning indexer, in the two forms that serving needs.
+
+A context is held as one row per token and layer, the *latent* (kv_lora_rank values after kv_a_layernorm) and the
+rotated rope key that all heads share, and as one index key per token and index group. The model library computes
+attention by expanding every latent into keys and values of all heads, and the top-k as a mask over the whole context.
+
+decode   absorbed. With W_uk, W_uv the key and value halves of kv_b_proj, q.(W_uk c) = (W_uk^T q).c and
+         sum p (W_uv c) = W_uv (sum p c): heads attend to latents directly, and only the k rows that swap-in named are
+         read. Reduction runs over those rows in top-k order, which is ascending position, never in slot order: the
+         same bits for any hot size.
+prefill  the library's own formulas on the same shapes, one chunk of queries at a time: expanded keys and values, a
+         mask, scaled_dot_product_attention. On one CPU that gives the library's rows nearly all bit for bit when
+         chunks are multiples of 512 (the block in which torch's CPU attention walks the keys), so that prefill adds no
+         rounding of its own to near-ties in the indexer's top-k.
+
+Rejected for prefill: gathering k rows per query and absorbing as in decode. It is no faster below 8k tokens on a CPU,
+and its rounding flips one selection in some thousand, which later tokens amplify. Long contexts will want it.
+
+Index scores per head are the largest intermediate: they are formed for SCORE_FLOATS_MAX entries at a time. That also
+makes them five times faster than one product over all queries, and changes no bit: each query's scores are reduced
+alone.
+
+N batch, S queries, T keys, H heads, r kv_lora_rank, d qk_rope_head_dim, n qk_nope_head_dim, v v_head_dim, k topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+#: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
+SCORE_FLOATS_MAX: Final = 524_288
+
+Rope = Callable[..., tuple[Tensor, Tensor]]  # (q, k, cos, sin, unsqueeze_dim=) -> rotated q, k
+Module = Any  # modules of the model library, whose attributes are not typed
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What one layer's projections give for N x S tokens."""
+
+    query_nope: Tensor  # [N, H, S, n]
+    query_rope: Tensor  # [N, H, S, d], rotated
+    latent: Tensor  # [N, S, r]
+    key_rope: Tensor  # [N, S, d], rotated
+    residual: Tensor  # [N, S, q_lora_rank]: what the indexer's queries are made of
+
+    @property
+    def rows(self) -> Tensor:
+        """KV rows [N, S, r + d], contiguous."""
+        return torch.cat((self.latent, self.key_rope), dim=-1)
+
+
+@dataclass(frozen=True)
+class IndexProjected:
+    queries: Tensor  # [N, S, H, D]
+    keys: Tensor  # [N, S, D]
+    weights: Tensor  # float32 [N, S, H], scaled by H ** -0.5
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """The halves of one layer's kv_b_proj, for use on latents."""
+
+    key: Tensor  # [H, n, r]
+    value: Tensor  # [H, r, v]
+
+    @classmethod
+    def of(cls, attention: Module) -> Absorbed:
+        weight = attention.kv_b_proj.weight.view(attention.num_heads, -1, attention.kv_lora_rank)
+        key, value = torch.split(weight, [attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        return cls(key=key.contiguous(), value=value.transpose(1, 2).contiguous())
+
+
+def project(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+    """Queries and KV rows of normed hidden states [N, S, hidden] at the positions of cos, sin [N, S, d]."""
+    batch, tokens, _ = hidden.shape
+    residual = attention.q_a_layernorm(attention.q_a_proj(hidden))
+    queries = attention.q_b_proj(residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
+    nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
+    latent, key = attention.kv_a_proj_with_mqa(hidden).split(
+        [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1
+    )
+    rotary, key = rope(rotary, key.view(batch, 1, tokens, -1), cos, sin)
+    return Projected(nope, rotary, attention.kv_a_layernorm(latent), key.squeeze(1), residual)
+
+
+def project_index(
+    indexer: Module, rope: Rope, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor
+) -> IndexProjected:
+    """The indexer's queries, keys and head weights of the same tokens. `rope` is the family's own for the indexer."""
+    batch, tokens, _ = hidden.shape
+    rotary, plain = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+    queries = indexer.wq_b(residual).view(batch, tokens, indexer.n_heads, indexer.head_dim)
+    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    query_rope, query_plain = queries.split([rotary, plain], dim=-1)
+    key_rope, key_plain = keys.split([rotary, plain], dim=-1)
+    query_rope, key_rope = rope(query_rope, key_rope, cos, sin, unsqueeze_dim=2)
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * (indexer.n_heads**-0.5)
+    return IndexProjected(
+        queries=torch.cat((query_rope, query_plain), dim=-1),
+        keys=torch.cat((key_rope, key_plain), dim=-1).squeeze(2),
+        weights=weights,
+    )
+
+
+def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
+    """Decode queries against rows: [B, H, r + d], for N = B requests of one token each."""
+    nope = torch.bmm(projected.query_nope.squeeze(2).transpose(0, 1), absorbed.key).transpose(0, 1)
+    return torch.cat((nope, projected.query_rope.squeeze(2)), dim=-1)
+
+
+def attend_rows(absorbed: Absorbed, queries: Tensor, rows: Tensor, held: Tensor, scaling: float) -> Tensor:
+    """Attention output [B, H * v] of `queries` [B, H, r + d] over `rows` [B, k, r + d] where `held` bool[B, k].
+
+    Rows that are not held must be finite; their weight is exactly zero unless a request holds none at all (padding).
+    Scores, softmax and the sum over rows are float32 whatever the rows' dtype.
+    """
+    keys = rows.float()
+    scores = torch.bmm(queries.float(), keys.transpose(1, 2)).mul_(scaling)
+    scores.masked_fill_(~held.unsqueeze(1), torch.finfo(torch.float32).min)
+    latents = torch.bmm(scores.softmax(-1), keys[..., : absorbed.value.shape[1]]).to(queries.dtype)
+    return torch.bmm(latents.transpose(0, 1), absorbed.value).transpose(0, 1).flatten(1)
+
+
+def select_mask(index: IndexProjected, keys: Tensor, start: int, topk: int, scale: float) -> Tensor:
+    """bool[S, T]: the keys [T, D] that each query of one request, at positions start..start+S-1, attends to.
+
+    Causal, T = start + S, and limited to the `topk` highest scores; ties fall as torch.topk has them, which is how the
+    library breaks them. Raises nothing.
+    """
+    queries, weights = index.queries[0], index.weights[0]
+    tokens, heads, _ = queries.shape
+    mask = torch.zeros(tokens, len(keys), dtype=torch.bool, device=keys.device)
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).tril()
+    block = max(1, SCORE_FLOATS_MAX // (heads * len(keys)))
+    for first in range(0, tokens, block):
+        part = slice(first, first + block)
+        scores = _index_scores(queries[part], weights[part], keys, scale)
+        scores[:, start:].masked_fill_(~causal[part], -torch.inf)
+        chosen = scores.topk(min(topk, len(keys)), sorted=False).indices
+        mask[part].scatter_(1, chosen, value=True)
+    mask[:, start:].logical_and_(causal)
+    return mask
+
+
+def _index_scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """float32[S, T] = sum over heads of weights * relu(queries . keys * scale)."""
+    per_head = torch.mm(queries.flatten(0, 1).float(), keys.float().t()).mul_(scale).relu_()
+    return torch.bmm(weights.unsqueeze(1), per_head.view(*weights.shape, -1)).squeeze(1)
+
+
+def attend_prompt(attention: Module, projected: Projected, rows: Tensor, mask: Tensor) -> Tensor:
+    """Attention output [1, S, H * v] of one request's queries over its `rows` [T, r + d] under `mask` bool[S, T]."""
+    latent, rotary = rows[None, None].split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+    keys, values = attention.expand_kv(latent, rotary)
+    queries = torch.cat((projected.query_nope, projected.query_rope), dim=-1)
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None, None], scale=attention.scaling)
+    return output.transpose(1, 2).flatten(2)
