@@ -1,0 +1,189 @@
+"""Rows and index keys: copies between device and host pages, prompt reads and writes, gathers, argument checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.errors import BadInput
+from kernels.check import Sizes
+from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
+from kernels.rows import (
+    gather_rows,
+    read_index_keys,
+    read_slab_rows,
+    write_index_keys,
+    write_new_rows,
+    write_prompt_index_keys,
+    write_slab_rows,
+)
+from kernels.seat import clear_seat
+from tests.kernel_rig import POISON, Request, Rig
+
+
+def staged_prompt(rig: Rig, seat: int, length: int, chunk_tokens: int) -> Request:
+    """A request whose prompt lies in the slab and the index cache, written in pieces; its host pages are poison."""
+    request = Request(1 + seat, seat, length)
+    rig.requests[seat] = request
+    for page in range(-(-length // 64)):
+        rig.grant(request, page)
+        rig.state.slab_table[seat, page] = rig.free["chunk"].pop()
+    for start in range(0, length, chunk_tokens):
+        positions = range(start, min(start + chunk_tokens, length))
+        for layer in range(rig.geometry.layers):
+            rows = torch.stack([rig.truth("row", layer, request, position) for position in positions])
+            write_slab_rows(rig.state, layer, seat, start, rows)
+        for group in range(rig.geometry.groups):
+            keys = torch.stack([rig.truth("key", group, request, position) for position in positions])
+            write_prompt_index_keys(rig.state, group, seat, start, keys)
+    return request
+
+
+def places(table: torch.Tensor, seat: int, positions: torch.Tensor) -> torch.Tensor:
+    return table[seat, positions // 64] * 64 + positions % 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.sampled_from([(0,), (0, 0, 1), (0, 1, 2)]),
+    row_bytes=st.integers(1, 40),
+    index_row_bytes=st.integers(1, 12),
+    length=st.integers(1, 200),
+    chunk_tokens=st.integers(16, 100),
+    start=st.integers(0, 199),
+    seed=st.integers(0, 99),
+)
+def test_prompt_to_host_and_back_for_partial_pages(
+    groups: tuple[int, ...], row_bytes: int, index_row_bytes: int, length: int, chunk_tokens: int, start: int, seed: int
+) -> None:
+    """Slab -> host pages -> other chunks: every byte of start..length-1, and no byte outside."""
+    start = min(start, length - 1)
+    rig = Rig(groups=groups, row_bytes=row_bytes, index_row_bytes=index_row_bytes, seed=seed)
+    request = staged_prompt(rig, 1, length, chunk_tokens)
+    positions = torch.arange(start, length)
+    slab = places(rig.state.slab_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
+    index_rows = places(rig.state.index_table, 1, positions)
+    pages, offsets = rig.state.host_table[1, positions // 64].contiguous(), (positions % 64).int()
+    copy_rows_to_host(rig.state, slab, index_rows, pages, offsets)
+    for position in range(length):
+        for kind, layers in (("row", rig.geometry.layers), ("key", rig.geometry.groups)):
+            for layer in range(layers):
+                got = rig.read_host(kind, layer, request, position)
+                want = rig.truth(kind, layer, request, position) if position >= start else torch.full_like(got, POISON)
+                assert torch.equal(got, want), (kind, layer, position)
+    rig.state.rows.fill_(0)
+    rig.state.index_keys.fill_(0)
+    target = torch.stack(
+        [torch.randperm(rig.state.rows.shape[1])[: len(positions)] for _ in range(rig.geometry.groups)]
+    )
+    copy_rows_to_device(rig.state, target, index_rows, pages, offsets)
+    for layer, group in enumerate(groups):
+        for column, position in enumerate(range(start, length)):
+            assert torch.equal(rig.state.rows[layer, target[group, column]], rig.truth("row", layer, request, position))
+    for group in range(rig.geometry.groups):
+        got = rig.state.index_keys[group, index_rows.long()]
+        assert torch.equal(got[-1], rig.truth("key", group, request, length - 1))
+        assert torch.equal(got[0], rig.truth("key", group, request, start))
+    assert int((rig.state.rows != 0).any(2).sum()) <= len(positions) * len(groups)
+
+
+def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
+    rig = Rig(groups=(0, 1))
+    request = staged_prompt(rig, 0, 70, 70)
+    positions = torch.tensor([3, 69, 5])
+    slab = places(rig.state.slab_table, 0, positions).expand(2, -1).contiguous()
+    pages = torch.tensor([request.pages[0][1], request.pages[1][1], -1], dtype=torch.int32)
+    copy_rows_to_host(rig.state, slab, None, pages, (positions % 64).int())
+    assert torch.equal(rig.read_host("row", 1, request, 69), rig.truth("row", 1, request, 69))
+    assert (rig.read_host("key", 1, request, 69) == POISON).all()
+    assert (rig.read_host("row", 0, request, 5) == POISON).all()
+    before = rig.host.clone(), rig.state.rows.clone()
+    nothing = torch.full((3,), -1, dtype=torch.int32)
+    copy_rows_to_host(rig.state, slab, positions, nothing, (positions % 64).int())
+    copy_rows_to_device(rig.state, slab, positions, nothing, (positions % 64).int())
+    assert torch.equal(before[0], rig.host)
+    assert torch.equal(before[1], rig.state.rows)
+
+
+def test_index_keys_alone_come_back_for_a_resumed_request() -> None:
+    rig = Rig(groups=(0, 1))
+    request = rig.open(0, 130, 8)
+    rig.state.index_keys.fill_(0)
+    before = rig.state.rows.clone()
+    positions = torch.arange(130)
+    copy_keys_to_device(
+        rig.state, places(rig.state.index_table, 0, positions), rig.state.host_table[0, positions // 64], positions % 64
+    )
+    for group in (0, 1):
+        wanted = torch.stack([rig.truth("key", group, request, position) for position in range(130)])
+        assert torch.equal(read_index_keys(rig.state, group, 0, 130), wanted)
+    assert torch.equal(before, rig.state.rows)
+
+
+def test_prompt_reads_return_what_prompt_writes_stored() -> None:
+    rig = Rig(groups=(0, 1), row_bytes=12)
+    request = staged_prompt(rig, 2, 150, 47)
+    for stop in (1, 64, 65, 150):
+        rows = torch.stack([rig.truth("row", 1, request, position) for position in range(stop)])
+        keys = torch.stack([rig.truth("key", 1, request, position) for position in range(stop)])
+        assert torch.equal(read_slab_rows(rig.state, 1, 2, stop), rows)
+        assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
+
+
+def test_pages_that_a_seat_does_not_hold_are_refused_by_table_name() -> None:
+    rig = Rig(groups=(0,))
+    staged_prompt(rig, 0, 64, 64)
+    rows = torch.zeros(2, rig.geometry.row_bytes, dtype=torch.uint8)
+    for verb in (lambda: write_slab_rows(rig.state, 0, 0, 63, rows), lambda: read_slab_rows(rig.state, 0, 0, 65)):
+        with pytest.raises(BadInput, match="slab_table=seat 0"):
+            verb()
+    with pytest.raises(BadInput, match="index_table=seat 0"):
+        read_index_keys(rig.state, 0, 0, 64 * 16 + 1)
+    clear_seat(rig.state, 0)
+    with pytest.raises(BadInput, match="slab_table=seat 0: positions 0 to 0"):
+        read_slab_rows(rig.state, 0, 0, 1)
+
+
+def test_gather_gives_zeros_for_minus_one() -> None:
+    rig = Rig(groups=(0, 1), row_bytes=10)
+    rig.state.rows.random_(1, 256)
+    out_rows = torch.tensor([[5, -1, 7], [-1, 0, 5]], dtype=torch.int32)
+    got = gather_rows(rig.state, 1, out_rows)
+    assert got.shape == (2, 3, 10)
+    for row in range(2):
+        for column, place in enumerate(out_rows[row].tolist()):
+            want = rig.state.rows[1, place] if place >= 0 else torch.zeros(10, dtype=torch.uint8)
+            assert torch.equal(got[row, column], want)
+
+
+def test_step_writes_reach_real_rows_only() -> None:
+    rig = Rig(groups=(0, 0), batch=3)
+    rig.batch.new_rows[0] = torch.tensor([9, -1, 4])
+    rig.batch.new_index_rows[:] = torch.tensor([2, -1, 3])
+    rows = torch.full((3, rig.geometry.row_bytes), 7, dtype=torch.uint8)
+    keys = torch.full((3, rig.geometry.index_row_bytes), 7, dtype=torch.uint8)
+    rig.state.rows.fill_(0)
+    write_new_rows(rig.state, 1, rig.batch, rows)
+    write_index_keys(rig.state, 0, rig.batch, keys)
+    assert (rig.state.rows[1] == 7).all(1).nonzero().flatten().tolist() == [4, 9]
+    assert not rig.state.rows[0].any()
+    assert (rig.state.index_keys[0] == 7).all(1).nonzero().flatten().tolist() == [2, 3]
+    with pytest.raises(BadInput, match=r"rows=uint8: got uint8\[2, 24\].*batch=3, 24"):
+        write_new_rows(rig.state, 1, rig.batch, rows[:2])
+
+
+def test_sizes_bind_by_first_use_and_name_what_differs() -> None:
+    sizes = Sizes(heads=2)
+    sizes.check("a", torch.zeros(3, 2), ("batch", "heads"), torch.float32)
+    assert sizes["batch"] == 3
+    for tensor, story in (
+        (torch.zeros(4, 2), r"b=float32: got float32\[4, 2\] contiguous on cpu, expected float32\[batch=3, heads=2\]"),
+        (torch.zeros(3, 2, dtype=torch.int64), r"b=int64: got int64\[3, 2\]"),
+        (torch.zeros(2, 3).t(), r"strided \(1, 3\)"),
+        (torch.zeros(3), r"float32\[3\]"),
+        (torch.zeros(3, 2, device="meta"), r"on meta, expected .* on cpu"),
+    ):
+        with pytest.raises(BadInput, match=story):
+            sizes.check("b", tensor, ("batch", "heads"), torch.float32)
