@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.config import pool_path
 from coordinator.errors import CapacityError, ConfigError
 from kernels.layout import Geometry
-from worker.host_pool import HEADER_BYTES, HostPool, pool_path, remove_pool
+from worker.host_pool import HEADER_BYTES, HostPool
 
 GEOMETRY = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
 PAGES = 5
@@ -101,11 +102,9 @@ def test_no_room_is_a_capacity_error_and_leaves_no_pool(tmp_path: Path, monkeypa
     assert open_pool(path).created
 
 
-def test_removing_keeps_live_mappings(tmp_path: Path) -> None:
+def test_unlinking_keeps_live_mappings(tmp_path: Path) -> None:
     path = pool_path(str(tmp_path), "n")
     pool = open_pool(path)
     pool.pages[0, 0] = 5
-    remove_pool(path)
-    remove_pool(path)
-    assert not path.exists()
+    path.unlink()
     assert pool.pages[0, 0] == 5

@@ -9,7 +9,7 @@ every field of the header. The header is written last, so a creator that dies ha
 creates anew. Blocks are allocated at creation: a full disk or tmpfs is an error at start, never a SIGBUS in a step.
 The lock is held for the moment of creation only; who owns which page is the coordinator's ledger.
 
-Whoever started the workers removes the file at the end (`remove_pool`): a worker cannot know that it is the last.
+Whoever started the workers unlinks the file at the end: a worker cannot know that it is the last. Mappings stay valid.
 
 Rejected: multiprocessing.shared_memory, which unlinks the segment when any attached process is killed.
 """
@@ -35,16 +35,6 @@ HEADER_BYTES: Final = 4_096  # one page of the mapping, so that host pages start
 _HEADER: Final = struct.Struct("<8sIIQQ64s")
 
 assert _HEADER.size <= HEADER_BYTES
-
-
-def pool_path(pool_dir: str, node: str) -> Path:
-    """Where the pool of `node` lies."""
-    return Path(pool_dir) / f"{node}.pool"
-
-
-def remove_pool(path: Path) -> None:
-    """Unlink the file; mappings of live processes stay valid. Nothing happens when there is none."""
-    path.unlink(missing_ok=True)
 
 
 class HostPool:
