@@ -16,7 +16,7 @@ Tokens are not here: they go from the worker link into the token log, and from t
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -198,19 +198,6 @@ class Departed(msgspec.Struct, frozen=True):
     quiesced: bool
 
 
-class Dropped(msgspec.Struct, frozen=True):
-    """A waiting request gives up the host pages it kept."""
-
-    slot: int
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """The request waits for an operator (`held`) or for memory."""
-
-    slot: int
-    held: bool
-
-
 class Closed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
@@ -219,3 +206,57 @@ class Closed(msgspec.Struct, frozen=True):
 
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: deadlines, lazy growth, forgetting."""
+
+
+# ---------------------------------------------------------------- to a Request
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """Memory was reserved and committed (I4): send `command` through `port`."""
+
+    command: messages.Admit
+    worker: str
+    port: WorkerPort
+    reason: str
+
+
+class Given(msgspec.Struct, frozen=True):
+    """More memory, or another hot size, was reserved and committed: send `command`."""
+
+    command: messages.Grant | messages.Resize
+
+
+class Retract(msgspec.Struct, frozen=True):
+    """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
+
+    keep: bool
+    hold: bool
+    reason: str
+
+
+class Resume(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Demoted(msgspec.Struct, frozen=True):
+    """The rows kept in host memory were given up."""
+
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """`outcome` ABORTED or FAILED, whatever the request is doing."""
+
+    outcome: str
+    reason: str
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The worker is gone. `proved_exit`: rows it reported durable can be kept."""
+
+    admission: int
+    proved_exit: bool
+    reason: str
+
+
+Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost
