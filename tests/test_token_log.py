@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,27 +14,7 @@ from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import CapacityError, InternalError, ProtocolError
 from coordinator.messages import Progress
 from coordinator.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
-
-LINK = 7
-
-
-class Entry(NamedTuple):
-    slot: int
-    admission: int
-    start: int
-    tokens: Sequence[int]
-    durable: int = 0
-
-
-def progress(*entries: Entry) -> Progress:
-    return Progress(
-        slots=pack_int32([entry.slot for entry in entries]),
-        admissions=pack_int64([entry.admission for entry in entries]),
-        starts=pack_int32([entry.start for entry in entries]),
-        counts=pack_int32([len(entry.tokens) for entry in entries]),
-        tokens=pack_int32([token for entry in entries for token in entry.tokens]),
-        durables=pack_int32([entry.durable for entry in entries]),
-    )
+from tests.progress import LINK, Entry, progress
 
 
 def tokens_of(log: TokenLog, slot: int, start: int = 0) -> list[int]:
