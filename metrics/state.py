@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Final
 
 #: Decode steps: 0.2 ms (small GPU batch) to 5 s (a CPU).
@@ -25,6 +26,8 @@ STEP_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0
 STAGE_BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 #: Command round trips over a local socket.
 COMMAND_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+#: An executor whose loop has not turned for this long hangs; one prefill chunk of a large model on a CPU takes less.
+EXECUTOR_STALE_S: Final = 30.0
 #: A moving average over about the last 16 steps.
 STEP_AVERAGE_WEIGHT: Final = 1 / 16
 
@@ -47,9 +50,11 @@ class Buckets:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """What the executor did. `beats` grows whenever its loop turns; `step_us` is a moving average of decode steps."""
+    """What the executor did. `beats` grows whenever its loop turns, last at `beat_at` (time.monotonic); `step_us` is a
+    moving average of decode steps."""
 
     beats: int = 0
+    beat_at: float = field(default_factory=monotonic)
     steps: int = 0
     step_us: float = 0.0
     step_s: Buckets = field(default_factory=lambda: Buckets(STEP_BOUNDS_S))
@@ -69,6 +74,11 @@ class WorkerCounters:
     faulted: int = 0
     parked: int = 0  # times a request ran out of granted pages
     resized: int = 0
+
+    def beat(self) -> None:
+        """The loop turned, busy or idle. A loop that does not for EXECUTOR_STALE_S hangs."""
+        self.beats += 1
+        self.beat_at = monotonic()
 
     def stepped(self, seconds: float) -> None:
         """Count one decode step that took `seconds`."""

@@ -1,0 +1,242 @@
+"""Every metric of every process: one table of name, kind, labels, unit, meaning and the question it answers.
+
+Collectors may export nothing that is not here, and must export everything that is (tests/test_metrics.py). Names follow
+Prometheus: base units, unit last, `_total` on counters. Totals are counters, never rates or ratios: a hit rate over any
+window is `rate(hits) / (rate(hits) + rate(misses))`, which a gauge overwritten per batch cannot give.
+
+Labels have few values, all chosen by us: states, error codes, reasons. Request ids and free text are no labels; what a
+single request did is its story (`hisparse request ID`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Role(Enum):
+    """Which process exports it."""
+
+    WORKER = "worker"
+    COORDINATOR = "coordinator"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    kind: Kind
+    role: Role
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    question: str
+
+
+def _rows(kind: Kind, role: Role, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
+    """Rows of name, labels separated by spaces, unit, help, question."""
+    return tuple(
+        Metric(name, kind, role, unit, tuple(labels.split()), text, question)
+        for name, labels, unit, text, question in rows
+    )
+
+
+_EVERY_PROCESS: Final = (
+    *_rows(
+        Kind.GAUGE,
+        Role.BOTH,
+        ("hisparse_info", "process name version", "", "Always 1; what this process is.", "Which versions run?"),
+        ("process_resident_memory_bytes", "", "bytes", "Resident memory.", "Does it leak?"),
+        (
+            "process_virtual_memory_bytes",
+            "",
+            "bytes",
+            "Virtual memory, the mapped pool included.",
+            "Is the pool mapped?",
+        ),
+        ("process_start_time_seconds", "", "seconds", "Start, in seconds since the epoch.", "Did it restart?"),
+        ("process_open_fds", "", "descriptors", "Open file descriptors.", "Does it leak connections?"),
+        ("process_max_fds", "", "descriptors", "Most file descriptors it may open.", "How near is the limit?"),
+    ),
+    *_rows(
+        Kind.COUNTER,
+        Role.BOTH,
+        ("process_cpu_seconds_total", "", "seconds", "CPU time, user and system.", "Is one core the limit?"),
+    ),
+)
+
+_WORKER: Final = (
+    *_rows(
+        Kind.GAUGE,
+        Role.WORKER,
+        (
+            "hisparse_worker_requests",
+            "state",
+            "requests",
+            "Requests by state.",
+            "What are the seats doing? Who is parked?",
+        ),
+        ("hisparse_worker_seats", "", "requests", "Most requests in one batch.", "Is the batch full?"),
+        (
+            "hisparse_worker_memory_units",
+            "memory state",
+            "units of 64 tokens",
+            "Hot chunks, index pages and slab pages, used and free.",
+            "Which memory is short?",
+        ),
+        ("hisparse_worker_memory_unit_bytes", "memory", "bytes", "Device bytes of one such unit.", "How much is that?"),
+        (
+            "hisparse_worker_executor_silent_seconds",
+            "",
+            "seconds",
+            "Time since the decode loop turned.",
+            "Does it hang?",
+        ),
+        ("hisparse_worker_unreported_tokens", "", "tokens", "Tokens in no report yet.", "Is the coordinator behind?"),
+        ("hisparse_link_welcomed", "", "", "1 while the coordinator's commands are obeyed.", "Is it in the cluster?"),
+        ("hisparse_link_reports_in_flight", "", "reports", "Reports not yet acknowledged.", "Is the link stuck?"),
+    ),
+    *_rows(
+        Kind.COUNTER,
+        Role.WORKER,
+        ("hisparse_worker_executor_beats_total", "", "turns", "Turns of the decode loop.", "Does the loop turn?"),
+        ("hisparse_worker_steps_total", "", "steps", "Decode steps.", "Does it decode?"),
+        ("hisparse_worker_tokens_total", "", "tokens", "Tokens generated.", "How fast is this worker?"),
+        (
+            "hisparse_worker_surplus_tokens_total",
+            "",
+            "tokens",
+            "Decoded past a request's end.",
+            "What does lookahead cost?",
+        ),
+        ("hisparse_worker_prompt_tokens_total", "", "tokens", "Prompt tokens prefilled.", "How much of it is prefill?"),
+        ("hisparse_worker_hits_total", "", "rows", "Top-k rows found in hot buffers.", "What is the hit rate?"),
+        ("hisparse_worker_misses_total", "", "rows", "Top-k rows loaded from the host.", "What is the hit rate?"),
+        (
+            "hisparse_worker_copied_bytes_total",
+            "direction purpose",
+            "bytes",
+            "Bytes between host and device: stage, backup; swap, preload.",
+            "What fills the link to the host?",
+        ),
+        ("hisparse_worker_admitted_total", "", "requests", "Requests taken in.", "How many stays were there?"),
+        (
+            "hisparse_worker_released_total",
+            "",
+            "requests",
+            "Requests whose memory was released.",
+            "Does memory come back?",
+        ),
+        ("hisparse_worker_faulted_total", "", "requests", "Requests that could not go on.", "Do requests fail here?"),
+        ("hisparse_worker_parked_total", "", "times", "Times a request ran out of granted pages.", "Are grants late?"),
+        ("hisparse_worker_resized_total", "", "times", "Hot buffers resized.", "Does policy thrash?"),
+        ("hisparse_link_connects_total", "", "connections", "Connections made.", "Is the link stable?"),
+        ("hisparse_link_welcomes_total", "", "connections", "Connections welcomed.", "Does it get in?"),
+        (
+            "hisparse_link_drops_total",
+            "reason",
+            "connections",
+            "Connections ended, by reason.",
+            "Why did the link end?",
+        ),
+        ("hisparse_link_epochs_total", "", "epochs", "New epochs begun after the first.", "Was everything withdrawn?"),
+        ("hisparse_link_commands_total", "", "commands", "Commands applied.", "Is it being commanded?"),
+        ("hisparse_link_duplicate_commands_total", "", "commands", "Commands received again.", "Is there much replay?"),
+        ("hisparse_link_command_gaps_total", "", "messages", "Commands that came too early.", "Does the link lose?"),
+        ("hisparse_link_unreadable_total", "", "messages", "Messages nobody could decode.", "Is the peer ours?"),
+        ("hisparse_link_reports_total", "", "reports", "Reports sent.", "Does it report?"),
+        ("hisparse_link_replayed_reports_total", "", "reports", "Reports sent again.", "Does the link lose?"),
+    ),
+    *_rows(
+        Kind.HISTOGRAM,
+        Role.WORKER,
+        ("hisparse_worker_step_seconds", "", "seconds", "Time of one decode step.", "How long between two tokens?"),
+        ("hisparse_worker_prefill_seconds", "", "seconds", "Prefill of one prompt.", "How long to the first token?"),
+        (
+            "hisparse_worker_stage_seconds",
+            "",
+            "seconds",
+            "Staging of one prompt to the host.",
+            "Is staging in the way?",
+        ),
+    ),
+)
+
+_COORDINATOR: Final = (
+    *_rows(
+        Kind.GAUGE,
+        Role.COORDINATOR,
+        ("hisparse_requests", "state", "requests", "Live requests by state.", "What is everybody waiting for?"),
+        (
+            "hisparse_requests_held",
+            "",
+            "requests",
+            "Held until an operator resumes them.",
+            "Did an operator forget one?",
+        ),
+        ("hisparse_host_pages", "node state", "pages", "Host pages by state.", "Is the pool full? Does it leak?"),
+        ("hisparse_host_page_bytes", "node", "bytes", "Bytes of one host page.", "How much is that?"),
+        ("hisparse_workers", "state", "workers", "Workers by state.", "Who is there?"),
+        ("hisparse_worker_link_age_seconds", "worker", "seconds", "Time since it was heard.", "Is a worker gone?"),
+        ("hisparse_connections", "role", "connections", "Client and admin connections.", "Who is connected?"),
+    ),
+    *_rows(
+        Kind.COUNTER,
+        Role.COORDINATOR,
+        ("hisparse_submitted_total", "", "requests", "Requests accepted.", "What is the load?"),
+        ("hisparse_refused_total", "code", "requests", "Requests refused, by error code.", "Why were they refused?"),
+        ("hisparse_ended_total", "outcome", "requests", "Requests ended, by outcome.", "Do requests succeed?"),
+        ("hisparse_admissions_total", "", "requests", "Stays on workers begun.", "How often is one admitted?"),
+        (
+            "hisparse_retractions_total",
+            "mode reason",
+            "requests",
+            "Requests taken off their workers: keep or drop, and why.",
+            "Which memory forces retraction?",
+        ),
+        ("hisparse_prompt_tokens_total", "", "tokens", "Prompt tokens accepted.", "How long are prompts?"),
+        ("hisparse_tokens_total", "", "tokens", "Tokens received from workers.", "How fast is the cluster?"),
+        ("hisparse_repeated_tokens_total", "", "tokens", "Positions known already.", "Is there much replay?"),
+        ("hisparse_deliveries_total", "", "messages", "Deliveries to client connections.", "Do clients get tokens?"),
+        ("hisparse_stalled_deliveries_total", "", "messages", "Deliveries put off.", "Is a client too slow?"),
+        ("hisparse_commands_total", "", "commands", "Commands sent to workers.", "How busy is the control path?"),
+        ("hisparse_replayed_commands_total", "", "commands", "Commands sent again.", "Does a link lose?"),
+        ("hisparse_reports_total", "", "reports", "Reports from workers.", "Do workers report?"),
+        ("hisparse_report_gaps_total", "", "reports", "Reports that came too early.", "Does a link lose?"),
+        (
+            "hisparse_dropped_messages_total",
+            "socket reason",
+            "messages",
+            "Messages refused: unreadable, too large, out of role.",
+            "Is somebody hostile or outdated?",
+        ),
+    ),
+    *_rows(
+        Kind.HISTOGRAM,
+        Role.COORDINATOR,
+        (
+            "hisparse_command_ack_seconds",
+            "",
+            "seconds",
+            "From sending a command to its acknowledgement.",
+            "How late do workers learn of changes?",
+        ),
+    ),
+)
+
+TABLE: Final[tuple[Metric, ...]] = (*_EVERY_PROCESS, *_WORKER, *_COORDINATOR)
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in TABLE}
+
+assert len(BY_NAME) == len(TABLE)  # a name means one thing
+
+
+def names_of(role: Role) -> frozenset[str]:
+    """What a process of `role` exports."""
+    return frozenset(metric.name for metric in TABLE if metric.role in (role, Role.BOTH))

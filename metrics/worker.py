@@ -1,0 +1,118 @@
+"""What a worker exports, read from its owners at scrape time, and whether it is healthy and ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic
+
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from metrics.exporter import Health
+from metrics.families import histogram, labelled, number, process_families
+from metrics.state import EXECUTOR_STALE_S, LinkCounters, WorkerCounters
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Units of 64 tokens of one device memory, and the bytes of a unit."""
+
+    used: int
+    total: int
+    unit_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkerSources:
+    """Where the numbers are. Callables run in the exporter's thread and must not wait for anything.
+
+    `requests` counts by state; `memory` is by name (hot_chunks, index_pages, slab_pages); `failure` names what ended
+    the executor's loop, "" while it runs; `stopping` tells that the process has been asked to leave.
+    """
+
+    worker: str
+    version: str
+    seats: int
+    counters: WorkerCounters
+    link: LinkCounters
+    requests: Callable[[], Mapping[str, int]]
+    memory: Callable[[], Mapping[str, MemoryUse]]
+    unreported_tokens: Callable[[], int]
+    reports_in_flight: Callable[[], int]
+    failure: Callable[[], str]
+    stopping: Callable[[], bool]
+
+
+class WorkerCollector(Collector):
+    def __init__(self, sources: WorkerSources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Family]:
+        it = self._sources
+        yield labelled("hisparse_info", {("worker", it.worker, it.version): 1})
+        yield from process_families()
+        yield from self._executor(it.counters)
+        yield from self._memory()
+        yield from self._link(it.link)
+
+    def _executor(self, counters: WorkerCounters) -> Iterator[Family]:
+        yield labelled("hisparse_worker_requests", self._sources.requests())
+        yield number("hisparse_worker_seats", self._sources.seats)
+        yield number("hisparse_worker_executor_silent_seconds", monotonic() - counters.beat_at)
+        yield number("hisparse_worker_executor_beats_total", counters.beats)
+        yield number("hisparse_worker_unreported_tokens", self._sources.unreported_tokens())
+        for name in ("steps", "tokens", "surplus_tokens", "prompt_tokens", "hits", "misses"):
+            yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
+        for name in ("admitted", "released", "faulted", "parked", "resized"):
+            yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
+        for name in ("step", "prefill", "stage"):
+            yield histogram(f"hisparse_worker_{name}_seconds", getattr(counters, f"{name}_s"))
+        copied = {
+            ("to_host", "stage"): counters.staged_bytes,
+            ("to_host", "backup"): counters.backed_up_bytes,
+            ("to_device", "swap"): counters.swapped_bytes,
+            ("to_device", "preload"): counters.preloaded_bytes,
+        }
+        yield labelled("hisparse_worker_copied_bytes_total", copied)
+
+    def _memory(self) -> Iterator[Family]:
+        memory = self._sources.memory()
+        units = {}
+        for name, use in memory.items():
+            units[name, "used"] = use.used
+            units[name, "free"] = use.total - use.used
+        yield labelled("hisparse_worker_memory_units", units)
+        yield labelled("hisparse_worker_memory_unit_bytes", {name: use.unit_bytes for name, use in memory.items()})
+
+    def _link(self, link: LinkCounters) -> Iterator[Family]:
+        yield number("hisparse_link_welcomed", link.welcomed)
+        yield number("hisparse_link_reports_in_flight", self._sources.reports_in_flight())
+        yield labelled("hisparse_link_drops_total", link.drops)
+        for name in ("connects", "welcomes", "epochs", "commands", "duplicate_commands", "command_gaps", "unreadable"):
+            yield number(f"hisparse_link_{name}_total", getattr(link, name))
+        for name in ("reports", "replayed_reports"):
+            yield number(f"hisparse_link_{name}_total", getattr(link, name))
+
+
+def worker_health(sources: WorkerSources) -> Health:
+    """Unhealthy: the executor's loop has ended, or has not turned for EXECUTOR_STALE_S. A restart is the remedy."""
+    failure = sources.failure()
+    if failure:
+        return Health(False, f"executor: {failure}")
+    silent_s = monotonic() - sources.counters.beat_at
+    if silent_s > EXECUTOR_STALE_S:
+        return Health(False, f"executor: has not turned for {silent_s:.0f} s")
+    return Health(True, "executor: turns")
+
+
+def worker_readiness(sources: WorkerSources) -> Health:
+    """Ready: healthy, welcomed by a coordinator and not about to leave."""
+    health = worker_health(sources)
+    if not health.ok:
+        return health
+    if sources.stopping():
+        return Health(False, "stopping")
+    if not sources.link.welcomed:
+        return Health(False, "link: no coordinator has welcomed this worker")
+    return Health(True, "link: welcomed")
