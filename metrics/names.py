@@ -240,3 +240,33 @@ assert len(BY_NAME) == len(TABLE)  # a name means one thing
 def names_of(role: Role) -> frozenset[str]:
     """What a process of `role` exports."""
     return frozenset(metric.name for metric in TABLE if metric.role in (role, Role.BOTH))
+
+
+def as_markdown() -> str:
+    """The table as docs/metrics.md has it: `python -m metrics.names > docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Written by `python -m metrics.names`; a test holds this page, the table in `metrics/names.py` and what the",
+        "processes export equal. `/healthz` answers 503 when only a restart helps, `/readyz` when no work is taken.",
+    ]
+    titles = {Role.BOTH: "Every process", Role.WORKER: "Worker", Role.COORDINATOR: "Coordinator"}
+    for role, title in titles.items():
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| name | kind | labels | meaning | question it answers |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_markdown_row(metric) for metric in TABLE if metric.role is role]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(metric: Metric) -> str:
+    labels = ", ".join(metric.labels)
+    return f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.help} | {metric.question} |"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

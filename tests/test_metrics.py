@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,7 +30,7 @@ from metrics.coordinator import (
 )
 from metrics.exporter import CONNECTIONS_MAX, Exporter, Health, Probe, serve
 from metrics.families import number
-from metrics.names import BY_NAME, TABLE, Kind, Role, names_of
+from metrics.names import BY_NAME, TABLE, Kind, Role, as_markdown, names_of
 from metrics.state import EXECUTOR_STALE_S, Buckets, CoordinatorCounters, LinkCounters, WorkerCounters
 from metrics.worker import MemoryUse, WorkerCollector, WorkerSources, worker_health, worker_readiness
 
@@ -145,6 +146,11 @@ def test_table_rows_are_complete_and_follow_the_conventions() -> None:
         assert metric.question.endswith("?"), metric.name
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
         assert metric.name.endswith("_seconds") <= (metric.unit == "seconds"), metric.name
+
+
+def test_the_documented_table_is_the_table() -> None:
+    page = Path(__file__).parents[1] / "docs" / "metrics.md"
+    assert page.read_text() == as_markdown(), "run: python -m metrics.names > docs/metrics.md"
 
 
 def test_a_metric_outside_the_table_is_refused() -> None:

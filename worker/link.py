@@ -59,7 +59,7 @@ OUTGOING_MAX: Final = 4 * REPORTS_UNACKED_MAX
 #: Longest wait for a full socket. Heartbeats wait with it, so it lies below what a coordinator bears.
 SEND_LIMIT_S: Final = 4.0
 #: After its requests were withdrawn, an executor gets this long to release them.
-RELEASE_LIMIT_S: Final = 20.0
+RELEASE_LIMIT_S: Final = 6.0
 #: Released requests get this long to reach the coordinator.
 FLUSH_LIMIT_S: Final = 2.0
 
