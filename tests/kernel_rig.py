@@ -258,13 +258,15 @@ class Rig:
         table[: len(requests)] = torch.tensor(topk, dtype=torch.int32).view(len(requests), k)
         out = torch.full((size, k), 12345, dtype=torch.int32)
         before = self.state.hits.clone(), self.state.misses.clone(), self.state.tripwires.clone()
+        held = [self.held(group, request) for request in requests]
         swap_in(self.state, group, table, self.batch, out, self.miss_plan)
         layers = self.geometry.layers_of_group(group)
         for layer in layers[1:]:
             replay_misses(self.state, layer, self.miss_plan)
         wanted = [r.naive[group].resolve(t, r.length) for r, t in zip(requests, topk, strict=True)]
         assert int(self.miss_plan.count) == sum(len(w.misses) for w in wanted)
-        for request, want in zip(requests, wanted, strict=True):
+        for request, want, had in zip(requests, wanted, held, strict=True):
+            assert had - self.held(group, request) == want.evicted
             assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == len(want.hits)
             assert int(self.state.misses[group, request.seat] - before[1][group, request.seat]) == len(want.misses)
         assert int((self.state.tripwires - before[2])[0]) == sum(w.out_of_range for w in wanted)
@@ -273,6 +275,12 @@ class Rig:
         for layer in layers:
             self._check_bytes(layer, gather_rows(self.state, layer, out), out, requests, [w.tokens for w in wanted])
         return out
+
+    def held(self, group: int, request: Request) -> set[int]:
+        """Tokens that the device tables place in the request's slots."""
+        slots = range(len(request.naive[group].slots))
+        rows = [request.chunks[slot // 64] * 64 + slot % 64 for slot in slots]
+        return set(self.state.slot_token[group, rows].tolist()) - {-1}
 
     def _check_bytes(
         self, layer: int, got: torch.Tensor, out: torch.Tensor, requests: list[Request], tokens: list[list[int | None]]

@@ -71,8 +71,8 @@ class NaiveHotBuffer:
                     slot.used = self.now
             for token in sorted(result.misses):
                 victim = self._oldest([n for n in self.ordinary() if self.slots[n].used != self.now])
-                if self.slots[victim].token is not None:
-                    result.evicted.add(self.slots[victim].token)
+                gone = self.slots[victim].token
+                result.evicted |= set() if gone is None else {gone}
                 self.slots[victim] = Slot(token, self.now)
         else:
             result.hits = wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -225,13 +226,14 @@ def test_resizing_a_resident_seat_is_the_wrong_moment() -> None:
 
 def test_allocation_refuses_a_pool_of_another_geometry_and_a_tail_without_a_chunk() -> None:
     geometry = Geometry(2, 24, (0, 1), 8, 4)
-    sizes = {"seats": 1, "chunks": 2, "index_pages": 2, "max_pages": 2, "max_chunks": 2, "max_slab_pages": 2}
+    sizes: dict[str, Any] = dict.fromkeys(("seats", "chunks", "index_pages"), 2)
+    sizes |= dict.fromkeys(("max_pages", "max_chunks", "max_slab_pages"), 2)
     with pytest.raises(BadInput, match=r"host=uint8: got uint8\[3, 77\].*host_pages=3, 4096\]"):
         DeviceState.allocate(geometry, **sizes, tail_slots=1, host=torch.zeros(3, 77, dtype=torch.uint8))
     host = torch.zeros(3, geometry.page_bytes, dtype=torch.uint8)
     with pytest.raises(BadInput, match="tail_slots=17: out of range"):
         DeviceState.allocate(geometry, **sizes, tail_slots=17, host=host)
-    assert DeviceState.allocate(geometry, **sizes, tail_slots=16, host=host).seats == 1
+    assert DeviceState.allocate(geometry, **sizes, tail_slots=16, host=host).seats == 2
     assert StepBatch.allocate(3, 2).new_rows.shape == (2, 3)
 
 

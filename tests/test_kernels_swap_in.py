@@ -166,16 +166,22 @@ def run(rig: Rig, topk: list[int]) -> list[int]:
 
 
 def test_ungranted_pages_trip_instead_of_reading_foreign_memory() -> None:
-    rig, request = managed_rig()
+    rig, _ = managed_rig()
     rig.state.host_table[0, 0] = -1
     rig.state.index_table[0, 1] = -1
     assert run(rig, [5, 70, 71, -1]) == [-1] * 4
     assert rig.state.tripwires[Tripwire.UNGRANTED] == 3
     assert rig.state.misses.sum() == 0
-    rig.batch.lengths[0] = 2_000_000
-    assert run(rig, [1_999_999, -1, -1, -1]) == [-1] * 4
-    assert rig.state.tripwires[Tripwire.UNGRANTED] == 4
-    assert request.length == 101
+
+
+@pytest.mark.parametrize("hot_slots", [0, 8])
+def test_a_length_beyond_the_tables_trips_instead_of_reading_past_them(hot_slots: int) -> None:
+    rig = Rig(groups=(0,), topk=4)
+    rig.open(0, 16 * 64, hot_slots)
+    rig.batch.seats[0], rig.batch.lengths[0] = 0, 2_000_000
+    rig.batch.num_real.fill_(1)
+    assert [row >= 0 for row in run(rig, [16 * 64, 1_999_999, 16 * 64 - 1, -1])] == [False, False, True, False]
+    assert rig.state.tripwires[Tripwire.UNGRANTED] == 2
 
 
 def test_resident_request_reads_the_chunk_table_alone() -> None:
@@ -199,6 +205,11 @@ def test_more_misses_than_victims_trip_and_leave_the_rest_sound() -> None:
     assert [row >= 0 for row in got] == [True] * 5 + [False] * 2 + [True]
     assert rig.state.tripwires[Tripwire.VICTIMS] == 2
     assert rig.state.misses[0, 0] == 5
+    rig.begin([request])
+    got = run(rig, [20, 21, 22, 23, 24, 1, 2, 3])
+    assert [row >= 0 for row in got] == [True] * 2 + [False] * 3 + [True] * 3, "slots used by this step are kept"
+    for token, row in zip([1, 2, 3], got[5:], strict=True):
+        assert torch.equal(rig.state.rows[0, row], rig.truth("row", 0, request, token))
 
 
 def test_empty_seat_and_bad_length_trip_in_begin_step_and_give_minus_one() -> None:
