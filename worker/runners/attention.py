@@ -157,7 +157,7 @@ def _index_scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) 
 
 def attend_prompt(attention: Module, projected: Projected, rows: Tensor, mask: Tensor) -> Tensor:
     """Attention output [1, S, H * v] of one request's queries over its `rows` [T, r + d] under `mask` bool[S, T]."""
-    latent, rotary = rows[None, None].split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+    latent, rotary = torch.split(rows[None, None], [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     keys, values = attention.expand_kv(latent, rotary)
     queries = torch.cat((projected.query_nope, projected.query_rope), dim=-1)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None, None], scale=attention.scaling)
