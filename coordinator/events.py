@@ -43,6 +43,7 @@ class LinkStats(NamedTuple):
     misses: int
     link_age_s: float
     command_ack_ms: float
+    swapped_bytes: int = 0
 
 
 class WorkerPort(Protocol):

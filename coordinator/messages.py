@@ -354,6 +354,7 @@ class WorkerRow(Part, frozen=True):
     misses: int
     link_age_s: float
     command_ack_ms: float
+    swapped_bytes: int = 0  # loaded from host memory by swap-in
 
 
 class PoolRow(Part, frozen=True):
