@@ -22,6 +22,8 @@ from typing import Final
 
 import trio
 
+import coordinator
+from coordinator.config import ENVIRONMENT_PREFIX
 from coordinator.errors import InternalError, Unavailable
 
 #: prctl(2): the signal a process gets when the thread that made it ends.
@@ -40,6 +42,14 @@ def die_with_parent(parent_pid: int) -> None:
         raise InternalError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
         raise Unavailable("the parent process has gone", field="die-with", value=parent_pid)
+
+
+def child_environ() -> dict[str, str]:
+    """Our environment without settings, so that a child runs the code that we run with the settings it is given."""
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    root = str(Path(coordinator.__file__).resolve().parents[1])
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
+    return environ
 
 
 @dataclass(frozen=True)

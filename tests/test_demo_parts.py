@@ -8,9 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coordinator.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
+from coordinator.demo.oracles import deal
 from coordinator.demo.plan import DemoOptions, Source, cut_prompts, memory_for, prompt_lengths
 from coordinator.demo.report import DemoReport, RequestReport, figure_lines, judged, render
-from coordinator.demo.watch import Watch, pages_in_use
+from coordinator.demo.watch import Outcome, Watch, pages_in_use
 from coordinator.errors import BadInput
 from coordinator.messages import PoolRow, RequestRow
 from kernels.layout import managed_chunks, pages_for
@@ -137,9 +138,10 @@ def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_wa
     watch = Watch()
     for worker in ("w0", "", "w0"):
         watch.saw_requests([request_row(worker=worker), request_row(request_id="demo-01", worker="w0")])
-    assert watch.handed_over == 0
+    outcome = Outcome(watch, drained="w0", leaving=("demo-00", "demo-01"))
+    assert outcome.handed_over == ()
     watch.saw_requests([request_row(worker="w1")])
-    assert watch.handed_over == 1
+    assert outcome.handed_over == ("demo-00",)
     assert watch.workers_of["demo-00"] == ["w0", "w1"]
     assert watch.running_on() == {"w1": ["demo-00"], "w0": ["demo-01"]}
 
@@ -156,11 +158,36 @@ def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
     assert watch.hot_chunks_peak == 8
 
 
+def test_the_request_to_move_is_in_mid_decode_and_has_the_most_to_come() -> None:
+    watch = Watch()
+    assert watch.running_past(0) is None
+    assert not watch.over
+    rows = [request_row(request_id=f"demo-{i}", generated_tokens=tokens) for i, tokens in enumerate((50, 20, 3))]
+    arriving = request_row(request_id="demo-9", state="READY")
+    watch.saw_requests([*rows, arriving])
+    assert watch.running_past(16) is None
+    watch.saw_requests([request_row(request_id="demo-1", generated_tokens=64), request_row(request_id="demo-9")])
+    chosen = watch.running_past(16)
+    assert chosen is not None
+    assert chosen.request_id == "demo-0"
+    watch.saw_requests([request_row(request_id=name, state="FINISHED") for name in watch.rows])
+    assert watch.over
+    assert watch.running_past(16) is None
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 8))
+def test_prompts_are_dealt_once_each_and_about_evenly(sizes: list[int], hands: int) -> None:
+    dealt = deal(sizes, hands)
+    assert sorted(i for hand in dealt for i in hand) == list(range(len(sizes)))
+    sums = [sum(sizes[i] for i in hand) for hand in dealt]
+    assert max(sums) - min(sums) <= max(sizes)
+
+
 def report(**changes: object) -> DemoReport:
     row = RequestReport(
         request_id="demo-00", source="a.py", outcome="FINISHED", workers=("w0", "w1"), retractions=1,
-        prompt_tokens=2048, new_tokens=128, verified=128, mismatched=0, unverified=0, divergence=None, gap=None,
-        hits=90, misses=10, hot_slots=192, oracle_s=1.5,
+        prompt_tokens=2048, new_tokens=128, verified=128, mismatched=0, unverified=0, tie_excused=False,
+        divergence=None, gap=None, hits=90, misses=10, oracle_s=1.5,
     )  # fmt: skip
     base = DemoReport(
         family="glm-5", requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,

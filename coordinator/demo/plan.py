@@ -37,6 +37,7 @@ class DemoOptions:
     prompt_tokens_min: int = 2_048
     prompt_tokens_max: int = 6_000
     topk: int = 128
+    streams: str = "inline"
 
     def __post_init__(self) -> None:
         _at_least("requests", self.requests, REQUESTS_MIN)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.demo.compare import TIE_BOUND, Verdict
-from coordinator.messages import RequestRow
+from coordinator.demo.compare import TIE_BOUND, OracleRun, compare
+from coordinator.demo.plan import DemoOptions, DemoRequest, memory_for
+from coordinator.demo.watch import Outcome
+from kernels.layout import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,11 +33,11 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     verified: int
     mismatched: int
     unverified: int
+    tie_excused: bool
     divergence: int | None
     gap: float | None
     hits: int
     misses: int
-    hot_slots: int
     oracle_s: float
 
 
@@ -75,26 +78,78 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def request_report(
-    row: RequestRow, verdict: Verdict, *, source: str, workers: Sequence[str], hot_slots: int, oracle_s: float
-) -> RequestReport:
+@dataclass(frozen=True)
+class Evidence:
+    """All that a run brought to light."""
+
+    outcome: Outcome
+    runs: Mapping[str, OracleRun]  # by request id
+    kv_row_bytes: int
+    layers: int
+    start_s: float
+    oracle_s: float
+
+
+def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence: Evidence) -> DemoReport:
+    """Compare every output, add up, judge."""
+    outcome, watch = evidence.outcome, evidence.outcome.watch
+    rows = [_request_report(request, evidence) for request in requests]
+    hits, misses = sum(row.hits for row in rows), sum(row.misses for row in rows)
+    swapped = sum(worker.swapped_bytes for worker in watch.workers.values())
+    page_kv_bytes = PAGE_TOKENS * evidence.layers * evidence.kv_row_bytes
+    report = DemoReport(
+        family=options.family,
+        requests=len(requests),
+        workers=options.workers,
+        verified_tokens=sum(row.verified for row in rows),
+        distinct_tokens=len({token for tokens in outcome.tokens.values() for token in tokens}),
+        mismatched_tokens=sum(row.mismatched for row in rows),
+        unverified_tokens=sum(row.unverified for row in rows),
+        tie_excused=sum(row.tie_excused for row in rows),
+        tie_bound=TIE_BOUND,
+        hits=hits,
+        misses=misses,
+        hit_rate=round(hits / max(hits + misses, 1), 4),
+        rows_swapped=swapped // evidence.kv_row_bytes,
+        bytes_swapped=swapped,
+        retracted=len(outcome.retracted),
+        handed_over=len(outcome.handed_over),
+        host_pages_before=outcome.host_pages_before,
+        host_pages_peak=watch.host_pages_peak,
+        host_pages_after=outcome.host_pages_after,
+        full_kv_bytes=watch.host_pages_peak * page_kv_bytes,
+        hot_bytes=watch.hot_chunks_peak * page_kv_bytes,
+        topk=options.topk,
+        hot_slots=memory_for(options).hot_slots,
+        start_s=round(evidence.start_s, 1),
+        serve_s=round(outcome.serve_s, 1),
+        oracle_s=round(evidence.oracle_s, 1),
+        per_request=tuple(rows),
+    )
+    return judged(report)
+
+
+def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
+    outcome, run = evidence.outcome, evidence.runs[request.request_id]
+    row = outcome.watch.rows[request.request_id]
+    verdict = compare(request.request_id, outcome.tokens[request.request_id], run)
     return RequestReport(
-        request_id=row.request_id,
-        source=source,
+        request_id=request.request_id,
+        source=request.source,
         outcome=row.state,
-        workers=tuple(workers),
+        workers=tuple(outcome.watch.workers_of[request.request_id]),
         retractions=row.retractions,
         prompt_tokens=row.prompt_tokens,
         new_tokens=row.generated_tokens,
         verified=verdict.verified,
         mismatched=verdict.mismatched,
         unverified=verdict.unverified,
+        tie_excused=verdict.tie_excused,
         divergence=verdict.divergence,
         gap=verdict.gap,
         hits=row.hits,
         misses=row.misses,
-        hot_slots=hot_slots,
-        oracle_s=round(oracle_s, 2),
+        oracle_s=round(run.duration_s, 2),
     )
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from coordinator.messages import PoolRow, RequestRow, WorkerRow
 
 #: States in which a request is over.
-ENDED: frozenset[str] = frozenset({"FINISHED", "ABORTED", "FAILED"})
+ENDED: Final = frozenset({"FINISHED", "ABORTED", "FAILED"})
+BEFORE_RUNNING: Final = frozenset({"QUEUED", "PREFILLING", "STAGING", "READY"})
 
 
 def pages_in_use(pools: Iterable[PoolRow]) -> int:
@@ -29,7 +31,6 @@ class Watch:
     host_pages_peak: int = 0
     hot_chunks_peak: int = 0
     page_bytes: int = 0
-    events: list[str] = field(default_factory=list)
 
     def saw_requests(self, rows: Iterable[RequestRow]) -> None:
         for row in rows:
@@ -50,9 +51,19 @@ class Watch:
         self.page_bytes = max((row.page_bytes for row in rows), default=0)
 
     @property
-    def handed_over(self) -> int:
-        """Requests that were seen on more than one worker."""
-        return sum(len(set(seen)) > 1 for seen in self.workers_of.values())
+    def over(self) -> bool:
+        """Whether every request seen has ended; False before any was seen."""
+        return bool(self.rows) and all(row.state in ENDED for row in self.rows.values())
+
+    def running_past(self, tokens: int) -> RequestRow | None:
+        """A running request with at least `tokens` new tokens: of those in mid-decode, the one with the most to come.
+
+        None while others are still on their way into a batch, unless half of its tokens are out.
+        """
+        running = [row for row in self.rows.values() if row.state == "RUNNING" and row.generated_tokens >= tokens]
+        chosen = min(running, key=lambda row: row.generated_tokens, default=None)
+        arriving = any(row.state in BEFORE_RUNNING for row in self.rows.values())
+        return None if chosen and arriving and 2 * chosen.generated_tokens < chosen.max_tokens else chosen
 
     def running_on(self) -> Mapping[str, list[str]]:
         """Requests in RUNNING by worker."""
@@ -61,3 +72,22 @@ class Watch:
             if row.state == "RUNNING":
                 by_worker.setdefault(row.worker, []).append(row.request_id)
         return by_worker
+
+
+@dataclass
+class Outcome:
+    """What the scenario brings home, filled as it goes. `tokens` by request id."""
+
+    watch: Watch = field(default_factory=Watch)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    retracted: list[str] = field(default_factory=list)
+    drained: str = ""
+    leaving: tuple[str, ...] = ()  # what ran on the drained worker
+    host_pages_before: int = 0
+    host_pages_after: int = 0
+    serve_s: float = 0.0
+
+    @property
+    def handed_over(self) -> tuple[str, ...]:
+        """Requests that ran on the drained worker and afterwards on another."""
+        return tuple(name for name in self.leaving if self.watch.workers_of[name][-1] != self.drained)

@@ -1,0 +1,35 @@
+"""The `hisparse` command.
+
+Import rule: a verb module imports click, the standard library and `coordinator.cli.common` at its top; everything else
+(msgspec, trio, zmq, rich, torch) inside the function that needs it. So `hisparse --help` stays under 150 ms, and a verb
+pays only for what it uses. A test holds the rule by `sys.modules`.
+
+Exit codes are stable; scripts may rely on them (`coordinator.cli.common.EXIT_CODES`).
+"""
+
+from __future__ import annotations
+
+from coordinator.cli import demo, fleet, model, requests, serve, submit
+from coordinator.cli.common import RootGroup, exit_code_lines
+
+
+def _root() -> RootGroup:
+    root = RootGroup(
+        name="hisparse",
+        help="Long-context sparse-attention decode with the KV cache in host memory.",
+        epilog="\b\nExit codes:\n" + "\n".join(f"  {line}" for line in exit_code_lines()),
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    for command in (
+        *(serve.up, serve.coordinator, serve.worker, demo.demo, model.model),
+        *(submit.submit, submit.attach),
+        *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
+        *(fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.stop),
+    ):
+        root.add_command(command)
+    return root
+
+
+main = _root()
+
+__all__ = ["main"]

@@ -1,0 +1,134 @@
+"""Workers and host pools: look at them, drain them, stop the service."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator.cli.common import output_option, with_config
+
+if TYPE_CHECKING:
+    from coordinator.config import Config
+
+deadline_option = click.option(
+    "--deadline",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="When to retract what still runs.",
+)
+
+
+@click.command()
+@output_option
+@with_config()
+def workers(config: Config, output: str) -> None:
+    """List workers: state, running requests, free memory, step time, hit rate."""
+    from coordinator.cli.output import Column, emit, share_text
+    from coordinator.cli.session import call
+    from coordinator.messages import WorkerRow
+
+    columns: list[Column[WorkerRow]] = [
+        Column("WORKER", lambda row: row.worker),
+        Column("NODE", lambda row: row.node),
+        Column("STATE", lambda row: row.state),
+        Column("RUNNING", lambda row: str(row.running), True),
+        Column("SEATS FREE", lambda row: f"{row.seats_free}/{row.capacity.seats}", True),
+        Column("HOT CHUNKS FREE", lambda row: f"{row.hot_chunks_free}/{row.capacity.hot_chunks}", True),
+        Column("INDEX PAGES FREE", lambda row: f"{row.index_pages_free}/{row.capacity.index_pages}", True),
+        Column("STEPS", lambda row: str(row.steps), True),
+        Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True),
+        Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True),
+        Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True),
+        Column("LAST SEEN S", lambda row: f"{row.link_age_s:.1f}", True),
+    ]
+    emit(call(config, "client", lambda client: client.workers()), columns, output)
+
+
+@click.command()
+@output_option
+@with_config()
+def pool(config: Config, output: str) -> None:
+    """List host pools: pages free, owned, shared and quarantined."""
+    from coordinator.cli.output import Column, emit, size_text
+    from coordinator.cli.session import call
+    from coordinator.messages import PoolRow
+
+    columns: list[Column[PoolRow]] = [
+        Column("NODE", lambda row: row.node),
+        Column("PAGES", lambda row: str(row.host_pages), True),
+        Column("FREE", lambda row: str(row.free), True),
+        Column("OWNED", lambda row: str(row.owned), True),
+        Column("SHARED", lambda row: str(row.shared), True),
+        Column("QUARANTINED", lambda row: str(row.quarantined), True),
+        Column("PAGE", lambda row: size_text(row.page_bytes), True),
+        Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True),
+        Column("WORKERS", lambda row: " ".join(row.workers)),
+    ]
+    emit(call(config, "client", lambda client: client.pools()), columns, output)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.option("--all", "every", is_flag=True, help="All workers.")
+@click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
+@deadline_option
+@click.option("--wait", is_flag=True, help="Return when the workers are drained.")
+@output_option
+@with_config()
+def drain(
+    config: Config, output: str, names: tuple[str, ...], every: bool, handover: bool, deadline: float, wait: bool
+) -> None:
+    """Stop admitting to workers and let their requests finish.
+
+    With --handover they move to another worker of the node at once, through the shared host pool; what has nowhere to
+    go finishes in place. At the deadline the rest is retracted and waits for capacity. Held requests do not block it.
+    """
+    from coordinator.cli.session import tell
+
+    chosen = _chosen(names, every)
+    tell(config, "admin", output, lambda client: client.drain(chosen, handover=handover, deadline_s=deadline))
+    if wait:
+        from coordinator.cli.session import wait_drained
+
+        wait_drained(config, chosen, limit_s=deadline)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.option("--all", "every", is_flag=True, help="All workers.")
+@output_option
+@with_config()
+def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) -> None:
+    """Admit to drained workers again."""
+    from coordinator.cli.session import tell
+
+    chosen = _chosen(names, every)
+    tell(config, "admin", output, lambda client: client.undrain(chosen))
+
+
+@click.command()
+@click.option(
+    "--deadline",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long running requests may finish.",
+)
+@output_option
+@with_config()
+def stop(config: Config, output: str, deadline: float) -> None:
+    """Drain the coordinator: refuse new work, let running work finish, then exit."""
+    from coordinator.cli.session import tell
+
+    tell(config, "admin", output, lambda client: client.stop(deadline_s=deadline))
+
+
+def _chosen(names: tuple[str, ...], every: bool) -> tuple[str, ...]:
+    """Names as given; none stands for all, which must be said in so many words."""
+    if bool(names) == every:
+        raise click.UsageError("name workers, or say --all", click.get_current_context())
+    return names

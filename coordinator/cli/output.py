@@ -1,0 +1,119 @@
+"""How rows reach stdout: a table for people, one JSON array, or one JSON object per line. rich only for tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Row = TypeVar("Row")
+#: Columns of a table that is not shown on a terminal: wide enough that no cell wraps, so that grep works.
+PIPED_WIDTH: Final = 240
+
+
+class Column(NamedTuple, Generic[Row]):
+    """One column: its header, how a row's cell reads, and on which side it lies."""
+
+    header: str
+    cell: Callable[[Row], str]
+    numeric: bool = False
+
+
+def emit(rows: Sequence[Row], columns: Sequence[Column[Row]], output: str) -> None:
+    """Print `rows` (structs) as `output` asks: table, json or jsonl."""
+    if output == "json":
+        write_json([plain(row) for row in rows])
+    elif output == "jsonl":
+        for row in rows:
+            write_json(plain(row))
+    else:
+        print_table(rows, columns)
+
+
+def emit_one(value: object, output: str, lines: Iterable[str]) -> None:
+    """Print one object, or `lines` for people."""
+    if output == "table":
+        for line in lines:
+            write_line(line)
+    else:
+        write_json(plain(value))
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON types. Wire structs are arrays in JSON too (`array_like`), so their names are put back here."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(item) for name, item in msgspec.structs.asdict(value).items()}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def write_json(value: object) -> None:
+    write_line(json.dumps(value, ensure_ascii=False))
+
+
+def write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal, kept out of stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def print_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.header, justify="right" if column.numeric else "left")
+    for row in rows:
+        table.add_row(*(Text(column.cell(row)) for column in columns))
+    console().print(table)
+
+
+# ---------------------------------------------------------------- cells
+
+
+def size_text(size_bytes: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def share_text(part: float, whole: float) -> str:
+    """1, 4 -> "25.0%"; a dash when there is nothing to share."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def duration_text(duration_s: float) -> str:
+    """75 -> "1m15s"."""
+    if duration_s < 60:
+        return f"{duration_s:.1f}s"
+    minutes, seconds = divmod(int(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+def hot_text(hot_slots: int) -> str:
+    """How a request's hot buffer reads: resident, a size, or none."""
+    return {0: "resident", -1: "-"}.get(hot_slots, str(hot_slots))

@@ -1,0 +1,117 @@
+"""The processes themselves: coordinator, worker, and `up`, which runs both on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from coordinator.cli.common import Setting, with_config
+
+if TYPE_CHECKING:
+    from coordinator.config import Config
+
+LOG_SETTINGS: Final = (
+    Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
+    Setting("--log-format", "cluster.log_format", "logfmt or json."),
+)
+WORKER_SETTINGS: Final = (
+    Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
+    Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
+    Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
+    Setting("--seats", "worker.seats", "Most requests in one decode batch."),
+    Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB."),
+    Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB."),
+    Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default the runtime directory."),
+    Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
+    Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
+    Setting("--stream-backend", "worker.stream_backend", "inline, simulated or cuda."),
+    Setting("--deterministic", "worker.deterministic", "Outputs independent of neighbours.", is_flag=True),
+    Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
+)
+
+die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
+
+
+@click.command()
+@with_config(*LOG_SETTINGS, Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."))
+@die_with_option
+def coordinator(config: Config, die_with: int | None) -> int:
+    """Run the coordinator. It needs no GPU and no torch.
+
+    SIGINT or SIGTERM drains it; a second one exits at once.
+    """
+    _die_with(die_with)
+    from coordinator.service import run_coordinator
+
+    return run_coordinator(config)
+
+
+@click.command()
+@with_config(
+    *WORKER_SETTINGS,
+    Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
+    Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
+    Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
+    Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
+    *LOG_SETTINGS,
+)
+@die_with_option
+def worker(config: Config, die_with: int | None) -> int:
+    """Run one worker: the decode loop of one GPU, or of the CPU.
+
+    SIGINT or SIGTERM withdraws its requests and exits; a second one exits at once.
+    """
+    _die_with(die_with)
+    return _worker_process()(config)
+
+
+@click.command()
+@click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
+@click.option(
+    "--deadline",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long running requests may finish after Ctrl-C.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
+)
+@with_config(*WORKER_SETTINGS, *LOG_SETTINGS)
+def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -> int:
+    """Run a coordinator and N workers on this machine, sharing one host pool.
+
+    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end.
+    """
+    from coordinator.up import run_up
+
+    return run_up(config, workers, deadline_s=deadline, ready_file=ready_file)
+
+
+def _die_with(parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        from coordinator.children import die_with_parent
+
+        die_with_parent(parent_pid)
+
+
+def _worker_process() -> Any:
+    """`worker.process.run_worker`, or what to install."""
+    from coordinator.errors import ConfigError
+
+    try:
+        from worker.process import run_worker
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a worker needs the package {error.name}",
+            field="worker",
+            value=error.name,
+            remedy="pip install 'hisparse[worker]'",
+        ) from error
+    return run_worker
