@@ -88,7 +88,7 @@ _WORKER: Final = (
             "hisparse_worker_memory_units",
             "memory state",
             "units of 64 tokens",
-            "Hot chunks, index pages and slab pages, used and free.",
+            "Chunks (hot buffers and prefill slab) and index pages, used and free.",
             "Which memory is short?",
         ),
         ("hisparse_worker_memory_unit_bytes", "memory", "bytes", "Device bytes of one such unit.", "How much is that?"),

@@ -48,6 +48,15 @@ class Buckets:
         self.total += value
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Units of 64 tokens of one device memory, and the bytes of a unit; read from the allocator at scrape time."""
+
+    used: int
+    total: int
+    unit_bytes: int
+
+
 @dataclass(slots=True)
 class WorkerCounters:
     """What the executor did. `beats` grows whenever its loop turns, last at `beat_at` (time.monotonic); `step_us` is a

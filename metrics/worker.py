@@ -11,24 +11,15 @@ from prometheus_client.registry import Collector
 
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
-from metrics.state import EXECUTOR_STALE_S, LinkCounters, WorkerCounters
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Units of 64 tokens of one device memory, and the bytes of a unit."""
-
-    used: int
-    total: int
-    unit_bytes: int
+from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, WorkerCounters
 
 
 @dataclass(frozen=True)
 class WorkerSources:
     """Where the numbers are. Callables run in the exporter's thread and must not wait for anything.
 
-    `requests` counts by state; `memory` is by name (hot_chunks, index_pages, slab_pages); `failure` names what ended
-    the executor's loop, "" while it runs; `stopping` tells that the process has been asked to leave.
+    `requests` counts by state; `memory` is by name (chunks, index_pages); `stopping` tells that the process has been
+    asked to leave. A loop that ended is not asked about: its process ends with it.
     """
 
     worker: str
@@ -40,7 +31,6 @@ class WorkerSources:
     memory: Callable[[], Mapping[str, MemoryUse]]
     unreported_tokens: Callable[[], int]
     reports_in_flight: Callable[[], int]
-    failure: Callable[[], str]
     stopping: Callable[[], bool]
 
 
@@ -96,10 +86,7 @@ class WorkerCollector(Collector):
 
 
 def worker_health(sources: WorkerSources) -> Health:
-    """Unhealthy: the executor's loop has ended, or has not turned for EXECUTOR_STALE_S. A restart is the remedy."""
-    failure = sources.failure()
-    if failure:
-        return Health(False, f"executor: {failure}")
+    """Unhealthy: the executor's loop has not turned for EXECUTOR_STALE_S. A restart is the remedy."""
     silent_s = monotonic() - sources.counters.beat_at
     if silent_s > EXECUTOR_STALE_S:
         return Health(False, f"executor: has not turned for {silent_s:.0f} s")

@@ -31,8 +31,8 @@ from metrics.coordinator import (
 from metrics.exporter import CONNECTIONS_MAX, Exporter, Health, Probe, serve
 from metrics.families import number
 from metrics.names import BY_NAME, TABLE, Kind, Role, as_markdown, names_of
-from metrics.state import EXECUTOR_STALE_S, Buckets, CoordinatorCounters, LinkCounters, WorkerCounters
-from metrics.worker import MemoryUse, WorkerCollector, WorkerSources, worker_health, worker_readiness
+from metrics.state import EXECUTOR_STALE_S, Buckets, CoordinatorCounters, LinkCounters, MemoryUse, WorkerCounters
+from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 
 
 def fine() -> Health:
@@ -46,7 +46,6 @@ class World:
         self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, swapped_bytes=3, tokens=7)
         self.link = LinkCounters(welcomed=1, commands=4)
         self.link.drops["lost"] += 2
-        self.failure = ""
         self.stopping = False
         self.sources = WorkerSources(
             worker="w1",
@@ -55,10 +54,9 @@ class World:
             counters=self.counters,
             link=self.link,
             requests=lambda: {"running": 5, "parked": 1},
-            memory=lambda: {"hot_chunks": MemoryUse(6, 10, 1024)},
+            memory=lambda: {"chunks": MemoryUse(6, 10, 1024)},
             unreported_tokens=lambda: 11,
             reports_in_flight=lambda: 2,
-            failure=lambda: self.failure,
             stopping=lambda: self.stopping,
         )
 
@@ -172,7 +170,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     assert values(after["hisparse_worker_hits_total"]) == {(): 35}
     assert values(after["hisparse_worker_requests"]) == {("running",): 5, ("parked",): 1}
     assert values(after["hisparse_worker_copied_bytes_total"])["to_host", "backup"] == 2
-    assert values(after["hisparse_worker_memory_units"]) == {("hot_chunks", "used"): 6, ("hot_chunks", "free"): 4}
+    assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
     steps = {
         sample.labels.get("le", sample.name): sample.value for sample in after["hisparse_worker_step_seconds"].samples
@@ -224,13 +222,6 @@ def test_a_worker_whose_loop_stands_still_is_unhealthy() -> None:
     assert not worker_readiness(world.sources).ok
     world.counters.beat()
     assert worker_health(world.sources).ok
-
-
-def test_a_worker_whose_executor_failed_is_unhealthy() -> None:
-    world = World()
-    world.failure = "ZeroDivisionError"
-    assert "ZeroDivisionError" in worker_health(world.sources).detail
-    assert not worker_health(world.sources).ok
 
 
 @pytest.mark.parametrize(("welcomed", "stopping", "ready"), [(1, False, True), (0, False, False), (1, True, False)])

@@ -149,6 +149,10 @@ class Link:
             raise self._failure
         return self._was_emptied
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop_asked.is_set()
+
     def request_stop(self, deadline_s: float) -> None:
         """Leave once nothing is held, and after `deadline_s` withdraw what is. An earlier deadline wins."""
         self._stop_at = min(self._stop_at, trio.current_time() + deadline_s)
