@@ -103,7 +103,7 @@ class Stream(ABC):
     name: str
 
     @abstractmethod
-    def launch(self, label: str, work: Callable[[], None]) -> None:
+    def launch(self, label: str, work: Callable[[], object]) -> None:
         """Queue `work`. It may run now or at any later launch or host sync; what it raises comes out there."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class InlineStream(Stream):
         self.name = name
         self._fences: dict[str, InlineFence] = {}
 
-    def launch(self, label: str, work: Callable[[], None]) -> None:
+    def launch(self, label: str, work: Callable[[], object]) -> None:
         del label
         work()
 
@@ -207,7 +207,7 @@ class InlineStreams(Streams):
 @dataclass(slots=True)
 class _Work:
     label: str
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -255,7 +255,7 @@ class SimulatedStream(Stream):
         self._streams = streams
         self._numbers = count(1)
 
-    def launch(self, label: str, work: Callable[[], None]) -> None:
+    def launch(self, label: str, work: Callable[[], object]) -> None:
         self._streams.add(self, _Work(label, work))
 
     def record(self, name: str) -> Fence:

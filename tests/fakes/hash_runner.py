@@ -1,0 +1,246 @@
+"""A runner that computes hashes of the bytes it really reads, so that one wrong byte gives other tokens.
+
+Hidden states, rows and keys are 64-bit hashes. A row depends on its token and on everything attended to so far; a
+layer's output depends on every selected row and on its rank; the selection on every index key of the context. The
+same arithmetic over plain lists, without any memory of ours, is `expected_tokens`: the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from coordinator.messages import ModelInfo
+from kernels.layout import PAGE_TOKENS, Geometry, pages_for
+from kernels.rows import (
+    gather_rows,
+    read_index_keys,
+    read_slab_rows,
+    write_index_keys,
+    write_new_rows,
+    write_prompt_index_keys,
+    write_slab_rows,
+)
+from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
+from kernels.swap_in import replay_misses, swap_in
+from worker.runners.base import SamplerState, StepOutputs
+from worker.streams import Fence, Streams
+
+VOCAB = 251
+TOPK = 64
+EOS = 250
+#: Two index groups: layer 1 shares the selection of layer 0, layer 2 has its own.
+GEOMETRY = Geometry(layers=3, row_bytes=16, group_of_layer=(0, 0, 1), index_row_bytes=8, topk=TOPK)
+INFO = ModelInfo(
+    fingerprint="hash",
+    name="hash",
+    context_max_tokens=4_096,
+    vocab_size=VOCAB,
+    layers=GEOMETRY.layers,
+    topk=TOPK,
+    eos_token_ids=(EOS,),
+    tokenizer_kind="bytes",
+    tokenizer_hash="",
+)
+#: How many different selections a context is read with: few enough that successive steps share rows.
+PATTERNS = 3
+
+
+def mix(values: Tensor) -> Tensor:
+    """A 64-bit hash of int64 values, by multiply and xor-shift."""
+    values = (values ^ (values >> 29)) * -0x4B47D0C5E1A2F3C9
+    values = (values ^ (values >> 32)) * -0x2545F4914F6CDD1D
+    return values ^ (values >> 31)
+
+
+def embed(tokens: Tensor) -> Tensor:
+    return mix(tokens.long() * 2 + 1)
+
+
+def rows_of(hidden: Tensor, layer: int) -> Tensor:
+    """int64[..., 2]: the KV row of a hidden state."""
+    return torch.stack((mix(hidden + layer), mix(hidden - layer - 7)), -1)
+
+
+def keys_of(hidden: Tensor, group: int) -> Tensor:
+    return mix(hidden * 3 + group)
+
+
+def select(hidden: Tensor, keys: Tensor, held: Tensor) -> Tensor:
+    """int64[B, k] positions, ascending, -1 padded, of keys [B, n] of which `held` exist."""
+    patterns = mix(hidden.abs() % PATTERNS).unsqueeze(1)
+    scores = (mix(keys ^ patterns ^ torch.arange(keys.shape[1])) >> 1).masked_fill(~held, torch.iinfo(torch.int64).min)
+    count = min(TOPK, keys.shape[1])
+    chosen = scores.topk(count, dim=1).indices
+    absent = torch.iinfo(torch.int64).max
+    chosen = torch.where(held.gather(1, chosen), chosen, absent).sort(1).values
+    chosen = torch.where(chosen == absent, -1, chosen)
+    return torch.nn.functional.pad(chosen, (0, TOPK - count), value=-1)
+
+
+def attend(hidden: Tensor, rows: Tensor, held: Tensor) -> Tensor:
+    """Hidden states after the rows int64[B, k, 2] that `held` marks, in their order."""
+    ranks = torch.arange(rows.shape[1]).unsqueeze(-1) * 5 + torch.arange(2)
+    return mix(hidden + mix(rows + ranks).sum(-1).masked_fill(~held, 0).sum(1))
+
+
+def attend_prompt(hidden: Tensor, start: int, rows: Tensor) -> Tensor:
+    """Hidden states of positions start.. after all rows int64[n, 2] up to their own."""
+    return mix(hidden + mix(rows).sum(-1).cumsum(0)[start:])
+
+
+def draw(hidden: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Tokens int32[B]; seeds 0 are greedy."""
+    return (mix(hidden + mix(seeds * 1_000_003 + positions * seeds.sign())).abs() % VOCAB).int()
+
+
+def logits_of(hidden: Tensor) -> Tensor:
+    return (mix(hidden.unsqueeze(1) + torch.arange(VOCAB)).abs() % 1_000_003).float()
+
+
+@dataclass(eq=False)
+class _Scratch:
+    hidden: Tensor
+    topk: Tensor
+    out_rows: Tensor
+    plan: MissPlan
+
+
+class FakeRunner:
+    """See worker/runners/base.py. `vocab` below VOCAB makes prompts fault at launch, for tests of containment."""
+
+    info = INFO
+    geometry = GEOMETRY
+
+    def __init__(self, poison: int | None = None) -> None:
+        self.poison = poison
+        self._scratch: dict[int, _Scratch] = {}
+
+    def launch_prefill_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+    ) -> None:
+        if self.poison is not None and sampler.seed[seat] == self.poison:
+            raise ValueError("a poisoned prompt")
+        streams.compute.launch("prefill", partial(self._prefill, state, sampler, seat, tokens, start, outputs))
+
+    def launch_decode(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
+    ) -> None:
+        scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
+        compute.launch("embed", partial(self._embed, scratch, sampler, batch))
+        prefetched: dict[int, Fence] = {}
+        for layer, group in enumerate(GEOMETRY.group_of_layer):
+            anchor, *followers = GEOMETRY.layers_of_group(group)
+            compute.launch("project", partial(self._project, scratch, state, batch, layer, anchor == layer))
+            if anchor == layer and followers:
+                streams.swap.wait(compute.record("plan_ready"))
+                for follower in followers:
+                    streams.swap.launch("replay", partial(replay_misses, state, follower, scratch.plan))
+                    prefetched[follower] = streams.swap.record("prefetched")
+            if layer in prefetched:
+                compute.wait(prefetched[layer])
+            compute.launch("attend", partial(self._attend, scratch, state, layer))
+        compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
+
+    def _prefill(
+        self,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+    ) -> None:
+        hidden, stop = embed(tokens), start + len(tokens)
+        for layer, group in enumerate(GEOMETRY.group_of_layer):
+            write_slab_rows(state, layer, seat, start, _bytes(rows_of(hidden, layer)))
+            if GEOMETRY.layers_of_group(group)[0] == layer:
+                write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(hidden, group).unsqueeze(1)))
+                hidden = mix(hidden + read_index_keys(state, group, seat, stop).view(torch.int64).sum())
+            hidden = attend_prompt(hidden, start, read_slab_rows(state, layer, seat, stop).view(torch.int64))
+        if outputs is not None:
+            token = draw(hidden[-1:], sampler.seed[seat : seat + 1], torch.tensor([stop]))
+            outputs.tokens[:1] = token
+            sampler.last_token[seat : seat + 1] = token
+
+    def _embed(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch) -> None:
+        drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
+        scratch.hidden = embed(torch.where(batch.inputs >= 0, batch.inputs, drawn).clamp(min=0))
+
+    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: int, anchor: bool) -> None:
+        write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
+        if anchor:
+            group = GEOMETRY.group_of_layer[layer]
+            write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
+            scratch.topk.copy_(self._select(scratch.hidden, state, batch, group))
+            swap_in(state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+
+    def _select(self, hidden: Tensor, state: DeviceState, batch: StepBatch, group: int) -> Tensor:
+        lengths = batch.lengths.long()
+        pages = state.index_table[batch.seats.long().clamp(min=0), : pages_for(int(lengths.max()))].long().clamp(min=0)
+        keys = state.key_words[group].view(-1, PAGE_TOKENS)[pages].flatten(1)
+        return select(hidden, keys, torch.arange(keys.shape[1]) < lengths.unsqueeze(1))
+
+    def _attend(self, scratch: _Scratch, state: DeviceState, layer: int) -> None:
+        rows = gather_rows(state, layer, scratch.out_rows).view(torch.int64)
+        scratch.hidden = attend(scratch.hidden, rows, scratch.out_rows >= 0)
+
+    def _sample(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
+        real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
+        tokens = draw(scratch.hidden, sampler.seed[seats], batch.lengths.long())
+        outputs.tokens.copy_(tokens.masked_fill(~real, -1))
+        sampler.last_token[seats[real]] = tokens[real]
+        if outputs.logits is not None:
+            outputs.logits.copy_(logits_of(scratch.hidden))
+
+    def _scratch_for(self, rows: int) -> _Scratch:
+        if rows not in self._scratch:
+            topk = torch.full((rows, TOPK), -1, dtype=torch.int32)
+            self._scratch[rows] = _Scratch(
+                torch.zeros(rows, dtype=torch.int64), topk, topk.clone(), MissPlan.allocate(rows, TOPK)
+            )
+        return self._scratch[rows]
+
+
+def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0, chunk_tokens: int = 64) -> list[int]:
+    """What `count` generated tokens must be, over plain lists of rows and keys."""
+    layers, groups = range(GEOMETRY.layers), GEOMETRY.group_of_layer
+    rows: list[list[Tensor]] = [[] for _ in layers]
+    keys: list[list[Tensor]] = [[] for _ in range(GEOMETRY.groups)]
+    seeds, hidden = torch.tensor([seed]), torch.zeros(0)
+    for start in range(0, len(prompt), chunk_tokens):
+        hidden = embed(torch.tensor(prompt[start : start + chunk_tokens]))
+        for layer in layers:
+            rows[layer].append(rows_of(hidden, layer))
+            if groups.index(groups[layer]) == layer:
+                keys[groups[layer]].append(keys_of(hidden, groups[layer]))
+                hidden = mix(hidden + torch.cat(keys[groups[layer]]).sum())
+            hidden = attend_prompt(hidden, start, torch.cat(rows[layer]))
+    tokens = [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
+    for length in range(len(prompt) + 1, len(prompt) + count):
+        hidden = embed(torch.tensor(tokens[-1:]))
+        chosen = torch.zeros(0)
+        for layer in layers:
+            rows[layer].append(rows_of(hidden, layer))
+            if groups.index(groups[layer]) == layer:
+                keys[groups[layer]].append(keys_of(hidden, groups[layer]))
+                all_keys = torch.cat(keys[groups[layer]]).unsqueeze(0)
+                chosen = select(hidden, all_keys, torch.ones_like(all_keys, dtype=torch.bool))
+            hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
+        tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
+    return tokens
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)

@@ -1,0 +1,105 @@
+"""One request's stay on this worker, as plain host-side truth: no tensor, no stream, no clock inside.
+
+    PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
+    LOADING ─ loaded (or nothing else runs) ──────────────┴► RUNNING ⇄ PARKED (next row's page not granted)
+        ▲                                                       │
+        └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
+
+`position` is the row that the next step writes: what was launched, not what was read. Steps are launched ahead, so
+`output` may be behind it; a step whose token turns out to lie past the end is discarded when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.arrays import Int32Array
+from coordinator.messages import Resize, Sampling
+from kernels.layout import PAGE_TOKENS
+from worker.hot_buffer import HotBuffer
+from worker.output import Output
+from worker.streams import Fence
+
+
+class Status(Enum):
+    PREFILLING = "prefilling"
+    STAGING = "staging"
+    LOADING = "loading"
+    RUNNING = "running"
+    PARKED = "parked"
+    LEAVING = "leaving"
+
+
+@dataclass(eq=False, slots=True)
+class RunningRequest:
+    """`hot_slots` and `hot_chunks` are what was granted; `hot` is what it holds, nothing before the take-over.
+
+    `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
+    when prefill, then staging began.
+    """
+
+    admission: int
+    slot: int
+    seat: int
+    prompt: Int32Array
+    sampling: Sampling
+    output: Output
+    host_pages: list[int]
+    index_pages: list[int]
+    slab: list[int]
+    hot: HotBuffer
+    hot_slots: int
+    hot_chunks: int
+    status: Status
+    position: int
+    durable_rows: int
+    prefilled: int = 0
+    rows_max: int = 0
+    started: bool = False
+    fences: Sequence[Fence] = ()
+    first_token: Fence | None = None
+    resize: Resize | None = None
+    since_s: float = 0.0
+    prefill_s: float = 0.0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def rows_wanted(self) -> int:
+        """Rows of the whole context: the last token never gets one."""
+        return self.prompt_tokens + self.output.max_tokens - 1
+
+    def note_memory(self) -> None:
+        """Recompute `rows_max`, the first row that no step may write, after a change of pages or chunks."""
+        granted = len(self.host_pages) * PAGE_TOKENS
+        chunks = self.hot.rows_max
+        self.rows_max = min(self.rows_wanted, granted if chunks is None else min(granted, chunks))
+
+    @property
+    def starved(self) -> bool:
+        """Whether only memory keeps it from its next step."""
+        return self.rows_max <= self.position < self.rows_wanted
+
+    def next_input(self) -> int:
+        """The token to feed at `position`: known from an earlier stay, or -1 for the one drawn last on the device."""
+        place = self.position - self.prompt_tokens
+        return self.output.tokens[place] if place < self.output.forced else -1
+
+    def is_drawn(self, position: int) -> bool:
+        """Whether the step that wrote row `position` drew a token that was not known before."""
+        return position + 1 - self.prompt_tokens >= self.output.forced
+
+    def durable(self, rows: int | None = None) -> int:
+        """Rows (`durable_rows` unless given) that a successor may build on: those of published tokens alone.
+
+        Before the first token is published there are none: prefill's logits would be lost.
+        """
+        published = self.output.published
+        rows = self.durable_rows if rows is None else rows
+        return min(rows, self.prompt_tokens + published - 1) if published and rows >= self.prompt_tokens else 0

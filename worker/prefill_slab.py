@@ -1,0 +1,74 @@
+"""Prefill: one prompt chunk at a time through the runner into the slab, and behind it to host memory.
+
+The slab is chunks of the hot arena, held by the request from admission until `staged`. Chunks of a fixed size from
+position 0, whatever else runs, so that a prompt's rows do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.state import DeviceState
+from worker.batch import RunningRequest
+from worker.inputs import RING_BUFFERS, Ring
+from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.streams import Streams
+from worker.swap import Swap
+
+
+class Prefill:
+    """Launches prompt chunks. First tokens are read from `first_tokens`, one place per seat."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        swap: Swap,
+        *,
+        chunk_tokens: int,
+        outputs: StepOutputs,
+    ) -> None:
+        self._runner = runner
+        self._streams = streams
+        self._state = state
+        self._sampler = sampler
+        self._swap = swap
+        self._outputs = outputs
+        self._ring = Ring([torch.zeros(chunk_tokens, dtype=torch.int64) for _ in range(RING_BUFFERS)])
+        self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=state.rows.device)
+        self._first_tokens = torch.zeros(state.seats, dtype=torch.int32)
+
+    def launch_chunk(self, request: RunningRequest) -> bool:
+        """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
+        start = request.prefilled
+        stop = min(start + len(self._tokens), request.prompt_tokens)
+        last = stop == request.prompt_tokens
+        tokens = self._upload(request, start, stop)
+        self._runner.launch_prefill_chunk(
+            self._streams, self._state, self._sampler, request.seat, tokens, start, self._outputs if last else None
+        )
+        if last:
+            self._streams.compute.launch("keep first token", partial(self._keep, request.seat))
+            request.first_token = self._streams.compute.record("sampled")
+        self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop)
+        request.prefilled = stop
+        return last
+
+    def first_token(self, seat: int) -> int:
+        """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
+        return int(self._first_tokens[seat])
+
+    def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
+        buffer, tokens = self._ring.next(), self._tokens[: stop - start]
+        buffer.numpy()[: stop - start] = request.prompt[start:stop]
+        self._streams.compute.launch("upload prompt", partial(tokens.copy_, buffer[: stop - start]))
+        self._ring.launched(self._streams.compute.record("inputs_consumed"))
+        return tokens
+
+    def _keep(self, seat: int) -> None:
+        self._first_tokens[seat] = self._outputs.tokens[0]

@@ -1,0 +1,258 @@
+"""Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
+
+A request holds one seat, index pages one to one with its host pages, and chunks: as prefill slab until it is staged, as
+hot buffer afterwards. Verbs launch what the device must do and change the books at once; the host's books are exact
+and the device's tables follow on `compute`.
+
+    open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`
+    take_over   the staged slab becomes the hot buffer, what does not fit is free
+    grant       more pages, and chunks while resident
+    resize      another hot buffer; freed chunks are guarded by `chunk_reclaimed`
+    close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
+
+Every check comes before the first change: an admission that raises holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from coordinator.arrays import unpack_int32
+from coordinator.errors import BadInput, CapacityError, InternalError
+from coordinator.messages import Admit, Grant, ModelInfo
+from kernels.layout import pages_for
+from kernels.seat import clear_seat
+from kernels.state import DeviceState
+from worker.arena import Arena
+from worker.batch import RunningRequest, Status
+from worker.decode import Decoder
+from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
+from worker.inputs import SeatTables
+from worker.output import Output
+from worker.runners.base import SamplerState
+from worker.sizing import Sizing
+from worker.streams import Fence, Streams
+from worker.swap import Swap
+
+
+def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
+    """BadInput, naming the field, when this worker can never carry `admit` out."""
+    prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated")
+    for name, ids in (("prompt", prompt), ("generated", generated)):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
+            raise BadInput(f"ids must lie in 0..{info.vocab_size - 1}", field=name, value=ids[:8].tolist())
+    tokens, durable = len(prompt), admit.durable_tokens
+    longest = tokens + admit.sampling.max_tokens
+    if not tokens or admit.sampling.max_tokens < 1 or longest > sizing.context_max_tokens:
+        raise BadInput(
+            f"prompt and output must have tokens, {sizing.context_max_tokens} together at most",
+            field="prompt",
+            value=f"{tokens} + {admit.sampling.max_tokens} tokens",
+        )
+    if durable and not tokens <= durable < tokens + len(generated):
+        raise BadInput(
+            f"a resume builds on {tokens} to {tokens + len(generated) - 1} rows", field="durable_tokens", value=durable
+        )
+    rows = max(tokens, durable)
+    _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
+    if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
+        raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
+    check_size(admit.hot_slots, admit.hot_chunks, rows, sizing.capacity.hot_size_classes)
+
+
+def _check_pages(host_pages: Sequence[int], index_pages: int, rows: int, sizing: Sizing) -> None:
+    if not pages_for(rows) <= len(host_pages) <= sizing.max_pages or index_pages != len(host_pages):
+        raise BadInput(
+            f"{rows} rows need {pages_for(rows)} pages, as many index pages, at most {sizing.max_pages}",
+            field="host_pages",
+            value=f"{len(host_pages)} with {index_pages} index pages",
+        )
+    _check_page_ids(host_pages, sizing)
+
+
+def _check_page_ids(host_pages: Sequence[int], sizing: Sizing) -> None:
+    if len(set(host_pages)) < len(host_pages) or not all(0 <= page < sizing.capacity.host_pages for page in host_pages):
+        raise BadInput(f"must be distinct ids below {sizing.capacity.host_pages}", field="host_pages", value=host_pages)
+
+
+class Seats:
+    """The only holder of the arenas. Chunks of hot buffers and of the slab come from one arena."""
+
+    def __init__(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, swap: Swap, decoder: Decoder, sizing: Sizing
+    ) -> None:
+        capacity = sizing.capacity
+        self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
+        self.index_pages = Arena("index page", capacity.index_pages)
+        self._sizing = sizing
+        self._compute = streams.compute
+        self._state = state
+        self._sampler = sampler
+        self._swap = swap
+        self._decoder = decoder
+        self._tables = SeatTables(streams.compute, state)
+        self._free = deque(range(capacity.seats))
+        self._final_counts = torch.zeros(2, capacity.seats, dtype=torch.int64)
+
+    def open(self, admit: Admit, output: Output) -> RunningRequest:
+        """Seat an admission that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
+        prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
+        resumes = admit.durable_tokens > 0
+        chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
+        if not self._free or self.index_pages.free < admit.index_pages:
+            raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
+        chunks, reclaimed = self.chunks.take(chunk_count)
+        request = RunningRequest(
+            admission=admit.admission,
+            slot=admit.slot,
+            seat=self._free.popleft(),
+            prompt=prompt,
+            sampling=admit.sampling,
+            output=output,
+            host_pages=host_pages,
+            index_pages=self.index_pages.take(admit.index_pages)[0],
+            slab=[] if resumes else chunks,
+            hot=HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
+            hot_slots=admit.hot_slots,
+            hot_chunks=admit.hot_chunks,
+            status=Status.LOADING if resumes else Status.PREFILLING,
+            position=admit.durable_tokens or len(prompt),
+            durable_rows=admit.durable_tokens,
+            prefilled=len(prompt) if resumes else 0,
+        )
+        self._write_tables(request)
+        sampling = admit.sampling
+        self._compute.launch(
+            "set sampler",
+            partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
+        )
+        if resumes:
+            self._resume(request, reclaimed)
+        return request
+
+    def take_over(self, request: RunningRequest) -> None:
+        """The slab of a prompt seen staged becomes the hot buffer."""
+        slab, request.slab = HotBuffer(0, tuple(request.slab)), []
+        done, _ = self._change(request, slab, len(request.prompt))
+        if done.set_up is SetUp.NOTHING:
+            self._swap.set_up(request.seat, Change(request.hot, (), SetUp.RESIDENT))
+        self.chunks.give(done.freed)
+
+    def grant(self, request: RunningRequest, grant: Grant) -> None:
+        """Append pages, and chunks for a resident buffer. BadInput or CapacityError before any change."""
+        host_pages = unpack_int32(grant.host_pages, "host_pages").tolist()
+        pages = len(request.host_pages)
+        _check_page_ids([*request.host_pages, *host_pages], self._sizing)
+        if grant.index_pages != len(host_pages) or pages + len(host_pages) > self._sizing.max_pages:
+            raise BadInput(
+                f"pages come with index pages, {self._sizing.max_pages} at most", field="host_pages", value=host_pages
+            )
+        if self.index_pages.free < grant.index_pages:
+            raise CapacityError("no index pages left", field="index_pages", value=grant.index_pages)
+        self._grant_chunks(request, grant.hot_chunks)
+        index_pages = self.index_pages.take(grant.index_pages)[0]
+        self._tables.set("host_table", request.seat, pages, host_pages)
+        self._tables.set("index_table", request.seat, pages, index_pages)
+        request.host_pages += host_pages
+        request.index_pages += index_pages
+        request.note_memory()
+
+    def resize(self, request: RunningRequest, hot_slots: int, hot_chunks: int) -> bool:
+        """Give a decoding request another hot buffer; True when it must load its rows, behind `request.fences`.
+
+        BadInput or CapacityError before any change.
+        """
+        check_size(hot_slots, hot_chunks, request.position, self._sizing.capacity.hot_size_classes)
+        old = request.hot
+        if hot_chunks - len(old.chunks) > self.chunks.free:
+            raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
+        request.hot_slots, request.hot_chunks = hot_slots, hot_chunks
+        self._decoder.wait_backed_up()
+        done, fences = self._change(request, old, request.position)
+        reclaimed = self._swap.reclaim()
+        self.chunks.give(done.freed, (reclaimed,))
+        if done.reload:
+            request.fences = (self._load_rows(request, [reclaimed, *fences]),)
+        return done.reload
+
+    def close(self, request: RunningRequest) -> None:
+        """Launch the end of `request` behind everything launched for it; `request.fences` tell when it has passed."""
+        self._tables.flush()
+        self._compute.launch("close seat", partial(self._close, request.seat))
+        request.fences = self._swap.quiesce()
+
+    def release(self, request: RunningRequest) -> tuple[int, int]:
+        """Take everything back from a closed request whose fences were observed; its final hits and misses."""
+        self.chunks.give((*request.slab, *request.hot.chunks))
+        self.index_pages.give(request.index_pages)
+        self._free.append(request.seat)
+        hits, misses = self._final_counts[:, request.seat].tolist()
+        return hits, misses
+
+    def flush(self) -> None:
+        """Launch table edits not launched yet: before every step and every prompt chunk."""
+        self._tables.flush()
+
+    def check_invariants(self, requests: Iterable[RunningRequest]) -> None:
+        """InternalError unless each chunk, index page and seat is free or held by one of `requests` (I1)."""
+        held = list(requests)
+        self.chunks.check_invariants(chunk for r in held for chunk in (*r.slab, *r.hot.chunks))
+        self.index_pages.check_invariants(page for r in held for page in r.index_pages)
+        seats = sorted([*self._free, *(r.seat for r in held)])
+        if seats != list(range(self._sizing.capacity.seats)):
+            raise InternalError("a seat is free and held, or neither", field="seats", value=seats)
+
+    # ---------------------------------------------------------------- parts
+
+    def _resume(self, request: RunningRequest, reclaimed: Sequence[Fence]) -> None:
+        self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
+        self._tables.flush()
+        kind = SetUp.MANAGED if request.hot_slots else SetUp.RESIDENT
+        self._swap.set_up(request.seat, Change(request.hot, (), kind))
+        keys = self._swap.load_keys(request.index_pages, request.host_pages, request.position)
+        request.fences = (keys,) if request.hot_slots else (keys, self._load_rows(request, reclaimed))
+        request.note_memory()
+
+    def _load_rows(self, request: RunningRequest, reclaimed: Sequence[Fence]) -> Fence:
+        return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position, reclaimed)
+
+    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> tuple[Change, Sequence[Fence]]:
+        """Carry out what `change` decides; fences that guard chunks new to the request come with it."""
+        extra, fences = self.chunks.take(max(0, request.hot_chunks - len(old.chunks)))
+        done = change(old, request.hot_slots, request.hot_chunks, length, extra)
+        request.hot = done.buffer
+        if done.set_up is SetUp.SHRINK:  # needs the old chunk table
+            self._tables.flush()
+            self._swap.set_up(request.seat, done)
+        chunks = done.buffer.chunks
+        surplus = max(0, len(old.chunks) - len(chunks))
+        self._tables.set("chunk_table", request.seat, 0, (*chunks, *([-1] * surplus)))
+        self._tables.flush()
+        if done.set_up is not SetUp.SHRINK:
+            self._swap.set_up(request.seat, done)
+        request.note_memory()
+        return done, fences
+
+    def _grant_chunks(self, request: RunningRequest, count: int) -> None:
+        request.hot_chunks += count
+        if request.status in (Status.PREFILLING, Status.STAGING) or not count:
+            return
+        chunks = self.chunks.take(count)[0]
+        self._tables.set("chunk_table", request.seat, len(request.hot.chunks), chunks)
+        request.hot = HotBuffer(request.hot.hot_slots, (*request.hot.chunks, *chunks))
+
+    def _write_tables(self, request: RunningRequest) -> None:
+        self._tables.set("host_table", request.seat, 0, request.host_pages)
+        self._tables.set("index_table", request.seat, 0, request.index_pages)
+        self._tables.set("slab_table", request.seat, 0, request.slab)
+        self._tables.flush()
+
+    def _close(self, seat: int) -> None:
+        """Operation: keep the seat's counters for `release` and empty it."""
+        self._final_counts[0, seat : seat + 1].copy_(self._state.hits[:, seat].sum())
+        self._final_counts[1, seat : seat + 1].copy_(self._state.misses[:, seat].sum())
+        clear_seat(self._state, seat)

@@ -1,0 +1,159 @@
+"""How a worker's memory is cut up: settings and a model's geometry in, counts and a report out. Pure.
+
+Host memory is host pages and nothing else. Device memory (`device_mem`, the budget for KV) is cut in this order:
+
+    bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
+    prefill slab   room for `slab_tokens`; by default one longest prompt, at most half of what is left
+    index pages    as many as host pages or seats can use, at most half of what is left: a page costs about a fifth of a
+                   chunk, and without its index keys a context in host memory cannot be decoded
+    hot chunks     the rest, at most `hot_chunks_max`
+
+Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the
+smallest hot buffer, by nothing else. `longest_context_tokens` says which length fits a worker that serves it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.config import WorkerSettings, parse_size
+from coordinator.errors import ConfigError
+from coordinator.messages import ModelInfo, WorkerCapacity
+from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
+
+#: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
+SLAB_SHARE = 0.5
+#: Share of what is then left that index pages take at most.
+INDEX_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Counts for the coordinator, and the widths of the tables that belong to them."""
+
+    capacity: WorkerCapacity
+    context_max_tokens: int
+    max_pages: int
+    max_chunks: int
+    max_slab_pages: int
+    bookkeeping_bytes: int
+    device_bytes: int
+    longest_context_tokens: int
+
+    def report(self) -> tuple[str, ...]:
+        """Lines for the start of the process, most of them `name value`."""
+        c = self.capacity
+        return (
+            f"bytes per host page {c.page_bytes} ({c.page_bytes // PAGE_TOKENS} per token)",
+            f"host pages {c.host_pages} ({c.host_pages * c.page_bytes} bytes)",
+            f"seats {c.seats}",
+            f"hot chunks {c.hot_chunks} of {PAGE_TOKENS} rows; size classes {' '.join(map(str, c.hot_size_classes))}",
+            f"index pages {c.index_pages}",
+            f"prefill slab pages {c.slab_pages}",
+            f"bookkeeping bytes {self.bookkeeping_bytes}",
+            f"device bytes {self.device_bytes}",
+            f"longest context tokens {self.longest_context_tokens} of {self.context_max_tokens} allowed",
+        )
+
+
+def size_worker(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "") -> Sizing:
+    """Cut the memory of one worker. Raises ConfigError naming the setting when not even one request would fit."""
+    classes = _classes(settings, geometry)
+    context = _context(settings, info)
+    host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
+    max_pages = pages_for(context + settings.lookahead_steps)
+    max_chunks = max(max_pages, managed_chunks(classes[-1]))
+    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks)
+    device = parse_size(settings.device_mem, "worker.device_mem")
+    left = device - bookkeeping
+    slab = _slab_pages(settings, geometry, max_pages, left)
+    left -= slab * geometry.chunk_bytes
+    index_pages = min(
+        host_pages, settings.seats * max_pages, max(0, int(left * INDEX_SHARE)) // geometry.index_page_bytes
+    )
+    chunks = max(0, left - index_pages * geometry.index_page_bytes) // geometry.chunk_bytes
+    if settings.hot_chunks_max:
+        chunks = min(chunks, settings.hot_chunks_max)
+    _require_room(settings, geometry, host_pages, slab, index_pages, chunks, classes[0])
+    return Sizing(
+        capacity=WorkerCapacity(
+            seats=settings.seats,
+            hot_chunks=chunks,
+            index_pages=index_pages,
+            slab_pages=slab,
+            host_pages=host_pages,
+            page_bytes=geometry.page_bytes,
+            hot_size_classes=classes,
+            tail_slots=settings.tail_slots,
+            overshoot_tokens=settings.lookahead_steps,
+            pool_path=pool_path,
+        ),
+        context_max_tokens=context,
+        max_pages=max_pages,
+        max_chunks=max_chunks,
+        max_slab_pages=slab,
+        bookkeeping_bytes=bookkeeping,
+        device_bytes=bookkeeping + (slab + chunks) * geometry.chunk_bytes + index_pages * geometry.index_page_bytes,
+        longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
+    )
+
+
+def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
+    classes = tuple(sorted(settings.hot_size_classes))
+    if not classes or classes[0] < geometry.topk:
+        raise ConfigError(
+            f"a step selects {geometry.topk} rows, which must all fit the hot buffer",
+            field="worker.hot_size_classes",
+            value=classes,
+            remedy=f"name sizes from {geometry.topk} upward",
+        )
+    return classes
+
+
+def _context(settings: WorkerSettings, info: ModelInfo) -> int:
+    if settings.context_max_tokens > info.context_max_tokens:
+        raise ConfigError(
+            f"the model's context ends at {info.context_max_tokens} tokens",
+            field="worker.context_max_tokens",
+            value=settings.context_max_tokens,
+            remedy="lower it, or leave it at 0",
+        )
+    return min(settings.context_max_tokens or info.context_max_tokens, CONTEXT_MAX_TOKENS)
+
+
+def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
+    """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks], tails and counters per group."""
+    per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * (4 * settings.tail_slots + 16)
+    return settings.seats * per_seat
+
+
+def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
+    if settings.slab_tokens:
+        return min(pages_for(settings.slab_tokens), max_pages)
+    return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.chunk_bytes)
+
+
+def _require_room(
+    settings: WorkerSettings,
+    geometry: Geometry,
+    host_pages: int,
+    slab: int,
+    index_pages: int,
+    chunks: int,
+    smallest: int,
+) -> None:
+    if not host_pages:
+        raise ConfigError(
+            f"one host page needs {geometry.page_bytes} bytes",
+            field="worker.host_mem",
+            value=settings.host_mem,
+            remedy="raise it",
+        )
+    if min(slab, index_pages) < 1 or chunks < managed_chunks(smallest):
+        raise ConfigError(
+            f"leaves {slab} slab pages, {index_pages} index pages and {max(0, chunks)} hot chunks; the smallest hot "
+            f"buffer needs {managed_chunks(smallest)} chunks of {geometry.chunk_bytes} bytes",
+            field="worker.device_mem",
+            value=settings.device_mem,
+            remedy="raise it, or lower worker.seats, slab_tokens or hot_size_classes",
+        )

@@ -1,0 +1,151 @@
+"""What moves between device and host memory, on which stream, behind which fence.
+
+| verb      | stream  | waits for                  | moves                                    | records            |
+|-----------|---------|----------------------------|------------------------------------------|--------------------|
+| stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, at the end |
+| backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
+| load_keys | swap    |                            | index keys of a resumed context, to pages| index_loaded       |
+| load_rows | swap    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
+| set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
+
+Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py).
+
+Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
+computed on the host from page lists and travel with the operation: no stream but `compute` reads the seat tables, which
+only `compute` edits.
+
+Rejected: staging from the seat tables on the device (a fence more, for edits); loading a managed buffer in advance
+(which rows the model will select is not known, and the newest that fit may be none of them: it starts cold).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
+from kernels.layout import PAGE_TOKENS
+from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
+from kernels.state import BackupPlan, DeviceState
+from metrics.state import WorkerCounters
+from worker.hot_buffer import Change, SetUp
+from worker.streams import Fence, Streams
+
+#: Tokens moved by one operation; a long context is many, so that others get their turn on the link.
+PIECE_TOKENS: Final = 4_096
+
+
+class Swap:
+    """Launches moves. Counts bytes when they are launched."""
+
+    def __init__(self, streams: Streams, state: DeviceState, counters: WorkerCounters) -> None:
+        self._streams = streams
+        self._state = state
+        self._counters = counters
+        g = state.geometry
+        self._row_bytes = g.layers * g.row_bytes
+        self._key_bytes = g.groups * g.index_row_bytes
+
+    def stage(
+        self, slab: Sequence[int], index_pages: Sequence[int], host_pages: Sequence[int], start: int, stop: int
+    ) -> None:
+        """Copy prompt rows start..stop-1 to the host once prefill, launched before this call, has written them."""
+        self._streams.stage.wait(self._streams.compute.record("prefill_written"))
+        for first, last in _pieces(start, stop):
+            copy = partial(
+                copy_rows_to_host,
+                self._state,
+                self._device_rows(slab, first, last),
+                _rows(index_pages, first, last),
+                *_host_places(host_pages, first, last),
+            )
+            self._streams.stage.launch(f"stage {first}", copy)
+        self._counters.staged_bytes += (stop - start) * (self._row_bytes + self._key_bytes)
+
+    def staged(self) -> Fence:
+        """Complete once everything staged so far is in host memory."""
+        return self._streams.stage.record("staged")
+
+    def backup(self, plan: BackupPlan, rows: int) -> tuple[Fence, Fence]:
+        """Copy the new rows of the step launched last, `rows` of them; returns `backed_up` and `durable`."""
+        backup, state = self._streams.backup, self._state
+        backup.wait(self._streams.compute.record("row_written"))
+        backup.launch(
+            "backup",
+            partial(copy_rows_to_host, state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset),
+        )
+        self._counters.backed_up_bytes += rows * (self._row_bytes + self._key_bytes)
+        return backup.record("backed_up"), backup.record("durable")
+
+    def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
+        """Load index keys of positions 0..tokens-1."""
+        for first, last in _pieces(0, tokens):
+            places = (_rows(index_pages, first, last), *_host_places(host_pages, first, last))
+            self._streams.swap.launch(f"load keys {first}", partial(copy_keys_to_device, self._state, *places))
+        self._counters.preloaded_bytes += tokens * self._key_bytes
+        return self._streams.swap.record("index_loaded")
+
+    def load_rows(
+        self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int, reclaimed: Iterable[Fence]
+    ) -> Fence:
+        """Load rows of positions 0..tokens-1 into `chunks`, whose former use ends with `reclaimed`."""
+        for fence in reclaimed:
+            self._streams.swap.wait(fence)
+        for first, last in _pieces(0, tokens):
+            rows, places = self._device_rows(chunks, first, last), _host_places(host_pages, first, last)
+            self._streams.swap.launch(
+                f"load rows {first}", partial(copy_rows_to_device, self._state, rows, None, *places)
+            )
+        self._counters.preloaded_bytes += tokens * self._row_bytes
+        return self._streams.swap.record("preloaded")
+
+    def set_up(self, seat: int, change: Change) -> None:
+        """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
+        still the old one."""
+        hot_slots, work = change.buffer.hot_slots, None
+        match change.set_up:
+            case SetUp.RESIDENT:
+                work = partial(init_resident, self._state, seat)
+            case SetUp.MANAGED:
+                work = partial(init_managed, self._state, seat, hot_slots, change.first_token, change.tokens)
+            case SetUp.GROW:
+                work = partial(grow_managed, self._state, seat, hot_slots)
+            case SetUp.SHRINK:
+                work = partial(shrink_managed, self._state, seat, hot_slots)
+            case SetUp.NOTHING:
+                return
+        self._streams.compute.launch(f"set up {change.set_up.value}", work)
+
+    def reclaim(self) -> Fence:
+        """Complete once every step launched so far has run: its chunks may be written on `swap`."""
+        return self._streams.compute.record("chunk_reclaimed")
+
+    def quiesce(self) -> list[Fence]:
+        """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
+        return [stream.record("quiesced") for stream in self._streams.all]
+
+    def _device_rows(self, chunks: Sequence[int], start: int, stop: int) -> Tensor:
+        """int64[G, stop-start]: every group keeps a prompt or resident context in the same chunks."""
+        return _rows(chunks, start, stop).expand(self._state.geometry.groups, -1).contiguous()
+
+
+def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
+    return ((first, min(first + PIECE_TOKENS, stop)) for first in range(start, stop, PIECE_TOKENS))
+
+
+def _rows(pages: Sequence[int], start: int, stop: int) -> Tensor:
+    """Rows of positions start..stop-1 in a memory of 64-token pages held in this order: int64."""
+    positions = np.arange(start, stop)
+    first = start // PAGE_TOKENS
+    held = np.asarray(pages[first : -(-stop // PAGE_TOKENS)], dtype=np.int64)
+    return torch.from_numpy(held[positions // PAGE_TOKENS - first] * PAGE_TOKENS + positions % PAGE_TOKENS)
+
+
+def _host_places(host_pages: Sequence[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+    rows = _rows(host_pages, start, stop)
+    return rows // PAGE_TOKENS, rows % PAGE_TOKENS
