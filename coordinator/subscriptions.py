@@ -34,12 +34,16 @@ CURSOR_NEVER: Final = np.iinfo(np.int32).max
 
 
 class Parcel(NamedTuple):
-    """News for one connection. `rows` and `counts` say which cursors move, and how far, once it was sent."""
+    """News for one connection. `rows` and `counts` say which cursors move, and how far, once it was sent.
+
+    `is_partial`: there was more than one Delivery holds.
+    """
 
     connection: int
     rows: npt.NDArray[np.intp]
     counts: Int32Array
     delivery: Delivery
+    is_partial: bool
 
 
 class Complete(NamedTuple):
@@ -135,7 +139,8 @@ class Subscriptions:
         slots, starts = self._slots[rows], self._cursors[rows]
         counts = self._log.lengths[slots] - starts
         total = np.cumsum(counts, dtype=np.int64)
-        if total[-1] > DELIVERY_TOKENS_MAX:
+        is_partial = bool(total[-1] > DELIVERY_TOKENS_MAX)
+        if is_partial:
             counts = np.clip(counts - (total - DELIVERY_TOKENS_MAX), 0, counts).astype(np.int32)
             some = counts > 0
             rows, slots, starts, counts = rows[some], slots[some], starts[some], counts[some]
@@ -145,7 +150,7 @@ class Subscriptions:
             counts=pack_int32(counts),
             tokens=pack_int32(self._log.gather(slots, starts, counts)),
         )
-        return Parcel(connection, rows, counts, delivery)
+        return Parcel(connection, rows, counts, delivery, is_partial)
 
     def advance(self, parcel: Parcel) -> None:
         """`parcel` was sent. Its subscriptions must still be there."""
