@@ -123,6 +123,7 @@ class Link:
         self._conversation: trio.CancelScope | None = None
         self._drop: Drop | None = None
         self._failure: HiSparseError | None = None
+        self._is_missed = False
         self._stop_asked = trio.Event()
         self._stop_at = float("inf")
         self._was_emptied = False
@@ -164,20 +165,24 @@ class Link:
         pause_s = RECONNECT_PAUSE_MIN_S
         while self._failure is None:
             await _until(self.state.may_connect)
-            try:
-                dealer = await self._connect()
-            except ConfigError as error:
-                self._failure = error
-                return
-            except Unavailable as error:
-                log.debug("no coordinator", extra=fields(error=error))
-                await trio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
-                continue
-            was_welcomed = await self._converse(dealer)
+            was_welcomed = await self._one_connection()
             pause_s = RECONNECT_PAUSE_MIN_S if was_welcomed else min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
             if self._failure is None:
                 await trio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _one_connection(self) -> bool:
+        try:
+            dealer = await self._connect()
+        except ConfigError as error:
+            self._failure = error
+            return False
+        except Unavailable as error:
+            if not self._is_missed:
+                log.warning("no coordinator; trying again and again", extra=fields(error=error))
+            self._is_missed = True
+            return False
+        self._is_missed = False
+        return await self._converse(dealer)
 
     async def _converse(self, dealer: Dealer) -> bool:
         """One connection from hello to its end, whatever ends it; whether it was ever welcomed."""
@@ -216,7 +221,11 @@ class Link:
             self.state.counters.unreadable += 1
             log.warning("unreadable message", extra=fields(frame_bytes=len(frame), error=error))
             return
+        counters = self.state.counters
+        before = counters.welcomes
         self._perform(self.state.received(message, trio.current_time()))
+        if counters.welcomes > before:
+            log.info("welcomed", extra=fields(incarnation=self.state.incarnation, epoch=self.state.outbox.epoch))
 
     async def _speak(self, dealer: Dealer) -> None:
         next_report = next_beat = trio.current_time()
