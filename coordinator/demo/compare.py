@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 #: Largest gap of two fp32 logits that a different order of additions may close. The demo model's logits are of order
-#: 10, so one unit in the last place is 1e-6; a hundred of them is generous. Gaps that occur: from 2e-3, median 0.1.
+#: 10, so one unit in the last place is 1e-6; a hundred of them is generous. Smallest gap of 1,024 steps seen: 4e-4.
 TIE_BOUND: Final = 1e-4
 
 
