@@ -190,13 +190,13 @@ class Resized(msgspec.Struct, frozen=True):
 
 
 class Departed(msgspec.Struct, frozen=True):
-    """The admission is over. Rows below `durable_tokens` stay in host pages (0: nothing is kept). Not `quiesced`: its
-    worker was lost, and unless its exit is proved nothing of it may be reused (I2)."""
+    """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
+    the request, Closed follows."""
 
     slot: int
     admission: int
     durable_tokens: int
-    quiesced: bool
+    final: bool
 
 
 class Closed(msgspec.Struct, frozen=True):

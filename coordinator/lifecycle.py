@@ -289,19 +289,19 @@ class RequestState:
         return [self._progressed(Stage.LEAVING)]
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
-        return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now, quiesced=True)
+        return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now)
 
     def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
         durable = rows.durable if event.proved_exit else 0
-        return self._depart(Kind.LOST, target, durable, rows, now, quiesced=False, reason=event.reason)
+        return self._depart(Kind.LOST, target, durable, rows, now, event.reason)
 
     def _depart(
-        self, kind: Kind, target: Target, durable: int, rows: Rows, now: float, *, quiesced: bool, reason: str = ""
+        self, kind: Kind, target: Target, durable: int, rows: Rows, now: float, reason: str = ""
     ) -> list[Action]:
         """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after."""
         kept = min(durable, self.prompt_tokens + rows.generated - 1)
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
-        departed = Departed(self.slot, self.admission, self.kept_tokens, quiesced)
+        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME)
         self.admission, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:

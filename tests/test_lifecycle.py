@@ -104,7 +104,7 @@ def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, dura
     story.run()
     story.rows = Rows(generated, durable)
     assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert story.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, True)]
+    assert story.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, False)]
     assert story.request.state == (State.RETRACTED if kept else State.QUEUED)
     story.tell(admit(2, kept))
     assert story.request.state == (State.READY if kept else State.PREFILLING)

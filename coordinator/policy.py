@@ -1,0 +1,463 @@
+"""Who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
+
+`Policy.plan` looks at the roster and the ledgers and returns decisions, in the order in which they are to be carried
+out; the roster already reflects them. It is called after every batch of events, and its common path costs a few
+microseconds per admission.
+
+Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
+waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so nobody
+overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
+
+Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
+  GPU    what leaving requests will free; hot buffers shrunk, largest first, one rung at a time; then lower-ranked
+         requests retracted (keep), lowest first
+  host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
+         progress by themselves; then lower-ranked requests retracted (drop), lowest first
+Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
+never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
+
+Hot buffers. Resident while chunks suffice, else the largest class that fits. Grown lazily, smallest first, while
+nobody waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes effect
+once its chunks are free, and policy leaves it alone.
+
+No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
+highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
+then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
+room for the remaining growth of those ahead of it (`_with_margin`), so they will not displace it again.
+
+Rejected: fair sharing of decode time between requests that do not fit together (each switch costs an index reload);
+letting small requests overtake a large waiting one (it starves); retracting for a request's possible length at
+admission (most end long before max_tokens).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from coordinator.ledger import Ledger, Memory
+from coordinator.room import NOTHING, Needs, find_remedy, next_lower
+from coordinator.roster import Entry, Phase, Rank, Roster, Worker
+from coordinator.sizing import (
+    NO_HOT_BUFFER,
+    RESIDENT,
+    Rung,
+    first_memory,
+    forced_rung,
+    ladder,
+    largest_rung,
+    least_chunks,
+    misfit,
+    page_limit,
+    pages_wanted,
+)
+from kernels.layout import PAGE_TOKENS
+
+#: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
+GRANT_STEP_PAGES: Final = 2
+#: With fewer granted tokens left than this, a running request makes others make room.
+URGENT_TOKENS: Final = PAGE_TOKENS
+#: Hot buffers grow only when none on the worker was shrunk for this long, ...
+GROW_QUIET_S: Final = 5.0
+#: ... and only while this share of the hot chunks stays free, for growing residents and newcomers, ...
+GROW_RESERVE_SHARE: Final = 1 / 8
+#: ... and at most this many at a time.
+GROW_BATCH_MAX: Final = 4
+#: Requests that one plan takes off a draining worker.
+HANDOVER_BATCH_MAX: Final = 16
+#: Kept pages whose node has nobody who can take their request on for this long are given up, if another node can.
+STRANDED_LIMIT_S: Final = 60.0
+
+assert GROW_QUIET_S < STRANDED_LIMIT_S
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first."""
+
+    entry: Entry
+    worker: Worker
+    admission: int
+    take_over: int | None
+    durable_tokens: int
+    memory: Memory
+    rung: Rung
+
+
+class Grow(msgspec.Struct, frozen=True):
+    entry: Entry
+    more: Memory
+
+
+class Resize(msgspec.Struct, frozen=True):
+    """`more` chunks are to be reserved first when it grows."""
+
+    entry: Entry
+    rung: Rung
+    more: int
+
+
+class Cause(StrEnum):
+    """Why policy retracts, in words that can be counted."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_PAGES = "host_pages"
+    HANDOVER = "handover"
+    DRAIN = "drain"
+
+
+#: Whoever was retracted for another's sake comes back only where that will not happen again.
+DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
+
+
+class Retract(msgspec.Struct, frozen=True):
+    entry: Entry
+    keep: bool
+    cause: Cause
+    reason: str
+
+
+class Demote(msgspec.Struct, frozen=True):
+    """`admission` is the departed one under which `node` keeps its pages."""
+
+    entry: Entry
+    node: str
+    admission: int
+    reason: str
+
+
+Decision: TypeAlias = Admit | Grow | Resize | Retract | Demote
+
+
+class _Ask(NamedTuple):
+    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
+    own but left for those ahead of it."""
+
+    worker: Worker
+    pages: int
+    rungs: list[Rung]
+    need: Needs
+    spare_chunks: int = 0
+
+
+class Policy:
+    """Plans over one roster. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of need."""
+
+    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+        self.roster = roster
+        self.ledgers = ledgers
+        self.ahead_tokens = ahead_tokens
+
+    def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
+        """What to do now; applied to the roster, yet to be applied to the ledgers. `tick`: do what can wait, too."""
+        plan = _Plan(self, now)
+        plan.meet_deadlines()
+        if tick:
+            plan.give_up_stranded()
+        plan.meet_demands()
+        plan.hand_over()
+        plan.apply_forced()
+        if tick and not self.roster.waiting and not self.roster.starving:
+            plan.enlarge()
+        return plan.decisions
+
+
+class _Plan:
+    """One call of `Policy.plan`. Free counts are as they will be once the decisions so far are carried out."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        self.roster = policy.roster
+        self.ahead_tokens = policy.ahead_tokens
+        self.now = now
+        self.decisions: list[Decision] = []
+        self.blocked: set[str] = set()
+        self.host_free = {node: ledger.pages_free for node, ledger in policy.ledgers.items()}
+        self.gpu_free: dict[str, Needs] = {}
+        for worker in self.roster.workers.values():
+            budget = policy.ledgers[worker.node].budget(worker.name)
+            free = Needs(budget.seats_free, budget.hot_chunks_free, budget.index_pages_free, budget.slab_pages_free, 0)
+            self.gpu_free[worker.name] = free
+
+    # ---------------------------------------------------------------- demands, by rank
+
+    def meet_demands(self) -> None:
+        """Serve starving and waiting requests, best rank first."""
+        at = 0
+        for entry in sorted(self.roster.starving.values(), key=lambda entry: entry.rank):
+            at = self._admit_until(at, entry.rank)
+            if entry.phase is Phase.RUNNING and entry.resizing is None:
+                self._feed(entry, self.roster.workers[entry.worker])
+        self._admit_until(at, None)
+
+    def _admit_until(self, at: int, rank: Rank | None) -> int:
+        """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
+        waiting = self.roster.waiting
+        nodes = {worker.node for worker in self.roster.workers.values()}
+        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked:
+            at += not self._consider(self.roster.by_rank[waiting[at]])
+        return at
+
+    def _consider(self, entry: Entry) -> bool:
+        """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
+        asks = [ask for ask in self._asks(entry) if ask.worker.node not in self.blocked]
+        fitting = [ask for ask in asks if self._free(ask.worker).covers(ask.need)]
+        if not fitting and (made := self._make_room(entry, asks)) and self._free(made.worker).covers(made.need):
+            fitting = [made]
+        if fitting:
+            self._admit(entry, max(fitting, key=self._preference))
+            return True
+        self.blocked.update(ask.worker.node for ask in asks)
+        return False
+
+    def _asks(self, entry: Entry) -> list[_Ask]:
+        """What `entry` would need, at its smallest hot size, on each worker that could take it on if it were empty."""
+        asks: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
+        for worker in self.roster.workers.values():
+            if id(worker.capacity) not in asks:
+                asks[id(worker.capacity)] = self._ask(entry, worker)
+        return [
+            self._with_margin(entry, ask._replace(worker=worker)) if entry.displaced else ask._replace(worker=worker)
+            for worker in self.roster.workers.values()
+            if worker.drain is None
+            and (not entry.pages or worker.node == entry.node)
+            and (ask := asks[id(worker.capacity)]) is not None
+        ]
+
+    def _ask(self, entry: Entry, worker: Worker) -> _Ask | None:
+        if misfit(entry.length, worker.capacity, worker.name):
+            return None
+        pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
+        rungs = self._rungs(entry, pages, worker)
+        memory = first_memory(entry.length, pages, entry.pages, rungs[0])
+        return _Ask(worker, pages, rungs, _needs(memory))
+
+    def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
+        if entry.forced_slots != NO_HOT_BUFFER and _can_force(entry, worker):
+            return [forced_rung(entry.forced_slots, pages)]
+        return ladder(pages, worker.capacity)
+
+    def _with_margin(self, entry: Entry, ask: _Ask) -> _Ask:
+        """Add what better-ranked requests may still come to need, so that they will not displace it again."""
+        chunks = index_pages = host_pages = 0
+        for worker in self.roster.of_node(ask.worker.node):
+            for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
+                ahead = self.roster.by_rank[rank]
+                growth = max(0, page_limit(ahead.length, worker.capacity) - ahead.pages)
+                host_pages += growth
+                if worker is ask.worker:
+                    index_pages += growth
+                    chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
+        margin = Needs(0, chunks, index_pages, 0, host_pages)
+        return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
+
+    def _preference(self, ask: _Ask) -> tuple[bool, int, int]:
+        """Rather where it can be resident, then where chunks are plenty, then where seats are."""
+        free = self._free(ask.worker)
+        return ask.rungs[-1].hot_chunks <= free.chunks, free.chunks, free.seats
+
+    def _admit(self, entry: Entry, ask: _Ask) -> None:
+        worker, chunks = ask.worker, self._free(ask.worker).chunks - ask.spare_chunks
+        rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
+        memory = first_memory(entry.length, ask.pages, entry.pages, rung)
+        take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
+        admission = self.roster.admit(entry, worker, memory, rung)
+        self._take(worker, _needs(memory))
+        self.decisions.append(Admit(entry, worker, admission, take_over, durable_tokens, memory, rung))
+
+    # ---------------------------------------------------------------- growth
+
+    def _feed(self, entry: Entry, worker: Worker) -> None:
+        """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
+        plenty, enough, least = (
+            max(0, pages_wanted(entry.length, ahead_tokens, worker.capacity) - entry.pages)
+            for ahead_tokens in (
+                self.ahead_tokens + GRANT_STEP_PAGES * PAGE_TOKENS,
+                self.ahead_tokens,
+                min(self.ahead_tokens, URGENT_TOKENS),
+            )
+        )
+        if not plenty:
+            del self.roster.starving[entry.slot]
+        for pages in (plenty, enough, least):
+            if pages and self._free(worker).covers(_growth(entry, pages)):
+                return self._grow(entry, worker, pages)
+        if least:
+            self._feed_urgently(entry, worker, least)
+        return None
+
+    def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
+        need = _growth(entry, pages)
+        if need.chunks > self._free(worker).chunks and self._become_managed(entry, worker, pages):
+            return
+        if self._make_room(entry, [_Ask(worker, pages, [], need)]) and self._free(worker).covers(need):
+            self._grow(entry, worker, pages)
+
+    def _grow(self, entry: Entry, worker: Worker, pages: int) -> None:
+        need = _growth(entry, pages)
+        more = Memory(pages, need.chunks, pages)
+        self.roster.grow(entry, more)
+        self._take(worker, need)
+        self.decisions.append(Grow(entry, more))
+
+    def _become_managed(self, entry: Entry, worker: Worker, pages: int) -> bool:
+        """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
+        larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
+        rung = largest_rung(entry.pages + pages, entry.chunks + self._free(worker).chunks, worker.capacity)
+        if entry.forced_slots != NO_HOT_BUFFER or rung is None or rung.hot_slots == RESIDENT or any(larger):
+            return False
+        self._resize(entry, worker, rung)
+        return True
+
+    def _resizable(self, worker: Worker) -> Iterator[Entry]:
+        entries = (self.roster.by_rank[rank] for rank in worker.ranks)
+        return (entry for entry in entries if entry.phase is Phase.RUNNING and entry.resizing is None)
+
+    # ---------------------------------------------------------------- making room
+
+    def _make_room(self, entry: Entry, asks: list[_Ask]) -> _Ask | None:
+        """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
+        found = [(find_remedy(self.roster, ask.worker, self._free(ask.worker), ask.need, entry), ask) for ask in asks]
+        possible = [(remedy.cost, at) for at, (remedy, _) in enumerate(found) if remedy is not None]
+        if not possible:
+            return None
+        remedy, ask = found[min(possible)[1]]
+        assert remedy is not None
+        whom = f"a request of priority {-entry.rank[0]}"
+        for kept in remedy.demote:
+            self._demote(kept, f"host pages go to {whom}")
+        for victim in remedy.drop:
+            self._retract(victim, False, Cause.HOST_PAGES, f"host pages go to {whom}")
+        for victim in remedy.retract:
+            self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
+        for shrunk, rung in remedy.shrink:
+            self._resize(shrunk, ask.worker, rung)
+        if not self._free(ask.worker).covers(ask.need):
+            self._claim(ask.worker, remedy.will_be_free.minus(ask.need))
+        return ask
+
+    def _claim(self, worker: Worker, left: Needs) -> None:
+        """Lower-ranked requests may use no more of what is free than will be `left`."""
+        free = self._free(worker).at_most(left)
+        self.gpu_free[worker.name] = free._replace(host_pages=0)
+        self.host_free[worker.node] = free.host_pages
+
+    def _demote(self, entry: Entry, reason: str) -> None:
+        self.host_free[entry.node] += entry.pages
+        self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
+        self.roster.demote(entry)
+
+    def _retract(self, entry: Entry, keep: bool, cause: Cause, reason: str) -> None:
+        entry.displaced = entry.displaced or cause in DISPLACING
+        self.roster.leave(entry, frees_pages=not keep)
+        self.decisions.append(Retract(entry, keep, cause, reason))
+
+    def _resize(self, entry: Entry, worker: Worker, rung: Rung) -> None:
+        more = max(0, rung.hot_chunks - entry.chunks)
+        self.roster.resize(entry, rung, self.now)
+        self._take(worker, NOTHING._replace(chunks=more))
+        self.decisions.append(Resize(entry, rung, more))
+
+    def _free(self, worker: Worker) -> Needs:
+        return self.gpu_free[worker.name]._replace(host_pages=self.host_free[worker.node])
+
+    def _take(self, worker: Worker, need: Needs) -> None:
+        self.gpu_free[worker.name] = self.gpu_free[worker.name].minus(need)
+        self.host_free[worker.node] -= need.host_pages
+
+    # ---------------------------------------------------------------- what is nobody's demand
+
+    def meet_deadlines(self) -> None:
+        """Past its deadline a draining worker keeps nobody."""
+        for worker in self.roster.workers.values():
+            if worker.drain is not None and self.now >= worker.drain.deadline:
+                for rank in list(worker.ranks):
+                    self._retract(
+                        self.roster.by_rank[rank], True, Cause.DRAIN, f"{worker.name} drains: deadline passed"
+                    )
+
+    def hand_over(self) -> None:
+        """Take running requests off a draining worker while another of its node has, or can make, room for them."""
+        for worker in self.roster.workers.values():
+            if worker.drain is None or not worker.drain.handover or worker.node in self.blocked:
+                continue
+            running = [self.roster.by_rank[rank] for rank in worker.ranks]
+            for entry in [entry for entry in running if entry.phase is Phase.RUNNING][:HANDOVER_BATCH_MAX]:
+                if not self._hand_over(entry, worker):
+                    break
+
+    def _hand_over(self, entry: Entry, worker: Worker) -> bool:
+        """Nobody is retracted for it; shrinking is left to its admission, which follows."""
+        for target in self.roster.of_node(worker.node):
+            ask = self._ask(entry, target) if target.drain is None else None
+            if ask is None:
+                continue
+            ask = self._with_margin(entry, ask) if entry.displaced else ask
+            remedy = find_remedy(self.roster, target, self._free(target), ask.need, entry)
+            if remedy is not None and not any(remedy.cost[:3]):
+                self._claim(target, remedy.will_be_free.minus(ask.need))
+                self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
+                return True
+        return False
+
+    def apply_forced(self) -> None:
+        """Begin the resizes that operators asked for, as far as chunks are free."""
+        for entry in list(self.roster.forcing.values()):
+            worker = self.roster.workers.get(entry.worker)
+            if worker is None or entry.phase is not Phase.RUNNING or entry.resizing is not None:
+                continue
+            rung = forced_rung(entry.forced_slots, entry.pages)
+            if rung == entry.hot or not _can_force(entry, worker):
+                del self.roster.forcing[entry.slot]
+            elif rung.hot_chunks - entry.chunks <= self._free(worker).chunks:
+                del self.roster.forcing[entry.slot]
+                self._resize(entry, worker, rung)
+
+    def enlarge(self) -> None:
+        """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
+        for worker in self.roster.workers.values():
+            if worker.drain is None and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
+                managed = [e for e in self._resizable(worker) if e.hot.hot_slots and e.forced_slots == NO_HOT_BUFFER]
+                managed.sort(key=lambda entry: entry.chunks)
+                for entry in managed[:GROW_BATCH_MAX]:
+                    self._enlarge(entry, worker)
+
+    def _enlarge(self, entry: Entry, worker: Worker) -> None:
+        above = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks > entry.chunks]
+        reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
+        if above and self._free(worker).chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
+            self._resize(entry, worker, above[0])
+
+    def give_up_stranded(self) -> None:
+        """Kept pages tie a request to their node. Nobody there for long, but elsewhere: let it be prefilled again."""
+        for entry in list(self.roster.kept.values()):
+            if entry.held or self._asks(entry) or not self._could_go_elsewhere(entry):
+                entry.stranded_at = None
+            elif entry.stranded_at is None:
+                entry.stranded_at = self.now
+            elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
+                self._demote(entry, f"no worker on {entry.node} for {STRANDED_LIMIT_S:g} s")
+
+    def _could_go_elsewhere(self, entry: Entry) -> bool:
+        return any(
+            worker.drain is None and worker.node != entry.node and self._ask(entry, worker)
+            for worker in self.roster.workers.values()
+        )
+
+
+def _needs(memory: Memory) -> Needs:
+    """An admission's first memory and its seat."""
+    return Needs(1, memory.hot_chunks, memory.index_pages, memory.slab_pages, memory.host_pages)
+
+
+def _growth(entry: Entry, pages: int) -> Needs:
+    """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
+    return Needs(0, pages if entry.hot.hot_slots == RESIDENT else 0, pages, 0, pages)
+
+
+def _can_force(entry: Entry, worker: Worker) -> bool:
+    """An operator's hot size holds where the request could reach its longest with it."""
+    longest = forced_rung(entry.forced_slots, page_limit(entry.length, worker.capacity))
+    return longest.hot_chunks <= worker.capacity.hot_chunks
