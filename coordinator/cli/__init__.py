@@ -9,8 +9,10 @@ Exit codes are stable; scripts may rely on them (`coordinator.cli.common.EXIT_CO
 
 from __future__ import annotations
 
+import click
+
 from coordinator.cli import demo, fleet, model, requests, serve, submit
-from coordinator.cli.common import RootGroup, exit_code_lines
+from coordinator.cli.common import RootGroup, exit_code_lines, show_version
 
 
 def _root() -> RootGroup:
@@ -18,6 +20,16 @@ def _root() -> RootGroup:
         name="hisparse",
         help="Long-context sparse-attention decode with the KV cache in host memory.",
         epilog="\b\nExit codes:\n" + "\n".join(f"  {line}" for line in exit_code_lines()),
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show_version,
+                help="Show the version.",
+            )
+        ],
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for command in (

@@ -197,3 +197,16 @@ output_option = click.option(
     show_default=True,
     help="How to print.",
 )
+
+
+def show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    """Callback of `--version`; the distribution's metadata is read only when asked for."""
+    if not asked:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(version("hisparse"))
+    except PackageNotFoundError:
+        click.echo("not installed: running from a checkout")
+    context.exit()

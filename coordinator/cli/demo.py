@@ -17,7 +17,7 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return int(low), int(high)
 
 
-@click.command()
+@click.command(short_help="Serve, move about, check every token.")
 @click.option("--family", type=click.Choice(FAMILIES), default="glm-5", show_default=True, help="Model code.")
 @click.option(
     "--prompts",

@@ -21,7 +21,7 @@ deadline_option = click.option(
 )
 
 
-@click.command()
+@click.command(short_help="List workers.")
 @output_option
 @with_config()
 def workers(config: Config, output: str) -> None:
@@ -47,7 +47,7 @@ def workers(config: Config, output: str) -> None:
     emit(call(config, "client", lambda client: client.workers()), columns, output)
 
 
-@click.command()
+@click.command(short_help="List host pools.")
 @output_option
 @with_config()
 def pool(config: Config, output: str) -> None:
@@ -70,7 +70,7 @@ def pool(config: Config, output: str) -> None:
     emit(call(config, "client", lambda client: client.pools()), columns, output)
 
 
-@click.command()
+@click.command(short_help="Stop admitting to workers.")
 @click.argument("names", nargs=-1, metavar="WORKER...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
@@ -109,7 +109,7 @@ def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) ->
     tell(config, "admin", output, lambda client: client.undrain(chosen))
 
 
-@click.command()
+@click.command(short_help="Drain the coordinator, then exit.")
 @click.option(
     "--deadline",
     default=30.0,

@@ -50,7 +50,7 @@ def requests(config: Config, states: tuple[str, ...], limit: int, output: str) -
         note(f"only the first {limit} requests; raise --limit")
 
 
-@click.command()
+@click.command(short_help="Show one request and its story.")
 @click.argument("request_id", metavar="ID")
 @output_option
 @with_config()

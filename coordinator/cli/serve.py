@@ -34,7 +34,7 @@ WORKER_SETTINGS: Final = (
 die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
 
 
-@click.command()
+@click.command(short_help="Run the coordinator: no GPU, no torch.")
 @with_config(*LOG_SETTINGS, Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."))
 @die_with_option
 def coordinator(config: Config, die_with: int | None) -> int:
@@ -48,7 +48,7 @@ def coordinator(config: Config, die_with: int | None) -> int:
     return run_coordinator(config)
 
 
-@click.command()
+@click.command(short_help="Run one worker.")
 @with_config(
     *WORKER_SETTINGS,
     Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
@@ -67,7 +67,7 @@ def worker(config: Config, die_with: int | None) -> int:
     return _worker_process()(config)
 
 
-@click.command()
+@click.command(short_help="Run a coordinator and N workers here.")
 @click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
 @click.option(
     "--deadline",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coordinator.config import Config
 
 
-@click.command()
+@click.command(short_help="Complete a prompt and stream the text.")
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
 @click.option("-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Most new tokens.")
@@ -65,7 +65,7 @@ def submit(
     )
 
 
-@click.command()
+@click.command(short_help="Stream the output of a request.")
 @click.argument("request_id", metavar="ID")
 @click.option(
     "--from",
