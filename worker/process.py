@@ -1,0 +1,249 @@
+"""The worker process: what is refused at start, what runs in which thread, how it ends.
+
+    main thread      trio: the link to the coordinator, signals
+    executor thread  the decode loop; when it fails, the process ends with it at once (exit code 70, one log line)
+    metrics threads  /metrics, /healthz, /readyz
+
+Start, in an order that refuses before it allocates: model, sizing, free host memory, host pool, device memory. Then the
+executor turns, then the link says hello: a worker that is welcomed can work.
+
+End. SIGTERM, SIGINT and the coordinator's Stop withdraw what is held, wait for every stream to pass its fence, let the
+last reports go and leave with 0; each wait is bounded (worker.link). A second signal exits at once: the host pool is a
+file, published rows below a durable length are in it, and a successor resumes there. The pool stays; whoever started
+the workers removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import torch
+import trio
+
+from coordinator.config import Config, WorkerSettings, parse_size, pool_path
+from coordinator.errors import ConfigError
+from metrics import logs
+from metrics.exporter import Exporter, serve
+from metrics.logs import fields
+from metrics.state import LinkCounters
+from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
+from worker.executor import Executor
+from worker.host_pool import HostPool
+from worker.link import Link, Pace, connect_to
+from worker.link_state import Identity, LinkState
+from worker.outbox import Outbox
+from worker.runners.text import TokenizerFile, make_tokenizer, read_tokenizer
+from worker.runners.transformers_dsa import load_runner
+from worker.sizing import Sizing, size_worker
+from worker.streams import make_streams
+
+EXIT_CLEAN: Final = 0
+#: The executor died, or did not release what it held within its bounds: EX_SOFTWARE.
+EXIT_DEFECT: Final = 70
+EXIT_INTERRUPTED: Final = 130
+#: Longest that an executor with nothing left to do may take to end its thread.
+JOIN_LIMIT_S: Final = 5.0
+
+log = logs.logger("worker.process")
+
+
+def run_worker(config: Config) -> int:
+    """Run one worker until it is told to leave; the exit code. Raises HiSparseError for what is refused at start or by
+    the coordinator."""
+    settings = config.worker
+    logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    worker = Worker(config)
+    try:
+        return worker.run()
+    finally:
+        worker.close()
+
+
+class Worker:
+    """The parts of one worker, wired. Raises HiSparseError when they cannot be."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.worker
+        runner = load_runner(settings)
+        path = pool_path(settings.pool_dir, settings.node)
+        sizing = size_worker(settings, runner.geometry, runner.info, str(path))
+        _announce(settings, sizing)
+        if not path.exists():
+            check_host_memory(settings, available_host_bytes())
+        self._pool = HostPool.open(path, runner.geometry, sizing.capacity.host_pages, runner.info.fingerprint)
+        tokenizer = read_tokenizer(settings.model)
+        self._outbox = Outbox(epoch=time.time_ns() // 1_000_000)
+        self._executor = Executor(
+            runner,
+            settings,
+            sizing,
+            make_streams(settings.stream_backend, settings.stream_seed),
+            self._pool.pages,
+            make_tokenizer(tokenizer.kind, tokenizer.data),
+            self._outbox,
+        )
+        self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
+        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, sizing.capacity)
+        self._link_counters = LinkCounters()
+        self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
+        self._exporter = self._serve_metrics(settings)
+
+    def run(self) -> int:
+        """Turn until told to stop; the exit code. Raises ConfigError when the coordinator refuses this worker."""
+        self._thread.start()
+        was_emptied = trio.run(self._serve)
+        self._executor.stop()
+        self._thread.join(JOIN_LIMIT_S)
+        if was_emptied and not self._thread.is_alive():
+            log.info("stopped")
+            return EXIT_CLEAN
+        log.error("stopped with work in flight", extra=fields(held=len(self._outbox.held())))
+        return EXIT_DEFECT
+
+    def close(self) -> None:
+        """Unmap the pool and end the exporter; the pool's file stays."""
+        if self._exporter is not None:
+            self._exporter.close()
+        self._pool.close()
+
+    async def _serve(self) -> bool:
+        was_emptied, refusal = False, None
+        async with trio.open_nursery() as nursery:
+            await nursery.start(watch_signals, self._link.request_stop)
+            try:
+                was_emptied = await self._link.run()
+            except ConfigError as error:  # raised outside of the nursery, which would wrap it in a group
+                refusal = error
+            nursery.cancel_scope.cancel()
+        if refusal is not None:
+            raise refusal
+        return was_emptied
+
+    def _serve_metrics(self, settings: WorkerSettings) -> Exporter | None:
+        if settings.metrics_port < 0:
+            return None
+        sources = WorkerSources(
+            worker=settings.name,
+            version=our_version(),
+            seats=settings.seats,
+            counters=self._executor.counters,
+            link=self._link_counters,
+            requests=self._executor.count_by_status,
+            memory=self._executor.memory,
+            unreported_tokens=lambda: self._outbox.pending_tokens,
+            reports_in_flight=lambda: self._outbox.in_flight,
+            stopping=lambda: self._link.stopping,
+        )
+        exporter = serve(
+            [WorkerCollector(sources)],
+            healthy=lambda: worker_health(sources),
+            ready=lambda: worker_readiness(sources),
+            addr=settings.metrics_host,
+            port=settings.metrics_port,
+        )
+        log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
+        return exporter
+
+
+def _link(
+    config: Config,
+    identity: Identity,
+    outbox: Outbox,
+    executor: Executor,
+    counters: LinkCounters,
+    tokenizer: TokenizerFile,
+) -> Link:
+    return Link(
+        LinkState(identity, outbox, counters),
+        executor,
+        connect_to(config.cluster.worker_endpoint),
+        pace=Pace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),
+        tokenizer=tokenizer.data,
+    )
+
+
+def _announce(settings: WorkerSettings, sizing: Sizing) -> None:
+    log.info(
+        "starting",
+        extra=fields(
+            version=our_version(), model=settings.model, device=settings.device, streams=settings.stream_backend
+        ),
+    )
+    for line in sizing.report():
+        log.info("sized: %s", line)
+
+
+def our_version() -> str:
+    """Of the installed distribution; "source" when running from a checkout that was not installed."""
+    try:
+        return version("hisparse")
+    except PackageNotFoundError:
+        return "source"
+
+
+# ---------------------------------------------------------------- threads and signals
+
+
+def run_or_die(loop: Callable[[], None]) -> None:
+    """Run `loop`; whatever it raises ends the process now, with one line that says what.
+
+    Nothing is cleaned up: which memory the failed loop left half changed is not known, and what was published is in the
+    host pool already.
+    """
+    try:
+        loop()
+    except BaseException:
+        log.critical("the executor failed; the process ends", exc_info=True)
+        os._exit(EXIT_DEFECT)
+
+
+async def watch_signals(
+    request_stop: Callable[[float], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        is_asked = False
+        async for number in signals:
+            if is_asked:
+                log.warning("second signal: exit now", extra=fields(signal=signal.Signals(number).name))
+                os._exit(EXIT_INTERRUPTED)
+            is_asked = True
+            log.info("stopping", extra=fields(signal=signal.Signals(number).name))
+            request_stop(0.0)
+
+
+# ---------------------------------------------------------------- host memory
+
+
+def check_host_memory(settings: WorkerSettings, available_bytes: int) -> None:
+    """ConfigError when the pool that is to be created would not fit the node's free memory."""
+    wanted = parse_size(settings.host_mem, "worker.host_mem")
+    if wanted > available_bytes:
+        raise ConfigError(
+            f"the host pool would take {wanted} bytes, this node has {available_bytes} free",
+            field="worker.host_mem",
+            value=settings.host_mem,
+            remedy=f"set it to {available_bytes // 2**20} MiB or less",
+        )
+
+
+def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take: what the kernel calls available, within the cgroup's limit."""
+    kibibytes = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    available = int(kibibytes) * 1024
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - used)
