@@ -274,7 +274,17 @@ def test_refusals_are_final_unless_they_pass() -> None:
     assert isinstance(action, GiveUp)
     assert "differs" in str(action.error)
     assert "start with" in str(action.error)
-    (action,) = state.received(Refused("unavailable", "draining"), 0.0)
+    for code in ("unavailable", "capacity"):
+        (action,) = state.received(Refused(code, "not now"), 0.0)
+        assert isinstance(action, Drop)
+
+
+def test_a_connection_that_the_coordinator_does_not_know_is_made_anew() -> None:
+    hello_is_wrong, connection_is_wrong = make(), welcomed()
+    hello_is_wrong.connected(0.0)
+    (action,) = hello_is_wrong.received(Refused("protocol", "another version"), 0.0)
+    assert isinstance(action, GiveUp)
+    (action,) = connection_is_wrong.received(Refused("protocol", "say hello first"), 0.0)
     assert isinstance(action, Drop)
 
 

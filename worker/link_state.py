@@ -29,7 +29,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
-from coordinator.errors import ConfigError, HiSparseError, InternalError, ProtocolError, Unavailable, WrongState
+from coordinator.errors import (
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    InternalError,
+    ProtocolError,
+    Unavailable,
+    WrongState,
+)
 from coordinator.messages import (
     PROTOCOL_VERSION,
     Admit,
@@ -65,8 +73,8 @@ REPLAY_ASK_INTERVAL_S: Final = 0.25
 
 assert PROBE_S + REPORT_ACK_LIMIT_S < SILENCE_LIMIT_S  # a lost probe is sent again before the link is given up
 
-#: Refusals that pass by themselves (an old connection of this worker not yet seen dead, a coordinator draining).
-PASSING_REFUSALS: Final = frozenset({Unavailable.code})
+#: Refusals that pass by themselves (an old connection of this worker not yet seen dead, a coordinator that stops).
+PASSING_REFUSALS: Final = frozenset({Unavailable.code, CapacityError.code})
 #: Refusals of this epoch alone: it was declared down while it was silent.
 EPOCH_REFUSALS: Final = frozenset({WrongState.code})
 
@@ -260,7 +268,8 @@ class LinkState:
         return [Apply(Withdraw(held.admission)) for held in self.outbox.held()]
 
     def _refusal(self, message: Refused) -> Iterator[Action]:
-        if message.code in PASSING_REFUSALS:
+        is_stray = message.code == ProtocolError.code and self.phase is Phase.WELCOMED  # a fresh hello settles it
+        if message.code in PASSING_REFUSALS or is_stray:
             yield Drop("refused", message.message)
         elif message.code in EPOCH_REFUSALS:
             yield from self._empty_out(self.incarnation, message.message)
