@@ -646,7 +646,7 @@ class ReplayCommands(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """Sent by the link, about the executor: `executor_beats` grows while the executor's loop turns, busy or idle, so a
-    live link over a hung executor is seen."""
+    live link over a hung executor is seen. `leaving`: the process withdraws everything and exits; admit nothing."""
 
     epoch: int
     command_ack: int
@@ -659,6 +659,7 @@ class Heartbeat(Message, frozen=True):
     staged_bytes: int
     swapped_bytes: int
     backed_up_bytes: int
+    leaving: bool = False
 
 
 class TokenizerChunk(Message, frozen=True):

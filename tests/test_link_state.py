@@ -311,10 +311,14 @@ def test_tokenizer_and_stop_are_passed_on() -> None:
     assert StopAsked(3.0) in state.received(Commands(1, 1, (Stop(3.0),)), 0.0)
 
 
-def test_stopping_withdraws_what_is_held_and_what_still_comes() -> None:
+def test_stopping_says_so_and_withdraws_what_is_held_and_what_still_comes() -> None:
     state = welcomed()
     state.received(Commands(1, 1, (admit(1),)), 0.0)
-    assert applied(state.stop()) == [Withdraw(1)]
+    beat, *withdrawals = state.stop(WorkerCounters())
+    assert isinstance(beat, Send)
+    assert isinstance(beat.message, Heartbeat)
+    assert beat.message.leaving
+    assert applied(withdrawals) == [Withdraw(1)]
     assert applied(state.received(Commands(1, 2, (admit(2), Grant(2, b"", 0, 0))), 0.0)) == [
         admit(2),
         Withdraw(2),
@@ -328,7 +332,8 @@ def test_heartbeats_carry_the_executor_and_need_a_welcome() -> None:
     (action,) = welcomed().heartbeat(counters)
     assert isinstance(action, Send)
     assert isinstance(action.message, Heartbeat)
-    assert (action.message.executor_beats, action.message.hits, action.message.epoch) == (4, 9, 10)
+    beat = action.message
+    assert (beat.executor_beats, beat.hits, beat.epoch, beat.leaving) == (4, 9, 10, False)
 
 
 def test_connecting_twice_is_our_own_fault() -> None:

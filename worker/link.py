@@ -314,7 +314,7 @@ class Link:
         held = self.state.outbox.held
         await self._stop_asked.wait()
         await _until(lambda: not held() or trio.current_time() >= self._stop_at)
-        self._perform(self.state.stop())
+        self._perform(self.state.stop(self._executor.counters))
         with trio.move_on_after(RELEASE_LIMIT_S):
             await _until(lambda: not held())
         self._was_emptied = not held()

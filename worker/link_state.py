@@ -355,13 +355,14 @@ class LinkState:
             staged_bytes=executor.staged_bytes,
             swapped_bytes=executor.swapped_bytes,
             backed_up_bytes=executor.backed_up_bytes,
+            leaving=self.stopping,
         )
         return [Send(beat)]
 
-    def stop(self) -> list[Action]:
-        """Withdraw everything, and whatever is still admitted from now on."""
+    def stop(self, executor: WorkerCounters) -> list[Action]:
+        """Say that we leave; withdraw everything, and what is admitted before the coordinator has heard of it."""
         self.stopping = True
-        return self._withdraw_held()
+        return [*self.heartbeat(executor), *self._withdraw_held()]
 
     def owes(self) -> bool:
         """Whether the coordinator has yet to learn or to acknowledge something."""
