@@ -40,10 +40,11 @@ class _Entry:
 
 
 class Batch(NamedTuple):
-    """Commands numbered `first`, `first` + 1, ..."""
+    """Commands numbered `first`, `first` + 1, ...; `repeated` of them were sent before."""
 
     first: int
     commands: tuple[Command, ...]
+    repeated: int
 
 
 class CommandLog:
@@ -54,7 +55,6 @@ class CommandLog:
         self._first_unacked = 1
         self._cursor = 1
         self._sent_top = 0
-        self.replays = 0
 
     @property
     def acknowledged(self) -> int:
@@ -90,7 +90,8 @@ class CommandLog:
             picked.append(entry.command)
         if not picked:
             return None
-        batch = Batch(self._cursor, tuple(picked))
+        repeated = min(max(self._sent_top - self._cursor + 1, 0), len(picked))
+        batch = Batch(self._cursor, tuple(picked), repeated)
         self._cursor += len(picked)
         self._sent_top = max(self._sent_top, self._cursor - 1)
         return batch
@@ -153,7 +154,6 @@ class CommandLog:
             )
 
     def _go_back(self, number: int) -> None:
-        self.replays += number < self._cursor
         self._cursor = min(self._cursor, number)
 
 

@@ -1,0 +1,60 @@
+"""The served model's tokenizer, put together from the chunks that workers send and handed to clients. Pure.
+
+Workers of a group agree on the model and so on the hash; only bytes that have it are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from coordinator.errors import ProtocolError, Unavailable
+from coordinator.messages import TOKENIZER_CHUNK_BYTES, ModelInfo, TokenizerChunk
+
+#: Largest tokenizer, in chunks; the largest in use are about 30 MB.
+CHUNKS_MAX: Final = 128
+JSON: Final = "json"
+
+
+class TokenizerStore:
+    def __init__(self) -> None:
+        self._data: dict[str, bytes] = {}
+        self._partial: dict[str, list[bytes]] = {}
+
+    def wants(self, model: ModelInfo) -> bool:
+        """Whether a worker that serves `model` should send its tokenizer."""
+        return model.tokenizer_kind == JSON and model.tokenizer_hash not in self._data
+
+    def take(self, worker: str, model: ModelInfo, chunk: TokenizerChunk) -> None:
+        """The next piece from `worker`, which serves `model`; a first piece starts over.
+
+        Raises ProtocolError when it is none of `model`'s tokenizer, out of order, or the whole has another hash.
+        """
+        if not self.wants(model):
+            return
+        pieces = self._partial.pop(worker, []) if chunk.index else []
+        if chunk.hash != model.tokenizer_hash or chunk.index != len(pieces):
+            raise ProtocolError(f"expected piece {len(pieces)}", field="index", value=chunk.index)
+        if not chunk.index < chunk.total <= CHUNKS_MAX or len(chunk.data) > TOKENIZER_CHUNK_BYTES:
+            raise ProtocolError(f"more than {CHUNKS_MAX} pieces, or too large", field="total", value=chunk.total)
+        pieces.append(chunk.data)
+        if len(pieces) < chunk.total:
+            self._partial[worker] = pieces
+            return
+        data = b"".join(pieces)
+        if hashlib.sha256(data).hexdigest() != model.tokenizer_hash:
+            raise ProtocolError("the bytes have another hash", field="hash", value=chunk.hash)
+        self._data = {model.tokenizer_hash: data}
+        self._partial.clear()
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone, and what it had not finished sending."""
+        self._partial.pop(worker, None)
+
+    def tokenizer(self, model: ModelInfo | None) -> tuple[str, str, bytes]:
+        """Kind, hash and data. Raises Unavailable until a worker has sent it."""
+        if model is None:
+            raise Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH")
+        if self.wants(model):
+            raise Unavailable("the tokenizer has not arrived yet", remedy="retry in a moment")
+        return model.tokenizer_kind, model.tokenizer_hash, self._data.get(model.tokenizer_hash, b"")

@@ -1,0 +1,402 @@
+"""Worker links: the worker socket, one link per worker epoch, and the proof that a process is gone.
+
+    worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up, then Welcome or Refused
+                                                 ├─ tokens ─────► token log ──► gateway wakes, Scheduler.starving
+                                                 ├─ events ─────► Scheduler.on_event ──► the request's actor
+                                                 └─ heartbeats ─► signs of life, acknowledgements
+    WorkerPort.send ─ command log ─ sender ──────► worker socket
+
+Who is who. A connection is named by libzmq and says nothing; a worker is named in its hello. Over ipc the kernel
+attests the process behind a connection (coordinator.sockets): a second process cannot take over a name whose process
+lives, and a pidfd on the attested process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
+namespace) nothing is ever proved by process ids, and an epoch ends by silence.
+
+Epochs. What a hello leads to is decided in coordinator.worker_hello.
+
+Misbehaviour. What cannot be read is refused to its sender, counted, and changes nothing. A worker that reports what
+cannot be (a missed position, an acknowledgement of nothing) has its epoch declared down, with no proof of anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+import trio
+
+from coordinator import messages
+from coordinator.arrays import Int32Array
+from coordinator.config import CoordinatorSettings
+from coordinator.dropped import Dropped
+from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from coordinator.events import LinkStats, WorkerPort
+from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from coordinator.sockets import Received, RouterSocket, Sent
+from coordinator.token_log import TokenLog
+from coordinator.tokenizer_store import TokenizerStore
+from coordinator.worker_epoch import Arrival, WorkerEpoch
+from coordinator.worker_hello import Course, Known, judge
+from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
+
+#: Worker names known at the same time, living or down.
+WORKERS_MAX: Final = 1_024
+#: How soon a link whose socket was full is tried again.
+UNBLOCK_INTERVAL_S: Final = 0.02
+
+log = logger("coordinator.worker_link")
+
+
+class LinkScheduler(Protocol):
+    """What worker links need of coordinator.scheduler.Scheduler."""
+
+    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None: ...
+    def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None: ...
+    def worker_exited(self, worker: str, epoch: int) -> None: ...
+    def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
+    def starving(self, slots: Int32Array) -> None: ...
+
+
+class WorkerLink:
+    """One epoch of one worker: its state, where it is reached, and the WorkerPort that the actors see.
+
+    `number` names it in the token log. `process` is the attested process, 0 without attestation.
+    """
+
+    def __init__(self, hello: messages.WorkerHello, process: int, number: int, owner: WorkerLinks, now: float) -> None:
+        self.state = WorkerEpoch(hello, owner.round_trips, now)
+        self.model = hello.model
+        self.process = process
+        self.number = number
+        self.peer: bytes | None = None
+        self.is_down = False
+        self.proved_exit = False
+        self.watch = trio.CancelScope()
+        self._owner = owner
+
+    @property
+    def name(self) -> str:
+        return self.state.worker
+
+    def send(self, command: Command) -> None:
+        """Number and log `command` and wake the sender. Never blocks or fails: past its bound the worker is down."""
+        self._owner.queue(self, command)
+
+    def stats(self) -> LinkStats:
+        return self.state.stats(trio.current_time())
+
+
+class WorkerLinks:
+    """Owner of the worker socket. `run` until `close`."""
+
+    name = "worker links"
+
+    def __init__(
+        self,
+        scheduler: LinkScheduler,
+        token_log: TokenLog,
+        tokenizers: TokenizerStore,
+        counters: CoordinatorCounters,
+        settings: CoordinatorSettings,
+        *,
+        socket: RouterSocket,
+        incarnation: int,
+        on_tokens: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._log = token_log
+        self._tokenizers = tokenizers
+        self.round_trips = counters.command_ack_s
+        self._counters = counters
+        self._settings = settings
+        self._socket = socket
+        self._incarnation = incarnation
+        self._on_tokens = on_tokens
+        self._dropped = Dropped("worker", counters.dropped_messages)
+        self._by_name: dict[str, WorkerLink] = {}
+        self._by_peer: dict[bytes, WorkerLink] = {}
+        self._joining: set[str] = set()
+        self._numbers = 0
+        self._to_send: dict[WorkerLink, None] = {}
+        self._wake = trio.Event()
+        self._closing = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def story(self) -> tuple[str, ...]:
+        return tuple(
+            f"{link.name}: epoch {link.state.epoch}, {'down' if link.is_down else 'up'}, "
+            f"report {link.state.report_ack}, command {link.state.commands.acknowledged}"
+            for link in self._by_name.values()
+        )
+
+    async def run(self) -> None:
+        """Serve until `close`; commands given by then are sent once more."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._read)
+            nursery.start_soon(self._send)
+            nursery.start_soon(self._watch_time)
+            await self._closing.wait()
+            nursery.cancel_scope.cancel()
+        self._send_all()
+
+    # ------------------------------------------------------------ what arrives
+
+    async def _read(self) -> None:
+        while True:
+            to_acknowledge: dict[WorkerLink, None] = {}
+            for received in await self._socket.recv_batch():
+                try:
+                    self._receive(received, to_acknowledge)
+                except HiSparseError as error:
+                    self._refuse(received.peer, error)
+            for link in to_acknowledge:
+                self._say(link, messages.ReportAck(self._incarnation, link.state.report_ack))
+
+    def _receive(self, received: Received, to_acknowledge: dict[WorkerLink, None]) -> None:
+        """Raises what the sender is refused with."""
+        message = self._read_frame(received.frame)
+        if isinstance(message, messages.WorkerHello):
+            self._greet(received, message)
+            return
+        link = self._by_peer.get(received.peer)
+        if link is None:
+            raise ProtocolError("this connection is not known here", field="message", remedy="say hello first")
+        if link.is_down or message.epoch != link.state.epoch:
+            raise WrongState("this epoch is over", field="epoch", value=message.epoch, remedy="begin a new one")
+        try:
+            self._hear(link, message, to_acknowledge)
+        except ProtocolError as error:
+            self._put_down(link, proved_exit=False, reason=str(error))
+            raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
+
+    def _read_frame(self, frame: bytes) -> messages.WorkerMessage:
+        limit = self._socket.message_bytes_max
+        if len(frame) > limit:
+            raise ProtocolError(f"larger than {limit} bytes", field="message", value=f"{len(frame)} bytes")
+        try:
+            message: messages.WorkerMessage = messages.decode_worker(frame)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"unreadable on the worker socket: {error}",
+                field="message",
+                value=f"{len(frame)} bytes",
+                remedy=f"speak protocol {PROTOCOL_VERSION}",
+            ) from error
+        return message
+
+    def _hear(self, link: WorkerLink, message: messages.WorkerMessage, to_acknowledge: dict[WorkerLink, None]) -> None:
+        now = trio.current_time()
+        match message:
+            case messages.Report():
+                arrival = link.state.report(message, now)
+                if arrival is Arrival.NEXT:
+                    self._apply(link, message)
+                if arrival is not Arrival.GAP:
+                    to_acknowledge[link] = None
+                else:
+                    self._counters.report_gaps += 1
+                    if link.state.should_ask_again(now):
+                        self._say(link, messages.ReplayReports(self._incarnation, link.state.report_ack + 1))
+            case messages.Heartbeat():
+                link.state.heartbeat(message, now)
+            case messages.ReplayCommands():
+                link.state.commands.replay(message.first)
+                self._send_soon(link)
+            case messages.TokenizerChunk():
+                self._tokenizers.take(link.name, link.model, message)
+
+    def _apply(self, link: WorkerLink, report: messages.Report) -> None:
+        """Tokens before events: a Finished must find its last token in the log."""
+        self._counters.reports += 1
+        if report.progress is not None:
+            appended = self._log.append(report.progress, link.number)
+            self._counters.tokens += appended.tokens
+            self._counters.repeated_tokens += appended.repeated_tokens
+            short = self._log.report_short(appended.slots, self._settings.grant_ahead_tokens)
+            if len(short):
+                self._scheduler.starving(short)
+            self._on_tokens()
+        for event in report.events:
+            self._scheduler.on_event(link.name, link.state.epoch, event)
+
+    def _refuse(self, peer: bytes, error: HiSparseError) -> None:
+        self._dropped.note(error.code, peer, str(error), trio.current_time())
+        self._socket.send(peer, messages.encode(messages.Refused(error.code, error.message, error.remedy)))
+
+    # ------------------------------------------------------------ joining
+
+    def _greet(self, received: Received, hello: messages.WorkerHello) -> None:
+        """Act on a hello; joining takes the Scheduler's turn, one hello per name at a time."""
+        if hello.worker in self._joining:
+            raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
+        link = self._by_name.get(hello.worker)
+        known = Known(link.state.epoch, link.process, link.is_down) if link is not None else None
+        match judge(hello, received.pid, known, self._incarnation), link:
+            case Course.CONTINUE, WorkerLink():
+                self._continue(link, received.peer, hello)
+            case Course.SEND_AWAY, _:
+                log.info("worker sent away to empty itself", extra=fields(worker=hello.worker, epoch=hello.epoch))
+                welcome = messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, 0, want_tokenizer=False)
+                self._socket.send(received.peer, messages.encode(welcome))
+            case course, _:
+                if course is Course.SUCCEED and link is not None:
+                    self._prove(link)
+                self._check_room(hello.worker)
+                self._joining.add(hello.worker)
+                assert self._nursery is not None
+                self._nursery.start_soon(self._join, received, hello)
+
+    def _continue(self, link: WorkerLink, peer: bytes, hello: messages.WorkerHello) -> None:
+        try:
+            link.state.reconnect(hello, trio.current_time())
+        except WrongState as error:
+            self._put_down(link, proved_exit=False, reason=str(error))
+            raise
+        self._welcome(link, peer)
+
+    def _check_room(self, name: str) -> None:
+        """Raise CapacityError when too many names are known that may still have a process."""
+        if len(self._by_name) < WORKERS_MAX or name in self._by_name:
+            return
+        for link in tuple(self._by_name.values()):
+            if link.proved_exit:
+                del self._by_name[link.name]
+                self._by_peer.pop(link.peer or b"", None)
+        if len(self._by_name) >= WORKERS_MAX:
+            raise CapacityError(f"{WORKERS_MAX} workers are known", field="worker", value=name)
+
+    async def _join(self, received: Received, hello: messages.WorkerHello) -> None:
+        self._numbers += 1
+        link = WorkerLink(hello, received.pid, self._numbers, self, trio.current_time())
+        try:
+            await self._scheduler.worker_up(hello, link)
+        except HiSparseError as error:
+            self._refuse(received.peer, error)
+            return
+        finally:
+            self._joining.discard(hello.worker)
+        previous = self._by_name.get(hello.worker)
+        if previous is not None and previous.peer is not None:
+            self._by_peer.pop(previous.peer, None)
+        self._by_name[hello.worker] = link
+        if link.process:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._watch_process, link)
+        log.info("worker joined", extra=fields(worker=link.name, epoch=hello.epoch, process=link.process))
+        self._welcome(link, received.peer)
+
+    def _welcome(self, link: WorkerLink, peer: bytes) -> None:
+        if link.peer is not None:
+            self._by_peer.pop(link.peer, None)
+        link.peer = peer
+        self._by_peer[peer] = link
+        wants = self._tokenizers.wants(link.model)
+        self._say(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, link.state.report_ack, wants))
+        self._send_soon(link)
+
+    # ------------------------------------------------------------ ends
+
+    async def _watch_time(self) -> None:
+        settings = self._settings
+        while True:
+            await trio.sleep(settings.heartbeat_interval_s / 2)
+            now = trio.current_time()
+            for link in tuple(self._by_name.values()):
+                if link.is_down:
+                    continue
+                if reason := link.state.failing(now, settings.heartbeat_limit_s):
+                    self._put_down(link, proved_exit=False, reason=reason)
+                elif link.state.commands.replay_overdue(now, settings.command_ack_limit_s):
+                    log.warning("commands overdue, sent again", extra=fields(worker=link.name))
+                    self._send_soon(link)
+
+    async def _watch_process(self, link: WorkerLink) -> None:
+        """Until the process has exited, or its exit does not matter any more."""
+        try:
+            pidfd = os.pidfd_open(link.process)
+        except ProcessLookupError:
+            self._prove(link)
+            return
+        try:
+            with link.watch:
+                await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+        if not link.watch.cancelled_caught:
+            self._prove(link)
+
+    def _prove(self, link: WorkerLink) -> None:
+        """Nothing of that epoch can touch memory any more: its process has exited or has emptied itself."""
+        if link.proved_exit:
+            return
+        link.proved_exit = True
+        link.watch.cancel()
+        if link.is_down:
+            self._scheduler.worker_exited(link.name, link.state.epoch)
+        else:
+            self._put_down(link, proved_exit=True, reason="its process has ended, or begun a new epoch")
+
+    def _put_down(self, link: WorkerLink, *, proved_exit: bool, reason: str) -> None:
+        if link.is_down:
+            return
+        link.is_down = True
+        self._to_send.pop(link, None)
+        self._tokenizers.forget(link.name)
+        log.warning("worker down", extra=fields(worker=link.name, epoch=link.state.epoch, reason=reason))
+        self._scheduler.worker_down(link.name, link.state.epoch, proved_exit)
+
+    # ------------------------------------------------------------ what is sent
+
+    def queue(self, link: WorkerLink, command: Command) -> None:
+        """For WorkerLink.send: commands to an epoch that is down are dropped, whatever they gave is accounted for."""
+        if link.is_down:
+            return
+        if isinstance(command, messages.Admit):
+            self._log.bind(command.slot, link.number)
+        try:
+            link.state.commands.append(command)
+        except CapacityError as error:
+            self._put_down(link, proved_exit=False, reason=str(error))
+            return
+        self._counters.commands += 1
+        self._send_soon(link)
+
+    def _send_soon(self, link: WorkerLink) -> None:
+        self._to_send[link] = None
+        self._wake.set()
+
+    async def _send(self) -> None:
+        while True:
+            with trio.move_on_after(UNBLOCK_INTERVAL_S if self._to_send else float("inf")):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            self._send_all()
+
+    def _send_all(self) -> None:
+        """Send what every link has to send; links whose socket is full stay for the next time."""
+        now = trio.current_time()
+        for link in tuple(self._to_send):
+            if self._send_commands(link, now):
+                del self._to_send[link]
+
+    def _send_commands(self, link: WorkerLink, now: float) -> bool:
+        """Whether nothing is left that could be sent now. Without a connection it waits for the next hello."""
+        while link.peer is not None and (batch := link.state.commands.take(now)) is not None:
+            frame = messages.encode(messages.Commands(self._incarnation, batch.first, batch.commands))
+            sent = self._socket.send(link.peer, frame)
+            if sent is not Sent.OK:
+                link.state.commands.untake(batch)
+                return sent is Sent.GONE
+            self._counters.replayed_commands += batch.repeated
+        return True
+
+    def _say(self, link: WorkerLink, message: CoordinatorMessage) -> None:
+        """Acknowledgements, welcomes and questions may be lost: whoever misses one asks again."""
+        if link.peer is not None:
+            self._socket.send(link.peer, messages.encode(message))
