@@ -80,7 +80,7 @@ class Outbox:
         self._events: deque[Event] = deque()
         self._counters: Counters | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, tuple[int, int]] = {}  # generated and durable tokens
         self._next_number = 1
         self._command_ack = 0
         self._signalled = False
@@ -141,12 +141,12 @@ class Outbox:
     def hold(self, admission: int, generated_tokens: int, durable_tokens: int) -> None:
         """The executor is about to get this admission; it is held until Released."""
         with self._lock:
-            self._held[admission] = Held(admission, generated_tokens, durable_tokens)
+            self._held[admission] = (generated_tokens, durable_tokens)
 
     def held(self) -> tuple[Held, ...]:
         """Every admission the executor may still touch memory of, with what it has produced."""
         with self._lock:
-            return tuple(self._held.values())
+            return tuple(Held(admission, *tokens) for admission, tokens in self._held.items())
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -232,8 +232,7 @@ class Outbox:
     def _note(self, admission: int, generated: int, durable: int) -> None:
         held = self._held.get(admission)
         if held is not None:
-            generated, durable = max(held.generated_tokens, generated), max(held.durable_tokens, durable)
-            self._held[admission] = Held(admission, generated, durable)
+            self._held[admission] = (max(held[0], generated), max(held[1], durable))
 
     def _is_dirty(self, command_ack: int) -> bool:
         return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)
