@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import IntEnum
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import outcome
 import trio
@@ -182,6 +182,16 @@ class Actor(ABC, Generic[M]):
             await self.handle(batch)
 
 
+class Runs(Protocol):
+    """What a Supervisor starts and stops: an Actor, or a task that listens to something else than a mailbox."""
+
+    @property
+    def name(self) -> str: ...
+    async def run(self) -> None: ...
+    def close(self) -> None: ...
+    def story(self) -> tuple[str, ...]: ...
+
+
 class Level(IntEnum):
     """Order of shutdown: whoever asks or feeds others stops before those it needs."""
 
@@ -198,10 +208,10 @@ class Supervisor:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._running: dict[Level, dict[Actor[Any], trio.CancelScope]] = {level: {} for level in Level}
+        self._running: dict[Level, dict[Runs, trio.CancelScope]] = {level: {} for level in Level}
         self._emptied = {level: trio.Event() for level in Level}
 
-    def start(self, actor: Actor[Any], level: Level) -> None:
+    def start(self, actor: Runs, level: Level) -> None:
         """Run `actor` in a task of its own until it ends, fails, or its level is shut down."""
         self._running[level][actor] = trio.CancelScope()
         self._nursery.start_soon(self._run, actor, level, name=actor.name)
@@ -226,7 +236,7 @@ class Supervisor:
             self._emptied[level] = trio.Event()
             await self._emptied[level].wait()
 
-    async def _run(self, actor: Actor[Any], level: Level) -> None:
+    async def _run(self, actor: Runs, level: Level) -> None:
         try:
             with self._running[level][actor]:
                 await actor.run()
