@@ -79,7 +79,7 @@ def place(tmp_path: Path, model: Path) -> Place:
 
 
 @asynccontextmanager
-async def running(place: Place, *flags: str, limit_s: float = 60.0) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def running(place: Place, *flags: str, limit_s: float = 150.0) -> AsyncIterator[subprocess.Popen[bytes]]:
     """A worker process; killed at the end if it is still there."""
     process = place.start(*flags)
     try:

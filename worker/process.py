@@ -101,19 +101,25 @@ class Worker:
         """Turn until told to stop; the exit code. Raises ConfigError when the coordinator refuses this worker."""
         self._thread.start()
         was_emptied = trio.run(self._serve)
-        self._executor.stop()
-        self._thread.join(JOIN_LIMIT_S)
-        if was_emptied and not self._thread.is_alive():
+        if was_emptied and self._end_executor():
             log.info("stopped")
             return EXIT_CLEAN
         log.error("stopped with work in flight", extra=fields(held=len(self._outbox.held())))
         return EXIT_DEFECT
 
     def close(self) -> None:
-        """Unmap the pool and end the exporter; the pool's file stays."""
+        """End the threads and unmap the pool; its file stays."""
         if self._exporter is not None:
             self._exporter.close()
-        self._pool.close()
+        if self._end_executor():
+            self._pool.close()
+
+    def _end_executor(self) -> bool:
+        """Whether its thread is gone: it may be stuck in an operation, and then nothing it uses may be taken away."""
+        self._executor.stop()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_LIMIT_S)
+        return not self._thread.is_alive()
 
     async def _serve(self) -> bool:
         was_emptied, refusal = False, None
