@@ -186,7 +186,7 @@ def _follow(attention: Any, anchor: Any) -> None:
     attention.kv_b_proj.weight.view(shape)[:, :nope] = source.kv_b_proj.weight.view(shape)[:, :nope]
     for name, weight in anchor.named_parameters():
         if "o_proj" in name or "down_proj" in name:
-            weight *= FOLLOWED_GAIN
+            weight.mul_(FOLLOWED_GAIN)
 
 
 def _shape_head(model: Any, common: Tensor, generator: torch.Generator) -> None:

@@ -77,6 +77,7 @@ class _Layer:
     group: int
     module: mla.Module
     absorbed: mla.Absorbed
+    anchor: bool  # runs its own indexer
     followers: tuple[int, ...]  # of an anchor: the layers that share its selection
 
     @property
@@ -185,7 +186,7 @@ class TransformersRunner:
             normed = layer.module.input_layernorm(hidden)
             projected = mla.project(layer.attention, self._rope, normed, cos, sin)
             write_slab_rows(state, layer.number, seat, start, _bytes(projected.rows[0]))
-            if self._is_anchor(layer):
+            if layer.anchor:
                 mask = self._prompt_mask(state, layer, seat, start, normed, projected, cos, sin)
             rows = read_slab_rows(state, layer.number, seat, start + len(tokens)).view(self.dtype)
             attended = mla.attend_prompt(layer.attention, projected, rows, mask)
@@ -242,7 +243,7 @@ class TransformersRunner:
         projected = mla.project(layer.attention, self._rope, normed, scratch.cos, scratch.sin)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
         write_new_rows(state, layer.number, batch, _bytes(projected.rows.squeeze(1)))
-        if self._is_anchor(layer):
+        if layer.anchor:
             self._select(scratch, state, batch, layer, normed, projected)
 
     def _select(
@@ -304,9 +305,6 @@ class TransformersRunner:
         logits: Tensor = self._model.lm_head(self._model.model.norm(hidden))
         return logits.squeeze(1).float()
 
-    def _is_anchor(self, layer: _Layer) -> bool:
-        return self.geometry.layers_of_group(layer.group)[0] == layer.number
-
     # ---------------------------------------------------------------- set-up
 
     def _layer(self, number: int) -> _Layer:
@@ -318,6 +316,7 @@ class TransformersRunner:
             group=group,
             module=module,
             absorbed=mla.Absorbed.of(module.self_attn),
+            anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),
         )
 
@@ -349,14 +348,14 @@ class TransformersRunner:
             attended = values.transpose(0, 1).flatten(1).unsqueeze(1)
             finished = self._finish_layer(layer, hidden, attended, "batched_mm")
             parts = [projected.rows, queries, finished, self._logits(finished)]
-            if self._is_anchor(layer):
+            if layer.anchor:
                 index = mla.project_index(
                     layer.attention.indexer, self._index_rope, normed, projected.residual, cos, sin
                 )
                 parts += [index.queries, index.keys, index.weights]
             return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
-        kinds = {(self._is_anchor(layer), hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
+        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
         for layer in kinds.values():
             hidden_like = partial(torch.randn, rows, 1, width, dtype=self.dtype, device=self._model.device)
             require_rows_apart(partial(dense, layer), hidden_like)
