@@ -83,6 +83,11 @@ async def test_stopping_is_complete_even_when_cancelled(children: list[Child], t
     assert not deaf.running
 
 
+async def test_ctrl_c_in_the_terminal_reaches_the_parent_alone(children: list[Child]) -> None:
+    child = start(children, "import time; time.sleep(60)")
+    assert os.getpgid(child.pid) != os.getpgrp()
+
+
 async def test_a_wait_that_ends_too_early_says_so(children: list[Child]) -> None:
     child = start(children, "import time; time.sleep(60)")
     assert await wait_all([child], 0.05) is False

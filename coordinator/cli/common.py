@@ -203,10 +203,7 @@ def show_version(context: click.Context, parameter: click.Parameter, asked: bool
     """Callback of `--version`; the distribution's metadata is read only when asked for."""
     if not asked:
         return
-    from importlib.metadata import PackageNotFoundError, version
+    from coordinator.version import our_version
 
-    try:
-        click.echo(version("hisparse"))
-    except PackageNotFoundError:
-        click.echo("not installed: running from a checkout")
+    click.echo(our_version())
     context.exit()
