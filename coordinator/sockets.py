@@ -12,7 +12,9 @@ socket's descriptor itself. The rules, each with a test (tests/test_sockets.py):
     errors; `send` answers FULL or GONE and the caller keeps what it wanted to send (a cursor, never a queue in here).
   * A second bind to a live ipc path succeeds and steals it. A lock beside the path is taken before the bind.
   * A DEALER that reconnects by itself hides the loss of everything in flight behind a new routing id. So it does not:
-    a lost connection raises Unavailable at once, and the owner opens a fresh DEALER and introduces itself again.
+    a lost connection raises Unavailable at once, and the owner opens a fresh DEALER and introduces itself again. Loss
+    is seen on the socket's monitor, waited for together with the socket through one epoll descriptor. Reconnecting is
+    put off rather than switched off: switched off, libzmq throws away what had arrived and was not yet read.
   * A routing id is the ROUTER's name for a connection and says nothing about who is there: identity is in the Hello.
 
 Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
@@ -26,6 +28,7 @@ import enum
 import fcntl
 import functools
 import os
+import select
 import socket as std_socket
 import stat
 import struct
@@ -55,6 +58,9 @@ CONNECT_LIMIT_S: Final = 5.0
 TRANSPORT_HEARTBEAT_MS: Final = 2_000
 #: sun_path of Linux has 108 bytes with its terminator.
 IPC_PATH_BYTES_MAX: Final = 107
+
+#: libzmq adds up to as much again at random, and counts in an int.
+RECONNECT_NEVER_MS: Final = 3_600_000
 
 RUNTIME_DIR_MODE: Final = 0o700
 #: struct ucred: pid, uid, gid.
@@ -96,9 +102,9 @@ class _Watched:
     by readiness or cancellation, unparks them, and one of them becomes the next to watch.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], descriptor: int | None = None) -> None:
         self._socket = socket
-        self._fd = int(socket.getsockopt(zmq.FD))
+        self._fd = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._wanted: list[int] = []
         self._watch: trio.CancelScope | None = None
         self._parked = trio.lowlevel.ParkingLot()
@@ -132,28 +138,28 @@ class _Watched:
             raise trio.ClosedResourceError("the socket was closed")
         return int(self._socket.getsockopt(zmq.EVENTS))
 
+    def _is_ready(self, mask: int) -> bool:
+        return bool(self._events() & mask)
+
     def _stir(self) -> None:
         """After a send or receive, which may have consumed the edge: wake the watching task if its wish came true."""
-        if self._watch is not None:
-            events = self._events()
-            if any(events & mask for mask in self._wanted):
-                self._rouse()
+        if self._watch is not None and any(map(self._is_ready, set(self._wanted))):
+            self._rouse()
 
     def _rouse(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
         self._parked.unpark_all()
 
-    async def _wait_for(self, mask: int) -> int:
-        """Return the events once one in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
+    async def _wait_for(self, mask: int) -> None:
+        """Return once an event in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
         self._wanted.append(mask)
         try:
-            while not (events := self._events()) & mask:
+            while not self._is_ready(mask):
                 if self._watch is not None:
                     await self._parked.park()
                 else:
                     await self._watch_descriptor()
-            return events
         finally:
             self._wanted.remove(mask)
 
@@ -242,7 +248,10 @@ class DealerSocket(_Watched):
     def __init__(
         self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str, message_bytes_max: int
     ) -> None:
-        super().__init__(socket)
+        self._both = select.epoll()
+        for descriptor in (socket.getsockopt(zmq.FD), monitor.getsockopt(zmq.FD)):
+            self._both.register(int(descriptor), select.EPOLLIN)
+        super().__init__(socket, self._both.fileno())
         self.endpoint = endpoint
         self._monitor = monitor
         self._message_bytes_max = message_bytes_max
@@ -258,8 +267,7 @@ class DealerSocket(_Watched):
         """
         socket = _context("dealer").socket(zmq.DEALER)
         _set_options(socket, endpoint, queue_messages, bytes_max=-1)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         dealer = cls(socket, monitor, endpoint, message_bytes_max)
         try:
@@ -286,23 +294,24 @@ class DealerSocket(_Watched):
                 raise _unavailable(self.endpoint, "nobody listens there")
 
     def _next_event(self) -> int | None:
-        try:
-            return int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
-        except zmq.Again:
+        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
+        return int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
 
-    def _events(self) -> int:
-        """As for any socket; raises Unavailable when the connection is lost and everything that arrived was taken.
-
-        libzmq tells the monitor before it takes the connection's pipe away, which wakes the descriptor.
-        """
-        events = super()._events()
-        if not events & (zmq.POLLIN | zmq.POLLOUT) and not self._lost and self._next_event() is not None:
+    def _check_lost(self) -> bool:
+        """Whether the connection is lost; the first to see it wakes whoever waits."""
+        if not self._lost and self._next_event() is not None:
             self._lost = True
             self._rouse()
-        if self._lost and not events & zmq.POLLIN:
+        return self._lost
+
+    def _is_ready(self, mask: int) -> bool:
+        """As for any socket. Raises Unavailable when the connection is lost and what arrived before was taken."""
+        is_lost = not self.closed and self._check_lost()
+        events = self._events()  # behind the look at the monitor: what arrived before the loss is counted in
+        if is_lost and not events & mask & zmq.POLLIN:
             raise _unavailable(self.endpoint, "the connection was lost")
-        return events
+        return bool(events & mask)
 
     async def recv_batch(self) -> list[bytes]:
         """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken.
@@ -338,6 +347,8 @@ class DealerSocket(_Watched):
     def _queue(self, frame: bytes) -> bool:
         if self.closed:
             raise trio.ClosedResourceError("the socket was closed")
+        if self._check_lost():
+            raise _unavailable(self.endpoint, "the connection was lost")
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -349,7 +360,8 @@ class DealerSocket(_Watched):
         if not self.closed:
             self._socket.disable_monitor()
             self._monitor.close()
-        super().close()
+            super().close()
+            self._both.close()
 
 
 class EndpointLock:

@@ -263,6 +263,25 @@ async def test_a_lost_connection_raises_for_readers_and_writers(router: RouterSo
     dealer.close()
 
 
+async def test_what_arrived_before_the_loss_is_read_first(router: RouterSocket) -> None:
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    for number in range(40):
+        assert router.send(peer, b"%d" % number) is Sent.OK
+    router.close()
+    await trio.sleep(0.1)  # time in which libzmq sees the connection end
+    got: list[bytes] = []
+
+    async def read_all() -> None:
+        while True:
+            got.extend(await dealer.recv_batch())
+
+    with trio.fail_after(5), pytest.raises(Unavailable, match="the connection was lost"):
+        await read_all()
+    assert got == [b"%d" % number for number in range(40)]
+    dealer.close()
+
+
 async def test_loss_seen_by_a_writer_wakes_the_parked_reader(router: RouterSocket) -> None:
     """The writer's look consumes the edge that the reader waits for."""
     dealer = await connect(router)
@@ -274,7 +293,7 @@ async def test_loss_seen_by_a_writer_wakes_the_parked_reader(router: RouterSocke
 
     def look_until_lost() -> None:
         while True:
-            dealer._events()
+            dealer._is_ready(zmq.POLLOUT)
 
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
