@@ -31,6 +31,8 @@ from metrics.state import CoordinatorCounters
 
 #: Verbs of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
+#: How long verbs may still be answered when the coordinator stops.
+LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
 #: Longest deadline of a drain.
@@ -116,13 +118,15 @@ class Gateway:
         return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
 
     async def run(self) -> None:
-        """Serve until `close`; what was asked by then and not answered is not answered any more."""
-        async with trio.open_nursery() as nursery:
-            for role in self._sockets:
-                nursery.start_soon(self._read, role, nursery)
-            nursery.start_soon(self._deliveries.run)
-            await self._closing.wait()
-            nursery.cancel_scope.cancel()
+        """Serve until `close`; what was asked by then may still be answered for LAST_ANSWERS_S."""
+        async with trio.open_nursery() as asks:
+            async with trio.open_nursery() as nursery:
+                for role in self._sockets:
+                    nursery.start_soon(self._read, role, asks)
+                nursery.start_soon(self._deliveries.run)
+                await self._closing.wait()
+                nursery.cancel_scope.cancel()
+            asks.cancel_scope.deadline = trio.current_time() + LAST_ANSWERS_S
         await self._deliveries.last_flush()
 
     # ------------------------------------------------------------ what arrives

@@ -98,6 +98,7 @@ class TokenLog:
 
     def __init__(self, slots: int, arena_tokens: int = ARENA_TOKENS) -> None:
         self.slots = slots
+        self.arena_tokens = arena_tokens
         self.lengths: Int32Array = np.zeros(slots, np.int32)
         self._arena: Int32Array = np.empty(arena_tokens, np.int32)
         self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)

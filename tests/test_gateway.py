@@ -326,6 +326,12 @@ async def test_the_last_tokens_and_endings_go_out_before_the_gateway_stops(rig: 
         assert stream.ended.outcome == "ABORTED"
 
 
+async def test_a_stop_is_answered_before_the_gateway_ends(rig: GatewayRig) -> None:
+    async with open_client(rig.admin_socket.endpoint, role="admin", reconnect_limit_s=0) as admin:
+        rig.scheduler.on_stop = rig.gateway.close
+        assert await admin.stop() == ("stopping",)
+
+
 async def test_gone_clients_are_noticed(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     assert rig.connections == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -27,6 +27,7 @@ class FakeScheduler:
         self.verbs: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
+        self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
         self._numbers = 0
 
@@ -88,6 +89,8 @@ class FakeScheduler:
 
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         self._record("stop", deadline_s)
+        self.on_stop()
+        await trio.lowlevel.checkpoint()
         return ("stopping",)
 
     def lookup(self, request_id: str) -> int:

@@ -1,0 +1,39 @@
+"""The number of this life of the coordinator: higher than any before it in this runtime directory (I4).
+
+Milliseconds since the epoch, or one more than the last life's when the clock went back. The caller holds the locks of
+the endpoints, so no two lives take a number at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from coordinator.errors import ConfigError
+
+FILE_NAME: Final = "incarnation"
+
+
+def next_incarnation(runtime_dir: Path, now_ms: int | None = None) -> int:
+    """Take and record the next number. Raises ConfigError when the record cannot be read or written."""
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    path = runtime_dir / FILE_NAME
+    try:
+        last = int(path.read_text()) if path.exists() else 0
+        incarnation = max(now_ms, last + 1)
+        with tempfile.NamedTemporaryFile("w", dir=runtime_dir, delete=False) as file:
+            file.write(str(incarnation))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot keep the coordinator's number: {error}",
+            field="cluster.runtime_dir",
+            value=path,
+            remedy="make the directory writable, or remove that file",
+        ) from error
+    return incarnation
