@@ -263,10 +263,11 @@ async def test_a_lost_connection_raises_for_readers_and_writers(router: RouterSo
     dealer.close()
 
 
-async def test_what_arrived_before_the_loss_is_read_first(router: RouterSocket) -> None:
-    dealer = await connect(router)
+async def test_what_arrived_before_the_loss_is_read_first(endpoint: str) -> None:
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX)
+    dealer = await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
     peer = await introduce(router, dealer)
-    for number in range(40):
+    for number in range(500):
         assert router.send(peer, b"%d" % number) is Sent.OK
     router.close()
     await trio.sleep(0.1)  # time in which libzmq sees the connection end
@@ -278,7 +279,7 @@ async def test_what_arrived_before_the_loss_is_read_first(router: RouterSocket) 
 
     with trio.fail_after(5), pytest.raises(Unavailable, match="the connection was lost"):
         await read_all()
-    assert got == [b"%d" % number for number in range(40)]
+    assert got == [b"%d" % number for number in range(500)]
     dealer.close()
 
 
