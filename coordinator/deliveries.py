@@ -64,6 +64,7 @@ class Deliveries:
 
     def ended(self, ending: Ending) -> None:
         """The request is terminal; its tokens are all in the log."""
+        self._counters.ended[ending.outcome] += 1
         self._endings[ending.slot] = ending
         self._subscriptions.finish(ending.slot)
         self._news.set()

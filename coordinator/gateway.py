@@ -255,6 +255,8 @@ class Gateway:
 
     async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
         request_id, slot = await self._scheduler.submit(submit, connection.owner)
+        self._counters.submitted += 1
+        self._counters.prompt_tokens += len(submit.prompt) // 4
         handle = -1
         if submit.subscribe and not connection.is_gone:
             handle = self._deliveries.subscribe(connection, slot, 0)

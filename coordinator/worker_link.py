@@ -20,7 +20,7 @@ cannot be (a missed position, an acknowledgement of nothing) has its epoch decla
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -57,6 +57,9 @@ class LinkScheduler(Protocol):
     def worker_exited(self, worker: str, epoch: int) -> None: ...
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
     def starving(self, slots: Int32Array) -> None: ...
+    async def drain(
+        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
+    ) -> tuple[str, ...]: ...
 
 
 class WorkerLink:
@@ -72,6 +75,7 @@ class WorkerLink:
         self.number = number
         self.peer: bytes | None = None
         self.is_down = False
+        self.is_leaving = False
         self.proved_exit = False
         self.watch = trio.CancelScope()
         self._owner = owner
@@ -145,6 +149,11 @@ class WorkerLinks:
             nursery.cancel_scope.cancel()
         self._send_all()
 
+    def _start(self, step: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run what waits in a task of its own: one per joining, leaving or watched epoch."""
+        assert self._nursery is not None
+        self._nursery.start_soon(step, *arguments)
+
     # ------------------------------------------------------------ what arrives
 
     async def _read(self) -> None:
@@ -205,6 +214,9 @@ class WorkerLinks:
                         self._say(link, messages.ReplayReports(self._incarnation, link.state.report_ack + 1))
             case messages.Heartbeat():
                 link.state.heartbeat(message, now)
+                if message.leaving and not link.is_leaving:
+                    link.is_leaving = True
+                    self._start(self._see_off, link)
             case messages.ReplayCommands():
                 link.state.commands.replay(message.first)
                 self._send_soon(link)
@@ -249,8 +261,7 @@ class WorkerLinks:
                     self._prove(link)
                 self._check_room(hello.worker)
                 self._joining.add(hello.worker)
-                assert self._nursery is not None
-                self._nursery.start_soon(self._join, received, hello)
+                self._start(self._join, received, hello)
 
     def _continue(self, link: WorkerLink, peer: bytes, hello: messages.WorkerHello) -> None:
         try:
@@ -286,8 +297,7 @@ class WorkerLinks:
             self._by_peer.pop(previous.peer, None)
         self._by_name[hello.worker] = link
         if link.process:
-            assert self._nursery is not None
-            self._nursery.start_soon(self._watch_process, link)
+            self._start(self._watch_process, link)
         log.info("worker joined", extra=fields(worker=link.name, epoch=hello.epoch, process=link.process))
         self._welcome(link, received.peer)
 
@@ -301,6 +311,13 @@ class WorkerLinks:
         self._send_soon(link)
 
     # ------------------------------------------------------------ ends
+
+    async def _see_off(self, link: WorkerLink) -> None:
+        """The worker withdraws everything by itself and exits: nothing more is to be admitted to it."""
+        try:
+            await self._scheduler.drain((link.name,), f"worker {link.name}", handover=False, deadline_s=0.0)
+        except HiSparseError as error:
+            log.info("leaving worker not drained", extra=fields(worker=link.name, error=error))
 
     async def _watch_time(self) -> None:
         settings = self._settings
@@ -359,6 +376,7 @@ class WorkerLinks:
             return
         if isinstance(command, messages.Admit):
             self._log.bind(command.slot, link.number)
+            self._counters.admissions += 1
         try:
             link.state.commands.append(command)
         except CapacityError as error:

@@ -66,6 +66,12 @@ class FakeLinkScheduler:
     def starving(self, slots: Int32Array) -> None:
         self.told.append(("starving", *slots.tolist()))
 
+    async def drain(
+        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
+    ) -> tuple[str, ...]:
+        self.told.append(("drain", *workers, handover, deadline_s))
+        return workers
+
 
 class Rig:
     def __init__(
@@ -513,6 +519,18 @@ async def test_what_was_declared_down_stays_down_until_a_new_epoch(impatient: Ri
     await worker.say(hello(epoch=2))
     assert isinstance(await worker.hear(), WorkerWelcome)
     assert impatient.scheduler.told[-2:] == [("exited", "w0", 1), ("up", "w0", 2)]
+    worker.close()
+
+
+async def test_a_worker_that_says_it_leaves_is_given_nothing_more(rig: Rig) -> None:
+    worker = await rig.joined()
+    beat = messages.Heartbeat(1, 0, 1, 10, 250.0, 1, 3, 4, 0, 0, 0, leaving=True)
+    await worker.say(beat)
+    await worker.say(beat)
+    await rig.told("drain", "w0", False, 0.0)
+    await worker.report()
+    await worker.hear()
+    assert rig.scheduler.told == [("up", "w0", 1), ("drain", "w0", False, 0.0)], "once"
     worker.close()
 
 
