@@ -20,7 +20,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +28,7 @@ import trio
 
 from coordinator.config import Config, WorkerSettings, parse_size, pool_path
 from coordinator.errors import ConfigError
+from coordinator.version import our_version
 from metrics import logs
 from metrics.exporter import Exporter, serve
 from metrics.logs import fields
@@ -186,14 +186,6 @@ def _announce(settings: WorkerSettings, sizing: Sizing) -> None:
     )
     for line in sizing.report():
         log.info("sized: %s", line)
-
-
-def our_version() -> str:
-    """Of the installed distribution; "source" when running from a checkout that was not installed."""
-    try:
-        return version("hisparse")
-    except PackageNotFoundError:
-        return "source"
 
 
 # ---------------------------------------------------------------- threads and signals
