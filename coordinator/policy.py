@@ -40,10 +40,9 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from coordinator.ledger import Ledger, Memory
-from coordinator.room import NOTHING, Needs, find_remedy, next_lower
+from coordinator.room import NOTHING, Needs, find_remedy, is_pinned, next_lower
 from coordinator.roster import Entry, Phase, Rank, Roster, Worker
 from coordinator.sizing import (
-    NO_HOT_BUFFER,
     RESIDENT,
     Rung,
     first_memory,
@@ -235,7 +234,7 @@ class _Plan:
         return _Ask(worker, pages, rungs, _needs(memory))
 
     def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
-        if entry.forced_slots != NO_HOT_BUFFER and _can_force(entry, worker):
+        if is_pinned(entry, worker):
             return [forced_rung(entry.forced_slots, pages)]
         return ladder(pages, worker.capacity)
 
@@ -306,7 +305,7 @@ class _Plan:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
         rung = largest_rung(entry.pages + pages, entry.chunks + self._free(worker).chunks, worker.capacity)
-        if entry.forced_slots != NO_HOT_BUFFER or rung is None or rung.hot_slots == RESIDENT or any(larger):
+        if is_pinned(entry, worker) or rung is None or rung.hot_slots == RESIDENT or any(larger):
             return False
         self._resize(entry, worker, rung)
         return True
@@ -409,7 +408,7 @@ class _Plan:
             if worker is None or entry.phase is not Phase.RUNNING or entry.resizing is not None:
                 continue
             rung = forced_rung(entry.forced_slots, entry.pages)
-            if rung == entry.hot or not _can_force(entry, worker):
+            if rung == entry.hot or not is_pinned(entry, worker):
                 del self.roster.forcing[entry.slot]
             elif rung.hot_chunks - entry.chunks <= self._free(worker).chunks:
                 del self.roster.forcing[entry.slot]
@@ -419,7 +418,7 @@ class _Plan:
         """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
         for worker in self.roster.workers.values():
             if worker.drain is None and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
-                managed = [e for e in self._resizable(worker) if e.hot.hot_slots and e.forced_slots == NO_HOT_BUFFER]
+                managed = [e for e in self._resizable(worker) if e.hot.hot_slots and not is_pinned(e, worker)]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)
@@ -455,9 +454,3 @@ def _needs(memory: Memory) -> Needs:
 def _growth(entry: Entry, pages: int) -> Needs:
     """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
     return Needs(0, pages if entry.hot.hot_slots == RESIDENT else 0, pages, 0, pages)
-
-
-def _can_force(entry: Entry, worker: Worker) -> bool:
-    """An operator's hot size holds where the request could reach its longest with it."""
-    longest = forced_rung(entry.forced_slots, page_limit(entry.length, worker.capacity))
-    return longest.hot_chunks <= worker.capacity.hot_chunks

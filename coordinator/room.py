@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from coordinator.roster import Entry, Phase, Roster, Worker
-from coordinator.sizing import NO_HOT_BUFFER, Rung, ladder
+from coordinator.sizing import NO_HOT_BUFFER, Rung, can_force, ladder
 
 
 class Needs(NamedTuple):
@@ -186,9 +186,14 @@ def _lower(roster: Roster, worker: Worker, asker: Entry) -> Iterator[Entry]:
     return (roster.by_rank[rank] for rank in worker.ranks if rank > asker.rank)
 
 
+def is_pinned(entry: Entry, worker: Worker) -> bool:
+    """An operator's hot size holds where the request could reach its longest with it."""
+    return entry.forced_slots != NO_HOT_BUFFER and can_force(entry.forced_slots, entry.length, worker.capacity)
+
+
 def _floor(entry: Entry, worker: Worker) -> Rung:
     """The smallest that policy may make it."""
-    if entry.forced_slots != NO_HOT_BUFFER:
+    if is_pinned(entry, worker):
         return entry.hot
     smallest = ladder(entry.pages, worker.capacity)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
@@ -196,7 +201,7 @@ def _floor(entry: Entry, worker: Worker) -> Rung:
 
 def next_lower(entry: Entry, chunks: int, worker: Worker) -> Rung | None:
     """The next rung below `chunks` chunks."""
-    if entry.forced_slots != NO_HOT_BUFFER:
+    if is_pinned(entry, worker):
         return None
     rungs = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks < chunks]
     return rungs[-1] if rungs else None

@@ -67,6 +67,12 @@ def forced_rung(hot_slots: int, pages: int) -> Rung:
     return Rung(RESIDENT, pages) if hot_slots == RESIDENT else Rung(hot_slots, managed_chunks(hot_slots))
 
 
+def can_force(hot_slots: int, length: Length, capacity: WorkerCapacity) -> bool:
+    """Whether a request could reach its longest with that size on an otherwise empty worker."""
+    longest = forced_rung(hot_slots, page_limit(length, capacity))
+    return hot_slots in (RESIDENT, *capacity.hot_size_classes) and longest.hot_chunks <= capacity.hot_chunks
+
+
 def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
     """Chunks without which a request cannot reach its longest."""
     return ladder(page_limit(length, capacity), capacity)[0].hot_chunks

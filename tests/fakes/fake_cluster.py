@@ -149,8 +149,9 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- requests
 
-    def submit(self, slot: int, prompt_tokens: int, max_tokens: int, priority: int = 0) -> None:
-        request_id = f"r{slot}"
+    def submit(self, slot: int, prompt_tokens: int, max_tokens: int, priority: int = 0, *, full: bool = False) -> None:
+        """`full`: it will use all of its `max_tokens`."""
+        request_id = f"r{slot}" + "!" * full
         self.dispatch.roster.add(slot, priority, prompt_tokens, max_tokens)
         self.live[slot] = FakeLive(
             RequestState(request_id, slot, prompt_tokens, now=self.now),

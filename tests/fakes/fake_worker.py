@@ -32,7 +32,9 @@ def token_of(request_id: str, position: int) -> int:
 
 
 def output_tokens(request_id: str, max_tokens: int) -> int:
-    """Where the request ends by itself: some at max_tokens, some earlier."""
+    """Where the request ends by itself: some at max_tokens (all whose id ends in "!"), some earlier."""
+    if request_id.endswith("!"):
+        return max_tokens
     return min(max_tokens, crc32(request_id.encode()) % (2 * max_tokens) + 1)
 
 
@@ -94,6 +96,7 @@ class FakeWorker:
             case messages.Grant(admission=admission) if admission in self.runs:
                 run = self.runs[admission]
                 assert run.resize is None, "a grant must not overtake a resize"
+                assert command.host_pages, "a grant of nothing"
                 run.pages += unpack_int32(command.host_pages, "host_pages").tolist()
                 run.index_pages += command.index_pages
                 run.hot_chunks += command.hot_chunks
