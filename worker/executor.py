@@ -155,10 +155,9 @@ class Executor:
         """Whether nothing is left to do, read or observe."""
         return not self._commands and not self._waiting and not self._running and self._decoder.settled
 
-    @property
-    def requests(self) -> int:
-        """Admissions that hold memory here."""
-        return len(self._requests)
+    def held(self) -> tuple[RunningRequest, ...]:
+        """Admissions that hold memory here. For tests and scrapes: the thread changes them."""
+        return tuple(self._requests.values())
 
     def count_by_status(self) -> dict[str, int]:
         """Admissions by status, absent ones as 0; from any thread, true for a moment."""

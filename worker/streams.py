@@ -14,9 +14,9 @@ need not cover is stream order: a chunk that changes hands on `compute` alone, t
 | inline    | inside `launch`                                     | nothing: launch order satisfies every fence |
 | simulated | at host syncs and launches, any order fences permit | a missing or misplaced fence, as wrong bytes|
 
-The simulated backend draws from its seed how likely each stream is to get the next turn, over three orders of
-magnitude, and draws again from time to time: uniform choices keep streams abreast and find nothing. It runs as little
-as a waiting host needs, so that streams lag as far as the fences let them. `omit` names fences whose waits do nothing,
+The simulated backend draws from its seed how likely each stream is to get the next turn, over four orders of
+magnitude, and draws again now and then: uniform choices keep streams abreast and find nothing. It runs as little as a
+waiting host needs, so that streams lag as far as the fences let them. `omit` names fences whose waits do nothing,
 on streams and host alike; with `order="plain"` such a mutant still works, so it is the order that convicts it.
 
 Rejected: real threads per stream on the CPU (races that no seed reproduces); recording a trace and checking it for
@@ -42,10 +42,10 @@ HOST: Final = "host"
 STREAM_NAMES: Final = ("compute", "stage", "backup", "swap")
 #: Operations a simulated stream holds before `launch` runs some, as a driver's queue would.
 QUEUED_MAX: Final = 4_096
-#: Simulated operations between two draws of the streams' weights.
-WEIGHTS_KEPT: Final = 48
-#: The least likely stream gets the next turn this many orders of magnitude less often than the likeliest.
-WEIGHT_DECADES: Final = 3.0
+#: The least likely stream gets the next turn up to this many orders of magnitude less often than the likeliest.
+WEIGHT_DECADES: Final = 4.0
+#: Weights are kept for 10 to the power of between these many simulated operations.
+KEPT_DECADES: Final = (1.0, 3.5)
 
 
 class FenceError(InternalError):
@@ -304,7 +304,7 @@ class SimulatedStreams(Streams):
         self.compute, self.stage, self.backup, self.swap = self._streams
         self._eagerness = self._random.choice((0.0, 0.0, 0.1, 0.6))
         self._weights: dict[str, float] = {}
-        self._runs = 0
+        self._kept = 0
         self._refusal = ""
 
     def add(self, stream: SimulatedStream, item: _Work | _Record | _Wait) -> None:
@@ -324,9 +324,10 @@ class SimulatedStreams(Streams):
         ready = [stream for stream in self._streams if stream.runnable()]
         if not ready:
             return False
-        if self._runs % WEIGHTS_KEPT == 0:
+        if not self._kept:
             self._weights = {name: 10 ** -self._random.uniform(0, WEIGHT_DECADES) for name in STREAM_NAMES}
-        self._runs += 1
+            self._kept = int(10 ** self._random.uniform(*KEPT_DECADES))
+        self._kept -= 1
         weights = [self._weights[stream.name] for stream in ready]
         self._random.choices(ready, weights)[0].run_head()
         return True

@@ -33,19 +33,10 @@ from worker.streams import Fence, Streams
 VOCAB = 251
 TOPK = 64
 EOS = 250
-#: Two index groups: layer 1 shares the selection of layer 0, layer 2 has its own.
-GEOMETRY = Geometry(layers=3, row_bytes=16, group_of_layer=(0, 0, 1), index_row_bytes=8, topk=TOPK)
-INFO = ModelInfo(
-    fingerprint="hash",
-    name="hash",
-    context_max_tokens=4_096,
-    vocab_size=VOCAB,
-    layers=GEOMETRY.layers,
-    topk=TOPK,
-    eos_token_ids=(EOS,),
-    tokenizer_kind="bytes",
-    tokenizer_hash="",
-)
+#: Index groups by layer: layer 1 shares the selection of layer 0, layer 2 has its own.
+SHARED = (0, 0, 1)
+#: Every layer has its own selection, so nothing ever waits for `swap` within a step.
+SEPARATE = (0, 1)
 #: How many different selections a context is read with: few enough that successive steps share rows.
 PATTERNS = 3
 
@@ -111,12 +102,21 @@ class _Scratch:
 
 
 class FakeRunner:
-    """See worker/runners/base.py. `vocab` below VOCAB makes prompts fault at launch, for tests of containment."""
+    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
 
-    info = INFO
-    geometry = GEOMETRY
-
-    def __init__(self, poison: int | None = None) -> None:
+    def __init__(self, groups: Sequence[int] = SHARED, *, poison: int | None = None) -> None:
+        self.geometry = geometry_of(groups)
+        self.info = ModelInfo(
+            fingerprint="hash",
+            name="hash",
+            context_max_tokens=4_096,
+            vocab_size=VOCAB,
+            layers=self.geometry.layers,
+            topk=TOPK,
+            eos_token_ids=(EOS,),
+            tokenizer_kind="bytes",
+            tokenizer_hash="",
+        )
         self.poison = poison
         self._scratch: dict[int, _Scratch] = {}
 
@@ -130,7 +130,7 @@ class FakeRunner:
         start: int,
         outputs: StepOutputs | None,
     ) -> None:
-        if self.poison is not None and sampler.seed[seat] == self.poison:
+        if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
         streams.compute.launch("prefill", partial(self._prefill, state, sampler, seat, tokens, start, outputs))
 
@@ -140,8 +140,8 @@ class FakeRunner:
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         prefetched: dict[int, Fence] = {}
-        for layer, group in enumerate(GEOMETRY.group_of_layer):
-            anchor, *followers = GEOMETRY.layers_of_group(group)
+        for layer, group in enumerate(self.geometry.group_of_layer):
+            anchor, *followers = self.geometry.layers_of_group(group)
             compute.launch("project", partial(self._project, scratch, state, batch, layer, anchor == layer))
             if anchor == layer and followers:
                 streams.swap.wait(compute.record("plan_ready"))
@@ -163,9 +163,9 @@ class FakeRunner:
         outputs: StepOutputs | None,
     ) -> None:
         hidden, stop = embed(tokens), start + len(tokens)
-        for layer, group in enumerate(GEOMETRY.group_of_layer):
+        for layer, group in enumerate(self.geometry.group_of_layer):
             write_slab_rows(state, layer, seat, start, _bytes(rows_of(hidden, layer)))
-            if GEOMETRY.layers_of_group(group)[0] == layer:
+            if self.geometry.layers_of_group(group)[0] == layer:
                 write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(hidden, group).unsqueeze(1)))
                 hidden = mix(hidden + read_index_keys(state, group, seat, stop).view(torch.int64).sum())
             hidden = attend_prompt(hidden, start, read_slab_rows(state, layer, seat, stop).view(torch.int64))
@@ -181,7 +181,7 @@ class FakeRunner:
     def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: int, anchor: bool) -> None:
         write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
         if anchor:
-            group = GEOMETRY.group_of_layer[layer]
+            group = self.geometry.group_of_layer[layer]
             write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
             scratch.topk.copy_(self._select(scratch.hidden, state, batch, group))
             swap_in(state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
@@ -213,11 +213,13 @@ class FakeRunner:
         return self._scratch[rows]
 
 
-def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0, chunk_tokens: int = 64) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...] = SHARED
+) -> list[int]:
     """What `count` generated tokens must be, over plain lists of rows and keys."""
-    layers, groups = range(GEOMETRY.layers), GEOMETRY.group_of_layer
+    layers = range(len(groups))
     rows: list[list[Tensor]] = [[] for _ in layers]
-    keys: list[list[Tensor]] = [[] for _ in range(GEOMETRY.groups)]
+    keys: list[list[Tensor]] = [[] for _ in groups]
     seeds, hidden = torch.tensor([seed]), torch.zeros(0)
     for start in range(0, len(prompt), chunk_tokens):
         hidden = embed(torch.tensor(prompt[start : start + chunk_tokens]))
@@ -240,6 +242,10 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0, chunk_toke
             hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
         tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
     return tokens
+
+
+def geometry_of(groups: Sequence[int]) -> Geometry:
+    return Geometry(len(groups), row_bytes=16, group_of_layer=tuple(groups), index_row_bytes=8, topk=TOPK)
 
 
 def _bytes(values: Tensor) -> Tensor:
