@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.runners.sampling import GOLDEN, _mix, sample, uniform
+from worker.runners.sampling import GOLDEN, _draw, _mix, sample, uniform
 
 #: 0.999 quantile of chi-square for the degrees of freedom that occur here (standard tables).
 CHI_SQUARE_999 = {1: 10.83, 4: 18.47, 7: 24.32, 15: 37.70}
@@ -70,6 +70,13 @@ def test_top_p_keeps_the_shortest_sufficient_run() -> None:
     assert chi_square(tokens, expected) < CHI_SQUARE_999[1]
     three = draw(probabilities.log().float(), top_p=0.71, seeds=positions * 0 + 3, positions=positions)
     assert set(three.tolist()) == {1, 3, 4}
+
+
+def test_rounding_never_draws_past_what_is_kept() -> None:
+    """A uniform share of 1, which only rounding can reach, still gives a token of the kept run."""
+    logits, ones = torch.tensor([[0.0, 2.0, 1.0, -5.0]]), torch.ones(1)
+    assert _draw(logits, ones, ones, ones.double()).item() == 3
+    assert _draw(logits, ones, ones * 0.5, ones.double()).item() == 1
 
 
 def test_a_tiny_top_p_or_temperature_is_greedy() -> None:

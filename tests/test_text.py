@@ -158,8 +158,8 @@ def test_tokens_without_text_are_held_for_a_bounded_time() -> None:
 def test_memory_is_bounded_by_the_stop_strings() -> None:
     matcher = StopMatcher(["abcd"], ByteTokenizer().detokenizer())
     matcher.push(b"xyzabc" * 2_000)
-    assert len(matcher._window) <= 16
-    assert len(matcher._borders) <= 16
+    assert len(matcher._window) <= 4
+    assert len(matcher._borders) <= 5
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -23,6 +23,7 @@ from tests.runner_rig import Rig
 from worker.runners import transformers_dsa
 from worker.runners.base import SamplerState
 from worker.runners.invariance import rows_apart
+from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner, geometry_of, load_runner
 from worker.streams import make_streams
@@ -267,13 +268,15 @@ def test_forced_tokens_give_the_logits_of_drawn_ones(checkpoints: dict[str, Path
     assert torch.equal(torch.stack(again), logits[1:])
 
 
-def test_sampled_output_is_a_function_of_the_seed(checkpoints: dict[str, Path]) -> None:
-    runner, outputs = runner_of(checkpoints["glm-5/32"]), []
-    for seed in (1, 1, 2):
-        rig = Rig(runner, seats=1, context_tokens=300)
-        first, _ = rig.open(0, prompt_of(200), hot_slots=0, temperature=1.0, seed=seed)
-        outputs.append([first, *(rig.decode([0], rows=BATCH_ROWS)[0][0] for _ in range(20))])
-    assert outputs[0] == outputs[1] != outputs[2]
+def test_sampled_tokens_are_those_of_seed_and_position(checkpoints: dict[str, Path]) -> None:
+    """The token at position p of a context, prompt included, is draw p of the request's seed."""
+    runner, prompt, one = runner_of(checkpoints["glm-5/32"]), prompt_of(200), torch.ones(1)
+    for seed in (1, -7):
+        rig = Rig(runner, seats=2, context_tokens=300)
+        token, logits = rig.open(1, prompt, hot_slots=0, temperature=1.0, seed=seed)
+        for position in range(200, 220):
+            assert token == sample(logits[None], one, one, torch.tensor([seed]), torch.tensor([position])).item()
+            (token,), (logits,) = rig.decode([1], rows=BATCH_ROWS)
 
 
 def test_rows_that_are_not_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ class StopState:
 class StopMatcher:
     """Watches one output for stop strings. Push every generated token, those of an earlier stay included.
 
-    Keeps decided text back to the last publishable border, and what before it a stop string may still reach.
+    Keeps decided text back to the last publishable border.
     """
 
     def __init__(self, stops: Sequence[str], detokenizer: Detokenizer) -> None:
@@ -205,7 +205,7 @@ class StopMatcher:
         self._detokenizer = detokenizer
         self._longest = max(map(len, stops), default=0)
         self._tokens = 0
-        self._window = ""  # decided text from character _window_start on
+        self._window = ""  # decided text from character _window_start on, the last publishable border
         self._window_start = 0
         self._borders = [(0, 0)]  # (characters, tokens), the first of them publishable
         self._state = StopState(0)
@@ -256,12 +256,10 @@ class StopMatcher:
         return self._borders[bisect_right(self._borders, (characters, self._tokens)) - 1]
 
     def _forget(self, publishable: tuple[int, int]) -> None:
-        """Drop borders before `publishable`, and text that neither a stop string nor a tail can reach."""
+        """Drop what lies before the publishable border: no stop string can start there any more."""
         self._borders = [border for border in self._borders if border >= publishable]
-        surplus = min(publishable[0] - self._window_start, len(self._window) - self._longest)
-        if surplus > 0:
-            self._window = self._window[surplus:]
-            self._window_start += surplus
+        self._window = self._window[publishable[0] - self._window_start :]
+        self._window_start = publishable[0]
 
 
 def _chat_template(path: Path) -> str:

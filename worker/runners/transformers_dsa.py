@@ -337,28 +337,30 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _require_rows_apart(self, rows: int) -> None:
-        width, positions = self._model.config.hidden_size, torch.arange(rows, device=self._model.device).unsqueeze(1)
-        cos, sin = self._model.model.rotary_emb(torch.zeros(rows, 1, width, dtype=self.dtype), positions * 0 + 7)
-
-        def dense(layer: _Layer, hidden: Tensor) -> Tensor:
-            normed = layer.module.input_layernorm(hidden)
-            projected = mla.project(layer.attention, self._rope, normed, cos, sin)
-            queries = mla.absorb_queries(layer.absorbed, projected)
-            values = torch.bmm(queries[..., : layer.absorbed.value.shape[1]].transpose(0, 1), layer.absorbed.value)
-            attended = values.transpose(0, 1).flatten(1).unsqueeze(1)
-            finished = self._finish_layer(layer, hidden, attended, "batched_mm")
-            parts = [projected.rows, queries, finished, self._logits(finished)]
-            if layer.anchor:
-                index = mla.project_index(
-                    layer.attention.indexer, self._index_rope, normed, projected.residual, cos, sin
-                )
-                parts += [index.queries, index.keys, index.weights]
-            return torch.cat([part.flatten(1).float() for part in parts], dim=1)
-
+        """Check one layer of each kind. Raises ConfigError."""
         kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
+        random_rows = partial(
+            torch.randn, rows, 1, self._model.config.hidden_size, dtype=self.dtype, device=self._model.device
+        )
         for layer in kinds.values():
-            hidden_like = partial(torch.randn, rows, 1, width, dtype=self.dtype, device=self._model.device)
-            require_rows_apart(partial(dense, layer), hidden_like)
+            require_rows_apart(partial(self._dense, layer), random_rows)
+
+    def _dense(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
+        positions = torch.ones(len(hidden), 1, dtype=torch.long, device=hidden.device)
+        cos, sin = self._model.model.rotary_emb(hidden, positions)
+        normed = layer.module.input_layernorm(hidden)
+        projected = mla.project(layer.attention, self._rope, normed, cos, sin)
+        queries = mla.absorb_queries(layer.absorbed, projected)
+        held = torch.ones(len(hidden), 1, dtype=torch.bool, device=hidden.device)
+        attended = mla.attend_rows(layer.absorbed, queries, projected.rows, held, layer.attention.scaling)
+        finished = self._finish_layer(layer, hidden, attended.unsqueeze(1), "batched_mm")
+        parts = [projected.rows, queries, finished, self._logits(finished)]
+        if layer.anchor:
+            indexer = layer.attention.indexer
+            index = mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin)
+            parts += [index.queries, index.keys, index.weights]
+        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
 
 def load_runner(settings: WorkerSettings) -> TransformersRunner:
