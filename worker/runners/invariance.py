@@ -1,8 +1,9 @@
 """Whether a computation over the rows of a batch keeps them apart, bit for bit. Checked, since it cannot be known.
 
 Matrix libraries choose kernels by shape, processor and alignment; some add in another order in the last rows of a
-block. At a fixed shape the order within one row either depends on the row's place or does not, and with random values
-a different order shows in some of thousands of outputs.
+block, and loops over flat tensors treat the tail of the last row differently. At a fixed shape the order within one row
+either depends on the row's place or does not. Where it does, one rounding in some hundred may differ: a tail of eight
+values shows in about one trial of eight, hence the number of trials.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from coordinator.errors import ConfigError
 
-#: Random permutations, each with half of the neighbours replaced.
-TRIALS: Final = 8
+#: Fresh rows, each time permuted and with half of the neighbours replaced. A few ms each for one layer.
+TRIALS: Final = 64
 
 
 def require_rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> None:
@@ -33,13 +34,12 @@ def require_rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callabl
 def rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> bool:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        rows = random_rows()
-        expected = compute(rows)
-        return all(_same(compute, rows, expected, random_rows()) for _ in range(TRIALS))
+        return all(_apart_once(compute, random_rows) for _ in range(TRIALS))
 
 
-def _same(compute: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor, strangers: Tensor) -> bool:
+def _apart_once(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> bool:
+    rows, strangers = random_rows(), random_rows()
     order = torch.randperm(len(rows), device=rows.device)
     kept = torch.rand(len(rows), device=rows.device) < 0.5
     mixed = torch.where(kept.view(-1, *[1] * (rows.dim() - 1)), rows[order], strangers)
-    return torch.equal(compute(mixed)[kept], expected[order][kept])
+    return torch.equal(compute(mixed)[kept], compute(rows)[order][kept])
