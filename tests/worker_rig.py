@@ -310,6 +310,7 @@ class Rig:
         runner: Runner | None = None,
         host: torch.Tensor | None = None,
         ahead_tokens: int = 8,
+        keep_logits: bool = False,
     ) -> None:
         self.runner = runner = runner or FakeRunner()
         self.settings = settings
@@ -319,7 +320,14 @@ class Rig:
         self.host = torch.zeros(capacity.host_pages, capacity.page_bytes, dtype=torch.uint8) if host is None else host
         self.coordinator = FakeCoordinator(self.sizing, ahead_tokens=ahead_tokens)
         self.executor = Executor(
-            runner, settings, self.sizing, self.streams, self.host, make_tokenizer("bytes"), self.coordinator
+            runner,
+            settings,
+            self.sizing,
+            self.streams,
+            self.host,
+            make_tokenizer("bytes"),
+            self.coordinator,
+            keep_logits=keep_logits,
         )
         self.coordinator.submit = self.executor.submit
 

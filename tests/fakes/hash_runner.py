@@ -102,9 +102,17 @@ class _Scratch:
 
 
 class FakeRunner:
-    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
+    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`. With `logits` (and an
+    executor that keeps them) every step's are recorded, by sampling seed and position."""
 
-    def __init__(self, groups: Sequence[int] = SHARED, *, poison: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[int] = SHARED,
+        *,
+        poison: int | None = None,
+        eos: tuple[int, ...] = (EOS,),
+        logits: dict[tuple[int, int], Tensor] | None = None,
+    ) -> None:
         self.geometry = geometry_of(groups)
         self.info = ModelInfo(
             fingerprint="hash",
@@ -113,11 +121,12 @@ class FakeRunner:
             vocab_size=VOCAB,
             layers=self.geometry.layers,
             topk=TOPK,
-            eos_token_ids=(EOS,),
+            eos_token_ids=eos,
             tokenizer_kind="bytes",
             tokenizer_hash="",
         )
         self.poison = poison
+        self.logits = logits
         self._scratch: dict[int, _Scratch] = {}
 
     def launch_prefill_chunk(
@@ -203,6 +212,9 @@ class FakeRunner:
         sampler.last_token[seats[real]] = tokens[real]
         if outputs.logits is not None:
             outputs.logits.copy_(logits_of(scratch.hidden))
+            if self.logits is not None:
+                for row in real.nonzero().flatten().tolist():
+                    self.logits[int(sampler.seed[seats[row]]), int(batch.lengths[row])] = outputs.logits[row].clone()
 
     def _scratch_for(self, rows: int) -> _Scratch:
         if rows not in self._scratch:
