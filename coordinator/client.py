@@ -20,12 +20,12 @@ known, and repeating it is the caller's choice. Admin verbs need a connection to
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Generic, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import outcome
@@ -34,6 +34,7 @@ import trio
 from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.errors import BY_CODE, HiSparseError, InternalError, ProtocolError, Unavailable
+from coordinator.frames import read_frame
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
 from coordinator.sockets import DealerSocket
 from coordinator.token_stream import Stream
@@ -379,10 +380,7 @@ class Client:
 
 
 def _decode(frame: bytes) -> GatewayMessage:
-    try:
-        message: GatewayMessage = messages.decode_gateway(frame)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"unreadable message: {error}", field="frame", value=f"{len(frame)} bytes") from error
+    message: GatewayMessage = read_frame(messages.decode_gateway, frame, sys.maxsize, "coordinator")
     return message
 
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, TypeAlias
 
-import msgspec
 import trio
 
 from coordinator import messages
@@ -24,6 +23,7 @@ from coordinator.deliveries import Deliveries
 from coordinator.dropped import Dropped
 from coordinator.errors import BadInput, CapacityError, HiSparseError, ProtocolError
 from coordinator.events import Handle
+from coordinator.frames import read_frame
 from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
 from coordinator.sockets import Received, RouterSocket
 from coordinator.token_log import TokenLog
@@ -141,7 +141,7 @@ class Gateway:
 
     def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
         """Raises what keeps the message from being read or its sender from being heard."""
-        message = self._read_frame(role, received.frame)
+        message = read_frame(self._decode[role], received.frame, self._sockets[role].message_bytes_max, role)
         connection = self._deliveries.connections.find(role, received.peer)
         if isinstance(message, messages.Hello):
             connection = connection or self._greet(role, received.peer, message)
@@ -150,25 +150,6 @@ class Gateway:
             raise IntroductionError(message.tag)
         else:
             self._serve(connection, message, message.tag, nursery)
-
-    def _read_frame(self, role: str, frame: bytes) -> AdminMessage:
-        limit = self._sockets[role].message_bytes_max
-        if len(frame) > limit:
-            raise ProtocolError(
-                f"the message is larger than {limit} bytes",
-                field="message",
-                value=f"{len(frame)} bytes",
-                remedy="send a shorter prompt or fewer ids",
-            )
-        try:
-            return self._decode[role](frame)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(
-                f"unreadable on the {role} socket: {error}",
-                field="message",
-                value=f"{len(frame)} bytes",
-                remedy=f"speak protocol {PROTOCOL_VERSION}, on the socket of your role",
-            ) from error
 
     def _greet(self, role: str, peer: bytes, hello: messages.Hello) -> Connection:
         if hello.protocol != PROTOCOL_VERSION:

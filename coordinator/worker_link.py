@@ -23,7 +23,6 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-import msgspec
 import trio
 
 from coordinator import messages
@@ -32,6 +31,7 @@ from coordinator.config import CoordinatorSettings
 from coordinator.dropped import Dropped
 from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
 from coordinator.events import LinkStats, WorkerPort
+from coordinator.frames import read_frame
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from coordinator.sockets import Received, RouterSocket, Sent
 from coordinator.token_log import TokenLog
@@ -169,7 +169,9 @@ class WorkerLinks:
 
     def _receive(self, received: Received, to_acknowledge: dict[WorkerLink, None]) -> None:
         """Raises what the sender is refused with."""
-        message = self._read_frame(received.frame)
+        message: messages.WorkerMessage = read_frame(
+            messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker"
+        )
         if isinstance(message, messages.WorkerHello):
             self._greet(received, message)
             return
@@ -183,21 +185,6 @@ class WorkerLinks:
         except ProtocolError as error:
             self._put_down(link, proved_exit=False, reason=str(error))
             raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
-
-    def _read_frame(self, frame: bytes) -> messages.WorkerMessage:
-        limit = self._socket.message_bytes_max
-        if len(frame) > limit:
-            raise ProtocolError(f"larger than {limit} bytes", field="message", value=f"{len(frame)} bytes")
-        try:
-            message: messages.WorkerMessage = messages.decode_worker(frame)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(
-                f"unreadable on the worker socket: {error}",
-                field="message",
-                value=f"{len(frame)} bytes",
-                remedy=f"speak protocol {PROTOCOL_VERSION}",
-            ) from error
-        return message
 
     def _hear(self, link: WorkerLink, message: messages.WorkerMessage, to_acknowledge: dict[WorkerLink, None]) -> None:
         now = trio.current_time()

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
-import msgspec
 import trio
 
 from coordinator.errors import ConfigError, HiSparseError, Unavailable
@@ -217,7 +216,7 @@ class Link:
     def _receive(self, frame: bytes) -> None:
         try:
             message = decode_coordinator(frame)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # msgspec's DecodeError, or UnicodeDecodeError
             self.state.counters.unreadable += 1
             log.warning("unreadable message", extra=fields(frame_bytes=len(frame), error=error))
             return

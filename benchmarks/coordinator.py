@@ -1,0 +1,474 @@
+"""What one core of coordinator carries: live requests, token events, admissions, command round trips.
+
+    process 1, core A   a coordinator as `hisparse coordinator` runs it, its threads included
+    process 2, core B   16 fake workers, one client subscribed to every request, one admin; over real ipc sockets
+
+Fake workers keep the worker's side of the protocol (numbered reports and commands, acknowledgements, granted pages:
+a request out of granted pages waits) and compute nothing. The client checks every position of every request for gaps,
+repeats and wrong tokens; one error fails the run.
+
+    admissions_per_s      submissions accepted by the gateway and admitted at a worker, all requests at once
+    token_events_per_s    tokens that reached the client, at the offered rate (--rate; 0: as fast as it goes)
+    command_rtt_*_ms      under that load, the longest way round that a command has: an abort leaves the client, its
+                          Withdraw reaches the worker, Released comes back, the client reads Ended
+
+    python benchmarks/coordinator.py [--json] [--requests N] [--rate N] [--seconds S]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from coordinator import messages
+from coordinator.arrays import pack_int32, pack_int64, unpack_int32
+from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
+from coordinator.sockets import DealerSocket
+
+WORKERS: Final = 16
+PROMPT_TOKENS: Final = 64
+MAX_TOKENS: Final = 8_192
+PAGE_TOKENS: Final = 64
+#: Submissions not yet accepted.
+SUBMIT_WINDOW: Final = 512
+#: Reports of one worker not yet acknowledged; a step that finds the window full is put off.
+REPORT_WINDOW: Final = 8
+PROBE_INTERVAL_S: Final = 0.02
+HEARTBEAT_INTERVAL_S: Final = 0.5
+VOCABULARY: Final = 32_000
+START_LIMIT_S: Final = 20.0
+PHASE_LIMIT_S: Final = 300.0
+
+MODEL: Final = messages.ModelInfo("bench", "bench", 1 << 20, VOCABULARY, 4, 128, (), "bytes", "")
+
+
+def token_at(request: npt.NDArray[np.integer], position: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+    """What request number `request` says at `position`: any other token is a mix-up."""
+    return ((request * 7919 + position * 104_729) % VOCABULARY).astype(np.int32)
+
+
+class BenchmarkError(Exception):
+    """The run is void: something was lost, repeated, mixed up or late."""
+
+
+@dataclass
+class Load:
+    """What the generator is to do now; shared by its tasks."""
+
+    requests: int
+    rate: float = 0.0  # token events per second; 0: as fast as it goes
+    is_running: bool = False
+    admitted: int = 0
+    all_admitted: trio.Event = field(default_factory=trio.Event)
+    token_events: int = 0
+    stalled_steps: int = 0
+
+
+# ---------------------------------------------------------------- fake workers
+
+
+class FakeWorker:
+    """One worker: its requests in parallel arrays, one token each per step."""
+
+    def __init__(self, index: int, load: Load) -> None:
+        self.name = f"bench-{index:02}"
+        self._index = index
+        self._load = load
+        rows = load.requests  # any worker may get any share
+        self._slots = np.zeros(rows, np.int32)
+        self._admissions = np.zeros(rows, np.int64)
+        self._numbers = np.zeros(rows, np.int32)
+        self._positions = np.zeros(rows, np.int32)
+        self._granted = np.zeros(rows, np.int32)
+        self._row_of: dict[int, int] = {}
+        self._events: list[messages.Event] = []
+        self._reports = 0
+        self._reports_acked = 0
+        self._command_ack = 0
+        self._beats = 0
+
+    async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX)
+        await self._say(self._hello())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._listen, task_status)
+            nursery.start_soon(self._step)
+            nursery.start_soon(self._beat)
+
+    def _hello(self) -> messages.WorkerHello:
+        rows = self._load.requests
+        capacity = messages.WorkerCapacity(
+            seats=rows // WORKERS + 64,
+            hot_chunks=64 * rows,
+            index_pages=64 * rows,
+            slab_pages=4 * rows,
+            host_pages=64 * rows,
+            page_bytes=1 << 20,
+            hot_size_classes=(4096, 8192),
+            tail_slots=8,
+            overshoot_tokens=2,
+            pool_path="/bench.pool",
+        )
+        return messages.WorkerHello(PROTOCOL_VERSION, self.name, "bench", 1, os.getpid(), 0, 0, 1, MODEL, capacity)
+
+    async def _listen(self, task_status: trio.TaskStatus[None]) -> None:
+        while True:
+            for frame in await self._dealer.recv_batch():
+                match messages.decode_coordinator(frame):
+                    case messages.WorkerWelcome():
+                        task_status.started()
+                    case messages.Commands(first=first, commands=commands):
+                        if first != self._command_ack + 1:
+                            raise BenchmarkError(f"command {first} came after {self._command_ack}")
+                        self._command_ack += len(commands)
+                        for command in commands:
+                            self._apply(command)
+                        await self._report(None)
+                    case messages.ReportAck(number=number):
+                        self._reports_acked = max(self._reports_acked, number)
+                    case message:
+                        raise BenchmarkError(f"{self.name} was told {message}")
+
+    def _apply(self, command: messages.Command) -> None:
+        match command:
+            case messages.Admit(admission=admission):
+                row = len(self._row_of)
+                self._row_of[admission] = row
+                self._slots[row] = command.slot
+                self._admissions[row] = admission
+                self._numbers[row] = unpack_int32(command.prompt, "prompt")[0]
+                self._positions[row] = 0
+                self._granted[row] = len(command.host_pages) // 4 * PAGE_TOKENS
+                self._events += [messages.Staged(admission, 1.0, 1.0, 1), messages.Started(admission)]
+                self._load.admitted += 1
+                if self._load.admitted == self._load.requests:
+                    self._load.all_admitted.set()
+            case messages.Grant(admission=admission):
+                self._granted[self._row_of[admission]] += len(command.host_pages) // 4 * PAGE_TOKENS
+            case messages.Withdraw(admission=admission):
+                durable = self._remove(admission)
+                self._events.append(messages.Released(admission, durable, 0, 0))
+            case messages.Resize(admission=admission):
+                self._events.append(messages.Resized(admission, command.hot_slots, command.hot_chunks))
+
+    def _remove(self, admission: int) -> int:
+        """Forget a request; the last one takes its row. Returns its rows in host memory."""
+        row = self._row_of.pop(admission)
+        durable = PROMPT_TOKENS + max(int(self._positions[row]) - 1, 0)
+        last = len(self._row_of)
+        for array in (self._slots, self._admissions, self._numbers, self._positions, self._granted):
+            array[row] = array[last]
+        if row != last:
+            self._row_of[int(self._admissions[row])] = row
+        return durable
+
+    async def _step(self) -> None:
+        """A decode step for all requests, at the offered rate."""
+        load = self._load
+        next_at = trio.current_time() + self._index / WORKERS * 0.05
+        while True:
+            await trio.sleep_until(next_at)
+            live = max(load.admitted, 1)
+            interval_s = live / load.rate if load.rate else 0.0
+            next_at = max(next_at + interval_s, trio.current_time() - 2 * interval_s)
+            if not load.is_running or self._reports - self._reports_acked >= REPORT_WINDOW:
+                load.stalled_steps += load.is_running
+                await trio.sleep(0.001)
+                continue
+            await self._report(self._decode())
+
+    def _decode(self) -> messages.Progress:
+        count = len(self._row_of)
+        rows = np.flatnonzero(PROMPT_TOKENS + self._positions[:count] + 1 < self._granted[:count])
+        starts = self._positions[rows]
+        self._positions[rows] += 1
+        return messages.Progress(
+            slots=pack_int32(self._slots[rows]),
+            admissions=pack_int64(self._admissions[rows]),
+            starts=pack_int32(starts),
+            counts=pack_int32(np.ones(len(rows), np.int32)),
+            tokens=pack_int32(token_at(self._numbers[rows], starts)),
+            durables=pack_int32(PROMPT_TOKENS + starts),
+        )
+
+    async def _report(self, progress: messages.Progress | None) -> None:
+        events, self._events = tuple(self._events), []
+        self._reports += 1
+        await self._say(messages.Report(self._reports, 1, self._command_ack, progress, events))
+
+    async def _beat(self) -> None:
+        while True:
+            self._beats += 1
+            running = len(self._row_of)
+            await self._say(
+                messages.Heartbeat(1, self._command_ack, self._beats, self._beats, 1e4, running, 0, 0, 0, 0, 0)
+            )
+            await trio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def _say(self, message: messages.WorkerMessage) -> None:
+        await self._dealer.send(messages.encode(message))
+
+
+# ---------------------------------------------------------------- the client
+
+
+class CheckingClient:
+    """Subscribed to everything; `_expected[handle]` is the position that must come next."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._numbers = np.full(4 * load.requests, -1, np.int32)
+        self._expected = np.zeros(4 * load.requests, np.int32)
+        self._tag = 0
+        self._submitted: dict[int, int] = {}  # tag -> request number
+        self._room = trio.Semaphore(SUBMIT_WINDOW)
+        self._ids: dict[int, str] = {}  # request number -> id
+        self._accepted: dict[int, trio.Event] = {}
+        self._ended: dict[str, trio.Event] = {}
+        self.round_trips_s: list[float] = []
+
+    async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+        await self._say(messages.Hello(PROTOCOL_VERSION, "client", "bench"))
+        while True:
+            for frame in await self._dealer.recv_batch():
+                match messages.decode_gateway(frame):
+                    case messages.Delivery() as delivery:
+                        self._check(delivery)
+                    case messages.Accepted() as accepted:
+                        self._accept(accepted)
+                    case messages.Ended() as ended:
+                        self._end(ended)
+                    case messages.Done():
+                        pass
+                    case messages.Welcome():
+                        task_status.started()
+                    case message:
+                        raise BenchmarkError(f"the client was told {message}")
+
+    def _check(self, delivery: messages.Delivery) -> None:
+        """Gaps, repeats and mix-ups, for all entries at once."""
+        handles = unpack_int32(delivery.handles, "handles")
+        starts = unpack_int32(delivery.starts, "starts")
+        counts = unpack_int32(delivery.counts, "counts")
+        tokens = unpack_int32(delivery.tokens, "tokens")
+        if not (self._expected[handles] == starts).all():
+            raise BenchmarkError("a gap or a repeat")
+        before = np.cumsum(counts) - counts
+        positions = np.repeat(starts - before, counts) + np.arange(len(tokens))
+        if not (token_at(np.repeat(self._numbers[handles], counts), positions) == tokens).all():
+            raise BenchmarkError("a token of another request or position")
+        self._expected[handles] += counts
+        self._load.token_events += len(tokens)
+
+    def _accept(self, accepted: messages.Accepted) -> None:
+        number = self._submitted.pop(accepted.tag)
+        self._ids[number] = accepted.request_id
+        self._numbers[accepted.handle] = number
+        self._expected[accepted.handle] = 0
+        self._room.release()
+        if number in self._accepted:
+            self._accepted[number].set()
+
+    def _end(self, ended: messages.Ended) -> None:
+        if ended.request_id not in self._ended:
+            raise BenchmarkError(f"ended by itself: {ended}")
+        if int(self._expected[ended.handle]) != ended.generated_tokens:
+            raise BenchmarkError(f"tokens are missing before {ended}")
+        self._ended.pop(ended.request_id).set()
+
+    async def submit(self, number: int) -> None:
+        await self._room.acquire()
+        self._tag += 1
+        self._submitted[self._tag] = number
+        prompt = np.full(PROMPT_TOKENS, number, np.int32)
+        sampling = messages.Sampling(max_tokens=MAX_TOKENS, ignore_eos=True)
+        await self._say(messages.Submit(self._tag, pack_int32(prompt), sampling))
+
+    async def probe(self, number: int) -> None:
+        """One request of its own that is aborted once it runs: the round trip of its Withdraw."""
+        self._accepted[number] = trio.Event()
+        await self.submit(number)
+        await self._accepted.pop(number).wait()
+        await trio.sleep(0.2)
+        request_id = self._ids[number]
+        ended = self._ended[request_id] = trio.Event()
+        start = time.perf_counter()
+        self._tag += 1
+        await self._say(messages.AbortRequests(self._tag, (request_id,)))
+        await ended.wait()
+        self.round_trips_s.append(time.perf_counter() - start)
+
+    async def _say(self, message: messages.ClientMessage) -> None:
+        await self._dealer.send(messages.encode(message))
+
+
+# ---------------------------------------------------------------- phases
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured; rates per second, times in milliseconds."""
+
+    live_requests: int
+    token_events_per_s: float
+    token_events_per_s_offered: float
+    command_rtt_p50_ms: float
+    command_rtt_p99_ms: float
+    command_rtts: int
+    admissions_per_s: float
+    coordinator_core_share: float
+    generator_core_share: float
+    coordinator_rss_mib: float
+
+
+async def run_phases(endpoints: dict[str, str], coordinator_pid: int, options: argparse.Namespace) -> Result:
+    load = Load(options.requests)
+    client = CheckingClient(load)
+    async with trio.open_nursery() as nursery:
+        for index in range(WORKERS):
+            await nursery.start(FakeWorker(index, load).run, endpoints["worker"])
+        await nursery.start(client.run, endpoints["client"])
+        start = time.perf_counter()
+        with trio.fail_after(PHASE_LIMIT_S):
+            for number in range(options.requests):
+                await client.submit(number)
+            await load.all_admitted.wait()
+        admissions_per_s = options.requests / (time.perf_counter() - start)
+        load.rate, load.is_running = options.rate, True
+        await trio.sleep(1.0)
+        result = await _measure(load, client, coordinator_pid, options, admissions_per_s)
+        nursery.cancel_scope.cancel()
+    return result
+
+
+async def _measure(
+    load: Load, client: CheckingClient, coordinator_pid: int, options: argparse.Namespace, admissions_per_s: float
+) -> Result:
+    start, events = time.perf_counter(), load.token_events
+    cpu = _cpu_s(coordinator_pid), time.process_time()
+    async with trio.open_nursery() as probes:
+        number = options.requests
+        while time.perf_counter() < start + options.seconds:
+            number += 1
+            probes.start_soon(client.probe, number)
+            await trio.sleep(PROBE_INTERVAL_S)
+        elapsed_s = time.perf_counter() - start
+        events = load.token_events - events
+        probes.cancel_scope.deadline = trio.current_time() + 5.0
+    if probes.cancel_scope.cancelled_caught:
+        raise BenchmarkError("aborts were not answered within 5 s")
+    rtts_ms = 1e3 * np.array(client.round_trips_s)
+    return Result(
+        live_requests=options.requests,
+        token_events_per_s=events / elapsed_s,
+        token_events_per_s_offered=options.rate,
+        command_rtt_p50_ms=float(np.percentile(rtts_ms, 50)),
+        command_rtt_p99_ms=float(np.percentile(rtts_ms, 99)),
+        command_rtts=len(rtts_ms),
+        admissions_per_s=admissions_per_s,
+        coordinator_core_share=(_cpu_s(coordinator_pid) - cpu[0]) / elapsed_s,
+        generator_core_share=(time.process_time() - cpu[1]) / elapsed_s,
+        coordinator_rss_mib=_rss_mib(coordinator_pid),
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _rss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# ---------------------------------------------------------------- processes
+
+
+@contextmanager
+def running_coordinator(directory: Path, core: int | None) -> Iterator[tuple[int, dict[str, str]]]:
+    """A coordinator process confined to `core`; gives its pid and its endpoints."""
+    environ = os.environ | {
+        "HISPARSE_CLUSTER_RUNTIME_DIR": str(directory),
+        "HISPARSE_CLUSTER_LOG_LEVEL": "warning",
+        "HISPARSE_COORDINATOR_QUEUE_MAX": "16384",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+    }
+    with confined_to(core):
+        process = subprocess.Popen([sys.executable, "-m", "coordinator.cli", "coordinator"], env=environ)
+    endpoints = {role: f"ipc://{directory}/{role}.sock" for role in ("client", "admin", "worker")}
+    try:
+        give_up_at = time.monotonic() + START_LIMIT_S
+        while not all(Path(endpoint.removeprefix("ipc://")).exists() for endpoint in endpoints.values()):
+            if process.poll() is not None or time.monotonic() > give_up_at:
+                raise BenchmarkError("the coordinator did not start")
+            time.sleep(0.02)
+        yield process.pid, endpoints
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def confined_to(core: int | None) -> Iterator[None]:
+    """Processes started in here inherit the confinement, and with them their threads."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """One run. Raises BenchmarkError when anything was lost, repeated or late."""
+    cores = sorted(os.sched_getaffinity(0))
+    apart = len(cores) > 1
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        running_coordinator(Path(directory) / "run", cores[0] if apart else None) as (pid, endpoints),
+    ):
+        if apart:
+            os.sched_setaffinity(0, {cores[1]})
+        return trio.run(run_phases, endpoints, pid, options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, default=220_000.0, help="token events offered per second; 0: no limit")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of measuring under load")
+    options = parser.parse_args()
+    try:
+        result = measure(options)
+    except BenchmarkError as error:
+        print(f"void: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(result.__dict__))
+    else:
+        for name, value in result.__dict__.items():
+            print(f"{name:28} {value:>12,.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
