@@ -34,10 +34,10 @@ ADMIN_SEEDS: tuple[messages.Message, ...] = (
     messages.DrainWorkers(13, ("fuzz",), True, 5.0),
     messages.UndrainWorkers(14, ("fuzz",)),
 )
-#: Admissions and slots are small numbers, so that mutants hit those of others.
+#: As they are they speak for slot 0 and admission 1, which are the victim's.
 WORKER_SEEDS: tuple[messages.Message, ...] = (
     hello("fuzz", epoch=1),
-    messages.Report(1, 1, 0, progress(Entry(0, 1, 0, [66, 66], 5), Entry(1, 2, 0, [66])), (messages.Started(1),)),
+    messages.Report(1, 1, 0, progress(Entry(0, 1, 2, [66, 66], 5), Entry(1, 2, 0, [66])), (messages.Started(1),)),
     messages.Report(
         2,
         1,

@@ -17,6 +17,7 @@ from coordinator import messages
 from coordinator.client import open_client
 from coordinator.messages import PROTOCOL_VERSION, Sampling
 from coordinator.sockets import DealerSocket
+from tests.fakes.worker import hello
 from tests.gateway_rig import GatewayRig, running
 from tests.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
 from tests.progress import Entry, progress
@@ -30,9 +31,12 @@ FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 LIMIT_S = 20
 
 
-async def attack(endpoint: str, frames: list[bytes]) -> None:
-    """Send `frames` over one connection and wait until all were received."""
+async def attack(endpoint: str, frames: list[bytes], hello: messages.Message | None = None) -> None:
+    """Send `frames` over one connection, after having been let in with `hello` if there is one."""
     dealer = await DealerSocket.connect(endpoint, message_bytes_max=1 << 30)
+    if hello is not None:
+        await dealer.send(messages.encode(hello))
+        await dealer.recv_batch()
     for frame in frames:
         await dealer.send(frame)
     dealer.close()
@@ -44,9 +48,8 @@ async def against_gateway(directory: Path, role: str, frames: list[bytes]) -> No
         rig.speak("victim", [0, 1])
         assert list(await anext(victim)) == [0, 1]
         socket = rig.client_socket if role == "client" else rig.admin_socket
-        hello = messages.encode(messages.Hello(PROTOCOL_VERSION, role, "fuzz"))
         await attack(socket.endpoint, frames)
-        await attack(socket.endpoint, [hello, *frames])
+        await attack(socket.endpoint, frames, messages.Hello(PROTOCOL_VERSION, role, "fuzz"))
         rig.speak("victim", [2, 3, 4])
         assert list(await anext(victim)) == [2, 3, 4]
         assert (await client.pools())[0].node == "n"
@@ -63,7 +66,7 @@ async def against_links(directory: Path, frames: list[bytes]) -> None:
         await victim.report(progress(Entry(slot, 1, 0, [0, 1])))
         await victim.hear()
         await attack(rig.socket.endpoint, frames)
-        await attack(rig.socket.endpoint, [messages.encode(WORKER_SEEDS[0]), *frames])
+        await attack(rig.socket.endpoint, frames, hello("fuzz", epoch=1))
         await victim.report(progress(Entry(slot, 1, 2, [2])), [messages.Finished(1, "eos", 3)])
         assert await victim.hear() == messages.ReportAck(10, 2)
         assert tokens_of(rig, slot) == [0, 1, 2]
