@@ -172,3 +172,8 @@ class Decoder:
         )
         self._streams.compute.launch("upload", partial(inputs.upload, bucket.batch))
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
+
+
+def batch_sizes(seats: int, *, deterministic: bool) -> list[int]:
+    """Padded batch sizes: powers of two up to the seats, or the seats alone."""
+    return sorted({seats} if deterministic else {min(1 << power, seats) for power in range(seats.bit_length() + 1)})

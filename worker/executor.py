@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec
 
 from torch import Tensor
@@ -36,17 +36,16 @@ from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
 from coordinator.errors import InternalError
 from coordinator.messages import Admit, Command, Grant, Resize, Stop, Withdraw
-from kernels.state import DeviceState
 from metrics.state import MemoryUse, WorkerCounters
 from worker.batch import RunningRequest, Status
-from worker.decode import Decoder
+from worker.decode import Decoder, batch_sizes
 from worker.hot_buffer import check_size
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.runners.text import Tokenizer
-from worker.seats import Seats, check_admit
+from worker.seats import Seats, allocate_state, check_admit
 from worker.sizing import Sizing
 from worker.streams import Streams
 from worker.swap import Swap
@@ -423,25 +422,3 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.admission] = request
-
-
-def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
-    """The device memory that `sizing` has counted."""
-    capacity = sizing.capacity
-    return DeviceState.allocate(
-        runner.geometry,
-        seats=capacity.seats,
-        chunks=capacity.hot_chunks + capacity.slab_pages,
-        index_pages=capacity.index_pages,
-        max_pages=sizing.max_pages,
-        max_chunks=sizing.max_chunks,
-        max_slab_pages=sizing.max_slab_pages,
-        tail_slots=capacity.tail_slots,
-        host=host,
-        device=settings.device,
-    )
-
-
-def batch_sizes(seats: int, *, deterministic: bool) -> Sequence[int]:
-    """Padded batch sizes: powers of two up to the seats, or the seats alone."""
-    return sorted({seats} if deterministic else {min(1 << power, seats) for power in range(seats.bit_length() + 1)})

@@ -20,8 +20,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from coordinator.arrays import unpack_int32
+from coordinator.config import WorkerSettings
 from coordinator.errors import BadInput, CapacityError, InternalError
 from coordinator.messages import Admit, Grant, ModelInfo
 from kernels.layout import pages_for
@@ -33,10 +35,27 @@ from worker.decode import Decoder
 from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
 from worker.inputs import SeatTables
 from worker.output import Output
-from worker.runners.base import SamplerState
+from worker.runners.base import Runner, SamplerState
 from worker.sizing import Sizing
 from worker.streams import Fence, Streams
 from worker.swap import Swap
+
+
+def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
+    """The device memory that `sizing` has counted; hot chunks and slab pages are one arena."""
+    capacity = sizing.capacity
+    return DeviceState.allocate(
+        runner.geometry,
+        seats=capacity.seats,
+        chunks=capacity.hot_chunks + capacity.slab_pages,
+        index_pages=capacity.index_pages,
+        max_pages=sizing.max_pages,
+        max_chunks=sizing.max_chunks,
+        max_slab_pages=sizing.max_slab_pages,
+        tail_slots=capacity.tail_slots,
+        host=host,
+        device=settings.device,
+    )
 
 
 def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:

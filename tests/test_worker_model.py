@@ -1,0 +1,163 @@
+"""The executor with the real model classes: no hot size, mode, order of streams or retraction shows in tokens or
+logits, and tokens are those of the library's own generate() (DESIGN.md section 7, points 1 and 5)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import worker.oracle
+from coordinator.config import WorkerSettings
+from tests.worker_rig import Life, Rig
+from worker.runners.base import SamplerState, StepOutputs
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.streams import Streams, make_streams
+
+TOPK = 32
+NEW_TOKENS = 20
+#: Where generate()'s two best logits are closer, either token is right (fp32, logits of order 5).
+TIE_BOUND = 1e-3
+SETTINGS = WorkerSettings(
+    seats=4,
+    hot_size_classes=(64, 128, 256),
+    tail_slots=3,
+    prefill_chunk_tokens=128,
+    context_max_tokens=1_024,
+    slab_tokens=1_024,
+    host_mem="32MiB",
+    device_mem="32MiB",
+    deterministic=True,
+)
+TEXT = Path(worker.oracle.__file__).read_bytes()
+PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
+
+Logits = dict[tuple[int, int], torch.Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class FakeSpy:
+    """A runner that keeps the logits of every step, by sampling seed and position."""
+
+    def __init__(self, runner: TransformersRunner) -> None:
+        self.runner = runner
+        self.info, self.geometry = runner.info, runner.geometry
+        self.launch_prefill_chunk = runner.launch_prefill_chunk
+        self.logits: Logits = {}
+
+    def launch_decode(
+        self, streams: Streams, state: object, sampler: SamplerState, batch: object, outputs: StepOutputs
+    ) -> None:
+        self.runner.launch_decode(streams, state, sampler, batch, outputs)  # type: ignore[arg-type]
+        streams.compute.launch("spy", lambda: self._keep(sampler, batch, outputs))
+
+    def _keep(self, sampler: SamplerState, batch: object, outputs: StepOutputs) -> None:
+        assert outputs.logits is not None
+        for row in range(int(batch.num_real)):  # type: ignore[attr-defined]
+            seat, length = int(batch.seats[row]), int(batch.lengths[row])  # type: ignore[attr-defined]
+            self.logits[int(sampler.seed[seat]), length] = outputs.logits[row].clone()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, request.param, index_topk=TOPK, context_max_tokens=2_048)
+    return path
+
+
+@cache
+def runner_of(path: Path) -> TransformersRunner:
+    return TransformersRunner.load(path, deterministic_rows=SETTINGS.seats)
+
+
+def start(path: Path, streams: Streams | None = None) -> tuple[Rig, list[Life], Logits]:
+    spy = FakeSpy(runner_of(path))
+    rig = Rig(streams, SETTINGS, runner=spy, keep_logits=True)  # type: ignore[arg-type]
+    lives = []
+    for number, prompt in enumerate(PROMPTS):
+        life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number)
+        life.prompt = tuple(prompt)
+        lives.append(life)
+    return rig, lives, spy.logits
+
+
+def run(path: Path, sizes: tuple[int, ...], streams: Streams | None = None) -> tuple[list[list[int]], Logits, int]:
+    rig, lives, logits = start(path, streams)
+    for life, hot_slots in zip(lives, sizes, strict=True):
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in lives], logits, sum(life.misses for life in lives)
+
+
+@cache
+def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
+    return run(path, (0, 0, 0))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 128, 128), (256, 256, 256), (128, 0, 64)], ids=str)
+def test_hot_sizes_give_the_same_tokens_and_bits(checkpoint: Path, sizes: tuple[int, ...]) -> None:
+    tokens, logits, misses = run(checkpoint, sizes)
+    assert misses > 0
+    assert tokens == resident(checkpoint)[0]
+    assert logits.keys() == resident(checkpoint)[1].keys()
+    assert all(torch.equal(logits[step], resident(checkpoint)[1][step]) for step in logits)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_neither_streams_nor_operators_show(checkpoint: Path, seed: int) -> None:
+    """Simulated streams; one request is retracted (keep, then drop) and resumed, others are resized both ways."""
+    rig, lives, logits = start(checkpoint, make_streams("simulated", seed))
+    for life, hot_slots in zip(lives, (64, 0, 128), strict=True):
+        assert rig.coordinator.admit(life, hot_slots)
+    for leaving, hot_slots, tokens in (("keep", 0, 5), ("drop", 64, 11)):
+        rig.run_until(lambda tokens=tokens: len(lives[0].tokens) >= tokens)  # type: ignore[misc]
+        rig.coordinator.withdraw(lives[0], leaving)
+        rig.coordinator.resize(lives[1], 64 - hot_slots)
+        rig.coordinator.resize(lives[2], hot_slots)
+        rig.run_until(lambda: not lives[0].admission)
+        assert rig.coordinator.admit(lives[0], hot_slots)
+    rig.run()
+    rig.check_end()
+    assert [life.tokens for life in lives] == resident(checkpoint)[0]
+    assert all(torch.equal(values, resident(checkpoint)[1][step]) for step, values in logits.items())
+
+
+def test_tokens_are_those_of_the_model_library(checkpoint: Path) -> None:
+    job = {
+        "model": str(checkpoint),
+        "prompts": [{"tokens": list(prompt), "max_new_tokens": NEW_TOKENS} for prompt in PROMPTS],
+        "ignore_eos": True,
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", worker.oracle.__file__],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=True,
+        timeout=200,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    compared = 0
+    for ours, answer in zip(resident(checkpoint)[0], answers, strict=True):
+        for token, theirs, gap in zip(ours, answer["tokens"], answer["gaps"], strict=True):
+            if token != theirs:
+                assert gap < TIE_BOUND
+                break
+            compared += 1
+    assert compared > 2 * NEW_TOKENS
