@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from coordinator import messages
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
+from coordinator.errors import HiSparseError
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
 from coordinator.sockets import DealerSocket
 
@@ -100,6 +101,7 @@ class FakeWorker:
         self._events: list[messages.Event] = []
         self._reports = 0
         self._reports_acked = 0
+        self._reporting = trio.Lock()
         self._command_ack = 0
         self._beats = 0
 
@@ -107,9 +109,10 @@ class FakeWorker:
         self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX)
         await self._say(self._hello())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._listen, task_status)
+            await nursery.start(self._listen)
             nursery.start_soon(self._step)
             nursery.start_soon(self._beat)
+            task_status.started()
 
     def _hello(self) -> messages.WorkerHello:
         rows = self._load.requests
@@ -127,7 +130,7 @@ class FakeWorker:
         )
         return messages.WorkerHello(PROTOCOL_VERSION, self.name, "bench", 1, os.getpid(), 0, 0, 1, MODEL, capacity)
 
-    async def _listen(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _listen(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         while True:
             for frame in await self._dealer.recv_batch():
                 match messages.decode_coordinator(frame):
@@ -159,9 +162,9 @@ class FakeWorker:
                 self._load.admitted += 1
                 if self._load.admitted == self._load.requests:
                     self._load.all_admitted.set()
-            case messages.Grant(admission=admission):
+            case messages.Grant(admission=admission) if admission in self._row_of:
                 self._granted[self._row_of[admission]] += len(command.host_pages) // 4 * PAGE_TOKENS
-            case messages.Withdraw(admission=admission):
+            case messages.Withdraw(admission=admission) if admission in self._row_of:
                 durable = self._remove(admission)
                 self._events.append(messages.Released(admission, durable, 0, 0))
             case messages.Resize(admission=admission):
@@ -208,9 +211,10 @@ class FakeWorker:
         )
 
     async def _report(self, progress: messages.Progress | None) -> None:
-        events, self._events = tuple(self._events), []
-        self._reports += 1
-        await self._say(messages.Report(self._reports, 1, self._command_ack, progress, events))
+        async with self._reporting:  # numbers are taken and sent in one order
+            events, self._events = tuple(self._events), []
+            self._reports += 1
+            await self._say(messages.Report(self._reports, 1, self._command_ack, progress, events))
 
     async def _beat(self) -> None:
         while True:
@@ -284,7 +288,7 @@ class CheckingClient:
         self._expected[accepted.handle] = 0
         self._room.release()
         if number in self._accepted:
-            self._accepted[number].set()
+            self._accepted.pop(number).set()
 
     def _end(self, ended: messages.Ended) -> None:
         if ended.request_id not in self._ended:
@@ -303,9 +307,9 @@ class CheckingClient:
 
     async def probe(self, number: int) -> None:
         """One request of its own that is aborted once it runs: the round trip of its Withdraw."""
-        self._accepted[number] = trio.Event()
+        accepted = self._accepted[number] = trio.Event()
         await self.submit(number)
-        await self._accepted.pop(number).wait()
+        await accepted.wait()
         await trio.sleep(0.2)
         request_id = self._ids[number]
         ended = self._ended[request_id] = trio.Event()
@@ -459,9 +463,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         result = measure(options)
-    except BenchmarkError as error:
-        print(f"void: {error}", file=sys.stderr)
-        return 1
+    except* (BenchmarkError, HiSparseError, trio.TooSlowError) as group:
+        print(f"void: {group.exceptions}", file=sys.stderr)
+        sys.exit(1)
     if options.json:
         print(json.dumps(result.__dict__))
     else:

@@ -19,6 +19,7 @@ virtual anyway).
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -100,7 +101,7 @@ class TokenLog:
         self.slots = slots
         self.arena_tokens = arena_tokens
         self.lengths: Int32Array = np.zeros(slots, np.int32)
-        self._arena: Int32Array = np.empty(arena_tokens, np.int32)
+        self._arena = _lazy_array(arena_tokens)
         self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)
         self._free = deque(range(slots))
         self._base: Int64Array = np.zeros(slots, np.int64)
@@ -287,3 +288,10 @@ class TokenLog:
         if capacity < 0:
             raise InternalError("the slot is not open", field="slot", value=slot)
         return capacity
+
+
+def _lazy_array(items: int) -> Int32Array:
+    """Zeroed memory, resident page by page as it is touched; a huge page per short output would be mostly air."""
+    memory = mmap.mmap(-1, 4 * items)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32)
