@@ -22,10 +22,11 @@ from coordinator.messages import ModelInfo
 from tests.runner_rig import Rig
 from worker.runners import transformers_dsa
 from worker.runners.base import SamplerState
+from worker.runners.checkpoint import geometry_of
 from worker.runners.invariance import rows_apart
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
-from worker.runners.transformers_dsa import TransformersRunner, geometry_of, load_runner
+from worker.runners.transformers_dsa import TransformersRunner, load_runner
 from worker.streams import make_streams
 
 #: Greedy tokens may differ only where generate()'s own two best logits are closer (fp32, logits of order 5).
@@ -87,7 +88,7 @@ def odd_model(family: str, topk: int) -> tuple[Any, TransformersRunner]:
     for weight in model.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5 + (weight.dim() < 2))
     info = ModelInfo("", "odd", 1_024, config.vocab_size, 4, topk, (), "bytes", "")
-    return model, TransformersRunner(model, info, geometry_of(config, torch.float32), deterministic_rows=BATCH_ROWS)
+    return model, TransformersRunner(model, info, geometry_of(config, 4), deterministic_rows=BATCH_ROWS)
 
 
 @functools.cache

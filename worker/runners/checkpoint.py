@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
+from kernels.layout import Geometry
 from worker.runners.text import read_tokenizer
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
@@ -47,6 +48,29 @@ def describe_model(path: str | Path, config: Any) -> ModelInfo:
         tokenizer_kind=tokenizer.kind,
         tokenizer_hash=tokenizer.hash,
         chat_template=tokenizer.chat_template,
+    )
+
+
+def geometry_of(config: Any, element_bytes: int) -> Geometry:
+    """Rows and index groups of a model. Raises ConfigError when the first layer has no indexer to share."""
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    if kinds[0] != "full":
+        raise ConfigError(
+            "the first layer has no selection to share",
+            field="indexer_types",
+            value=kinds,
+            remedy="start with a full layer",
+        )
+    groups, group = [], -1
+    for kind in kinds[: config.num_hidden_layers]:
+        group += kind == "full"
+        groups.append(group)
+    return Geometry(
+        layers=config.num_hidden_layers,
+        row_bytes=(config.kv_lora_rank + config.qk_rope_head_dim) * element_bytes,
+        group_of_layer=tuple(groups),
+        index_row_bytes=config.index_head_dim * element_bytes,
+        topk=config.index_topk,
     )
 
 

@@ -53,7 +53,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from worker.runners import attention as mla
 from worker.runners.base import SamplerState, StepOutputs
-from worker.runners.checkpoint import describe_model, read_config
+from worker.runners.checkpoint import describe_model, geometry_of, read_config
 from worker.runners.invariance import require_rows_apart
 from worker.runners.sampling import sample
 
@@ -127,7 +127,7 @@ class TransformersRunner:
             path, config=AutoConfig.from_pretrained(path), dtype=torch_dtype, attn_implementation="sdpa"
         )
         model = model.to(device).eval().requires_grad_(False)
-        geometry = geometry_of(model.config, torch_dtype)
+        geometry = geometry_of(model.config, torch_dtype.itemsize)
         return cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
 
     def launch_prefill_chunk(
@@ -370,29 +370,6 @@ def load_runner(settings: WorkerSettings) -> TransformersRunner:
         device=settings.device,
         dtype=settings.dtype,
         deterministic_rows=settings.seats if settings.deterministic else 0,
-    )
-
-
-def geometry_of(config: Any, dtype: torch.dtype) -> Geometry:
-    """Rows and index groups of a model. Raises ConfigError when the first layer has no indexer to share."""
-    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    if kinds[0] != "full":
-        raise ConfigError(
-            "the first layer has no selection to share",
-            field="indexer_types",
-            value=kinds,
-            remedy="start with a full layer",
-        )
-    groups, group = [], -1
-    for kind in kinds[: config.num_hidden_layers]:
-        group += kind == "full"
-        groups.append(group)
-    return Geometry(
-        layers=config.num_hidden_layers,
-        row_bytes=(config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize,
-        group_of_layer=tuple(groups),
-        index_row_bytes=config.index_head_dim * dtype.itemsize,
-        topk=config.index_topk,
     )
 
 
