@@ -5,13 +5,7 @@ The tests play the coordinator (tests/fakes/coordinator.py), so that they can de
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,10 +17,10 @@ from coordinator.errors import ConfigError
 from coordinator.messages import Admit, Finished, Refused, Released, Sampling, Started
 from kernels.layout import pages_for
 from tests.fakes.coordinator import FakeCoordinator
+from tests.process_rig import Place
 from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, available_host_bytes, check_host_memory
 from worker.runners.tiny import write_tiny_checkpoint
 
-ROOT = Path(__file__).parents[1]
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
 TOKENS = 96
 PAGES = pages_for(len(PROMPT) + TOKENS + 1)
@@ -39,55 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@dataclass
-class Place:
-    """A runtime directory, short enough for a Unix socket."""
-
-    path: Path
-    model: Path
-
-    @property
-    def endpoint(self) -> str:
-        return f"ipc://{self.path}/run/worker.sock"
-
-    @property
-    def pool(self) -> Path:
-        return self.path / "n0.pool"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
-
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "coordinator.cli", "worker", "--model", str(self.model)]
-        command += ["--name", "w0", "--node", "n0", "--coordinator", self.endpoint, "--pool-dir", str(self.path)]
-        command += ["--hot-size-classes", "128", "--device-mem", "16MiB", "--host-mem", "8MiB", "--threads", "1"]
-        command += ["--deterministic", "--metrics-port", "-1", *flags]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=log)
-
-    async def exit_of(self, process: subprocess.Popen[bytes]) -> tuple[int, str]:
-        """Exit code, and what it wrote to stderr."""
-        code = await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
-        return code, self.log.read_text()
-
-
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Place:
     return Place(tmp_path, model)
-
-
-@asynccontextmanager
-async def running(place: Place, *flags: str, limit_s: float = 150.0) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A worker process; killed at the end if it is still there."""
-    process = place.start(*flags)
-    try:
-        with trio.fail_after(limit_s):
-            yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def admit(admission: int, *, generated: list[int] | None = None, durable: int = 0, max_tokens: int = TOKENS) -> Admit:
@@ -112,8 +60,8 @@ def admit(admission: int, *, generated: list[int] | None = None, durable: int = 
 async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) -> None:
     """I2, I3, I5: stopped in the middle of decoding, all is released and reported and the process exits cleanly; the
     next one resumes at the durable length and continues with the very tokens of an undisturbed run."""
-    with FakeCoordinator(place.endpoint) as coordinator:
-        async with running(place) as process:
+    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
             await coordinator.greet()
             coordinator.command(admit(1))
             assert await coordinator.hear(Finished) == Finished(1, "length", TOKENS)
@@ -124,41 +72,41 @@ async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) 
             coordinator.command(admit(2))
             await coordinator.hear(Started)
             await coordinator.hear_tokens(8)
-            process.send_signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             released = await coordinator.hear(Released)
             assert isinstance(released, Released)
             published = list(coordinator.tokens)
             assert len(PROMPT) <= released.durable_tokens <= len(PROMPT) + len(published) - 1
-            code, log = await place.exit_of(process)
+            code, log = await process.exit()
             assert code == EXIT_CLEAN, log
             assert "stopped" in log
         assert place.pool.exists()
         assert published == undisturbed[: len(published)]
         assert len(published) < TOKENS
 
-        async with running(place, "--stream-backend", "simulated") as process:
+        async with place.worker("--stream-backend", "simulated") as process:
             coordinator.restart()
             await coordinator.greet()
             coordinator.command(admit(3, generated=published, durable=released.durable_tokens))
             await coordinator.hear(Finished)
             assert [*published, *coordinator.tokens] == undisturbed
-            process.send_signal(signal.SIGINT)
-            assert (await place.exit_of(process))[0] == EXIT_CLEAN
+            process.signal(signal.SIGINT)
+            assert (await process.exit())[0] == EXIT_CLEAN
 
 
 @pytest.mark.process
 async def test_a_second_signal_exits_at_once(place: Place) -> None:
-    with FakeCoordinator(place.endpoint) as coordinator:
-        async with running(place) as process:
+    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
             await coordinator.greet()
             coordinator.acknowledges = False  # the first signal waits for the last report's acknowledgement
             coordinator.command(admit(1))
             await coordinator.hear_tokens(1)
-            process.send_signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             await coordinator.hear(Released)
-            process.send_signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             with trio.fail_after(1.0):
-                code, log = await place.exit_of(process)
+                code, log = await process.exit()
         assert code == EXIT_INTERRUPTED, log
         assert place.pool.exists()
 
@@ -166,11 +114,11 @@ async def test_a_second_signal_exits_at_once(place: Place) -> None:
 @pytest.mark.process
 async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) -> None:
     """A coordinator that admits twice breaks an invariant of the executor: exit code 70 and one log line."""
-    with FakeCoordinator(place.endpoint) as coordinator:
-        async with running(place) as process:
+    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
             await coordinator.greet()
             coordinator.command(admit(1), admit(1))
-            code, log = await place.exit_of(process)
+            code, log = await process.exit()
     assert code == EXIT_DEFECT, log
     (line,) = [line for line in log.splitlines() if "critical" in line]
     assert "admitted twice" in line
@@ -178,11 +126,11 @@ async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) ->
 
 @pytest.mark.process
 async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) -> None:
-    with FakeCoordinator(place.endpoint) as coordinator:
-        async with running(place) as process:
+    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
             await coordinator.greet()
             coordinator.say(Refused("config", "another model than the group's", "start with the same --model"))
-            code, log = await place.exit_of(process)
+            code, log = await process.exit()
     assert code == 8, log
     assert "start with the same --model" in log.splitlines()[-1]
 
