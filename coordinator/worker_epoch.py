@@ -51,6 +51,7 @@ class WorkerEpoch:
         self.step_us = 0.0
         self.hits = 0
         self.misses = 0
+        self.swapped_bytes = 0
         self._beats = -1
         self._beat_at = now
         self._heard_at = now
@@ -100,7 +101,7 @@ class WorkerEpoch:
             self._beats = beat.executor_beats
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
-        self.hits, self.misses = beat.hits, beat.misses
+        self.hits, self.misses, self.swapped_bytes = beat.hits, beat.misses, beat.swapped_bytes
 
     def acknowledge(self, number: int, now: float) -> None:
         round_trip_s = self.commands.acknowledge(number, now)
@@ -124,6 +125,7 @@ class WorkerEpoch:
             step_us=self.step_us,
             hits=self.hits,
             misses=self.misses,
+            swapped_bytes=self.swapped_bytes,
             link_age_s=now - self._heard_at,
             command_ack_ms=1e3 * self.round_trip_s,
         )
