@@ -32,10 +32,9 @@ class Display:
         self._console = console
         self._outcome = outcome
         self._new_tokens = new_tokens
-        self._live_rows = False
 
     def say(self, text: str) -> None:
-        self._console.print(f"[cyan]>[/] {text}" if self._console.is_terminal else text, highlight=False)
+        self._console.print(f"[cyan]>[/] {text}" if self._console.is_terminal else text, soft_wrap=True)
 
     @contextmanager
     def live(self) -> Iterator[None]:

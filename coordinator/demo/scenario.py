@@ -3,8 +3,8 @@
     all tasks below share one client connection
     follow    one per request: collects its tokens
     observe   reads requests, workers and pools until told to stop
-    direct    mid-decode: retract one request, see that it is off its worker, resume it;
-              then drain the worker that it did not run on, with handover, until it is drained
+    direct    mid-decode: retract one request and see that it is off its worker; drain a worker that it did not run
+              on, with handover; resume the request
 
 Nothing here raises because a move came too late; the report says what was moved, and a run that moved nothing fails.
 """
@@ -23,8 +23,8 @@ from coordinator.demo.watch import Outcome, Watch, pages_in_use
 from coordinator.errors import HiSparseError
 from coordinator.messages import RequestRow, Sampling
 
-OBSERVE_INTERVAL_S: Final = 0.1
-#: How long a retracted request is left alone, so that its absence from the batch shows.
+OBSERVE_INTERVAL_S: Final = 0.05
+#: How long a retracted request is left alone at least, so that its absence from the batch shows.
 RETRACTED_FOR_S: Final = 0.5
 #: Longest that one move may take before the demo goes on without it.
 MOVE_LIMIT_S: Final = 60.0
@@ -81,36 +81,36 @@ async def _direct(client: Client, options: DemoOptions, outcome: Outcome, say: S
         await _until(lambda: watch.running_past(mid) is not None, watch)
         chosen = watch.running_past(mid)
         if chosen is not None:
-            await _retract_and_resume(client, chosen, outcome, say)
+            await _retract(client, chosen, outcome, say)
             await _drain_with_handover(client, chosen.worker, outcome, say)
+            await trio.sleep(RETRACTED_FOR_S)
+            await client.resume([chosen.request_id])
+            say(f"{chosen.request_id} resumed: index keys reload, hot buffer cold, no prefill")
     except HiSparseError as error:  # it ended while we looked: the report shows what was not moved
         say(f"not moved: {error}")
 
 
-async def _retract_and_resume(client: Client, chosen: RequestRow, outcome: Outcome, say: Say) -> None:
+async def _retract(client: Client, chosen: RequestRow, outcome: Outcome, say: Say) -> None:
     name, watch = chosen.request_id, outcome.watch
     await client.retract([name])
     if await _until(lambda: watch.rows[name].state == "RETRACTED", watch, MOVE_LIMIT_S):
         outcome.retracted.append(name)
         say(f"{name} retracted from {chosen.worker} at token {len(outcome.tokens[name])}; its host pages stay")
-        await trio.sleep(RETRACTED_FOR_S)
-    await client.resume([name])
-    say(f"{name} resumed: index keys reload, hot buffer cold, no prefill")
 
 
 async def _drain_with_handover(client: Client, home: str, outcome: Outcome, say: Say) -> None:
-    """Drain the worker, other than `home`, that has the most to hand over."""
+    """Drain the worker, other than `home`, that has the most to hand over, and wait until it is drained."""
     watch = outcome.watch
     by_worker = {worker: ids for worker, ids in watch.running_on().items() if worker != home}
     if not by_worker:
         say("nothing is left to hand over")
         return
     worker = max(by_worker, key=lambda name: len(by_worker[name]))
-    say(f"{worker} drains; {len(by_worker[worker])} requests go to another worker through the shared host pool")
     await client.drain([worker], handover=True, deadline_s=MOVE_LIMIT_S)
     outcome.drained, outcome.leaving = worker, tuple(by_worker[worker])
     if await _until(lambda: watch.workers[worker].state == "drained", watch, MOVE_LIMIT_S):
-        say(f"{worker} is drained")
+        await _look(client, watch)
+        say(f"{worker} drained: {len(outcome.handed_over)} requests go on elsewhere, from the shared host pool")
 
 
 async def _until(condition: Callable[[], bool], watch: Watch, limit_s: float = math.inf) -> bool:
