@@ -5,9 +5,9 @@ Rules, and why:
 - `tell` never blocks, so no cycle of tells can deadlock. It is synchronous: what an actor tells another in one turn
   arrives in that order, before anything it tells later.
 - `ask` waits for a reply, so asks go one way only: Gateway -> Scheduler -> HostPool -> Journal.
-- Every mailbox is bounded (I8). A full one refuses: an ask gets CapacityError, which its user can act on; a tell raises
-  MailboxFullError, which ends the process, because tells come from a bounded number of requests, workers and timers, and
-  only a defect fills a mailbox with them. Work for a peer that may flood (a worker's events) is checked with `room`.
+- Every mailbox is bounded (I8). A full one refuses: an ask gets CapacityError, which its user can act on; a tell
+  raises MailboxFullError, which ends the process, because tells come from a bounded number of requests, workers and
+  timers, and only a defect fills a mailbox with them. A peer that may flood (a worker's events) is checked by `room`.
 - Crash-only: an exception that leaves an actor is logged with the actor's story and ends the process. Nobody
   restarts an actor whose state may be half changed; recovery is the journal's business.
 - An actor takes messages in batches: a wake-up costs about 10 us, a message in a batch a tenth of that.
@@ -18,7 +18,6 @@ message (order is lost); restarting supervisors (they hide defects and need ever
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +29,7 @@ import outcome
 import trio
 
 from coordinator.errors import CapacityError, InternalError, Unavailable
+from metrics.logs import fields, logger
 
 #: Longest that one level of actors may take to drain its mailboxes at shutdown; then it is cancelled.
 SHUTDOWN_LEVEL_S: Final = 5.0
@@ -37,7 +37,7 @@ SHUTDOWN_LEVEL_S: Final = 5.0
 M = TypeVar("M")
 T = TypeVar("T")
 
-log = logging.getLogger("hisparse.actor")
+log = logger("coordinator.actor")
 
 
 class MailboxFullError(InternalError):
@@ -227,7 +227,7 @@ class Supervisor:
             with trio.move_on_after(SHUTDOWN_LEVEL_S):
                 await self._wait_empty(level)
             for actor, scope in self._running[level].items():
-                log.warning("actor %s had not drained within %g s and was cancelled", actor.name, SHUTDOWN_LEVEL_S)
+                log.warning("actor cancelled", extra=fields(actor=actor.name, not_drained_within_s=SHUTDOWN_LEVEL_S))
                 scope.cancel()
             await self._wait_empty(level)
 
@@ -241,7 +241,7 @@ class Supervisor:
             with self._running[level][actor]:
                 await actor.run()
         except Exception:
-            log.exception("actor %s failed; its story:\n%s", actor.name, "\n".join(actor.story()))
+            log.exception("actor failed", extra=fields(actor=actor.name, story="; ".join(actor.story())))
             raise
         finally:
             del self._running[level][actor]

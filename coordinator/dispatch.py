@@ -173,6 +173,11 @@ class Dispatch:
         self.roster.close(entry)
         return heard
 
+    def force(self, entry: Entry, hot_slots: int) -> Heard:
+        self.roster.force(entry, hot_slots)
+        self.dirty = True
+        return NOTHING
+
     def drain(self, worker: Worker, drain: Drain | None) -> None:
         worker.drain = drain
         self.dirty = True

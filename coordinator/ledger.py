@@ -114,6 +114,9 @@ class Ledger:
             raise WrongState("has no live epoch", field="worker", value=worker, remedy="wait until it has registered")
         return budget
 
+    def has_live(self, worker: str) -> bool:
+        return worker in self._live
+
     def holds(self, admission: int) -> bool:
         return admission in self._holdings
 

@@ -266,7 +266,7 @@ class RequestState:
         return [self._progressed(Stage.PARKED)]
 
     def _resized(self, event: messages.Resized, target: Target, _: Rows, now: float) -> list[Action]:
-        self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots, event.hot_chunks))
+        self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
         return [Resized(self.slot, self.admission, event.hot_slots, event.hot_chunks)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
@@ -321,7 +321,7 @@ class RequestState:
         if command.admission != self.admission or self.state in (State.RETRACTING, State.RELEASING):
             return []
         if isinstance(command, messages.Resize):
-            self._note(now, "resize", describe_size(command.hot_slots, command.hot_chunks))
+            self._note(now, "resize", describe_size(command.hot_slots))
         return [command]
 
     def _retract(self, event: Retract, target: Target, _: Rows, now: float) -> list[Action]:
@@ -397,8 +397,8 @@ class RequestState:
         return InternalError(what, field="request_id", value=self.request_id)
 
 
-def describe_size(hot_slots: int, hot_chunks: int) -> str:
-    return f"{hot_slots} hot slots" if hot_slots else f"resident in {hot_chunks} chunks"
+def describe_size(hot_slots: int) -> str:
+    return f"{hot_slots} hot slots" if hot_slots else "resident"
 
 
 def _refusal(request: RequestState, verb: Verb) -> str | None:

@@ -418,7 +418,7 @@ class _Plan:
         """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
         for worker in self.roster.workers.values():
             if worker.drain is None and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
-                managed = [e for e in self._resizable(worker) if e.hot.hot_slots and not is_pinned(e, worker)]
+                managed = [e for e in worker.managed.values() if e.phase is Phase.RUNNING and not is_pinned(e, worker)]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)

@@ -25,7 +25,7 @@ from coordinator.errors import InternalError
 from coordinator.events import WorkerPort
 from coordinator.ledger import Ledger, Memory
 from coordinator.messages import ModelInfo, WorkerCapacity
-from coordinator.sizing import NO_HOT_BUFFER, NO_RUNG, Length, Rung
+from coordinator.sizing import NO_HOT_BUFFER, NO_RUNG, RESIDENT, Length, Rung
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
@@ -91,7 +91,8 @@ class Drain:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One live epoch. `ranks` are its requests that are not leaving, best first."""
+    """One live epoch. `ranks` are its requests that are not leaving, best first; `managed` those of them whose hot
+    buffer is smaller than their context."""
 
     name: str
     node: str
@@ -104,6 +105,7 @@ class Worker:
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, Entry] = field(default_factory=dict)
     resizing: dict[int, Entry] = field(default_factory=dict)
+    managed: dict[int, Entry] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -150,6 +152,7 @@ class Roster:
             self.forcing[entry.slot] = entry
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, rung
         insort(worker.ranks, entry.rank)
+        self._note_size(entry, worker)
         return entry.admission
 
     def start(self, entry: Entry) -> None:
@@ -174,8 +177,10 @@ class Roster:
         """The Resize under way took effect; returns chunks that are free now."""
         assert entry.resizing is not None
         before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
-        if worker := self.workers.get(entry.worker):
-            worker.resizing.pop(entry.slot, None)
+        worker = self.workers.get(entry.worker)
+        if worker is not None and entry.phase is not Phase.LEAVING:
+            del worker.resizing[entry.slot]
+            self._note_size(entry, worker)
         return before - entry.hot.hot_chunks
 
     def leave(self, entry: Entry, *, frees_pages: bool) -> None:
@@ -238,6 +243,12 @@ class Roster:
             _discard(worker.ranks, entry.rank)
             worker.leaving.pop(entry.slot, None)
             worker.resizing.pop(entry.slot, None)
+            worker.managed.pop(entry.slot, None)
+
+    def _note_size(self, entry: Entry, worker: Worker) -> None:
+        worker.managed.pop(entry.slot, None)
+        if entry.hot.hot_slots != RESIDENT:
+            worker.managed[entry.slot] = entry
 
     # ---------------------------------------------------------------- workers
 
@@ -277,6 +288,7 @@ class Roster:
                 "on its worker": worker is not None and entry.rank in worker.ranks,
                 "leaving": worker is not None and entry.slot in worker.leaving,
                 "kept": entry.slot in self.kept,
+                "managed": worker is not None and entry.slot in worker.managed,
             }
             phase = entry.phase
             expected = {
@@ -284,6 +296,7 @@ class Roster:
                 "on its worker": phase in (Phase.STARTING, Phase.RUNNING),
                 "leaving": phase is Phase.LEAVING and not entry.lost,
                 "kept": phase is Phase.WAITING and entry.pages > 0,
+                "managed": phase in (Phase.STARTING, Phase.RUNNING) and entry.hot.hot_slots != RESIDENT,
             }
             holds = bool(entry.node) and ledger_of(entry.node).held(entry.admission)
             if listed != expected or (holds and holds != entry.memory):

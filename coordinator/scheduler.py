@@ -1,19 +1,101 @@
-"""The Scheduler actor: its facade for the gateway and the worker links."""
+"""The Scheduler actor: facade of the coordinator's decisions, and the shell round coordinator.dispatch.
+
+One turn: hear a batch of messages; have the HostPools apply (and commit) what follows from them; plan; have the plan
+applied; tell the Requests. Nothing is told before it is committed (I4), and the accounts do not change while a plan is
+made, because only this actor asks for changes and it waits for each.
+
+Operators' verbs pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
+cross. A verb on several requests is checked for all of them before anything is told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 import trio
 
-from coordinator import events, messages
-from coordinator.actor import Actor, Supervisor
+from coordinator import events, messages, policy
+from coordinator.actor import Actor, Level, Reply, Supervisor
 from coordinator.arrays import Int32Array
 from coordinator.config import CoordinatorSettings
-from coordinator.events import Handle, Listener, TokenLog, Verb, WorkerPort
+from coordinator.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.errors import HiSparseError, ProtocolError, Unavailable, WrongState
+from coordinator.events import Handle, Listener, Verb, WorkerPort
+from coordinator.fleet import Fleet
+from coordinator.host_pool import HostPool
+from coordinator.intake import check_deadline, check_fits, check_submit
+from coordinator.ledger import NO_PAGES, Ledger
+from coordinator.lifecycle import RequestState, describe_size
+from coordinator.live import Live, Requests, Swaps
+from coordinator.request import Request
+from coordinator.roster import Drain, Entry
+from coordinator.sizing import NO_HOT_BUFFER, Length, page_limit
+from coordinator.token_log import TokenLog
+from coordinator.verbs import carry_out
+from kernels.layout import PAGE_TOKENS
+from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
+
+#: Messages handled in one turn.
+BATCH_MAX: Final = 1_024
+#: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
+#: end; and a slot is reported starving once until the next grant.
+MESSAGES_PER_REQUEST: Final = 16
+#: Verbs, workers and ticks on top.
+MESSAGES_BESIDES: Final = 4_096
+#: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
+TICK_S: Final = 0.25
+#: Longest deadline of a drain or a stop.
+DEADLINE_MAX_S: Final = 86_400.0
+#: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
+RELEASE_LIMIT_S: Final = 5.0
+#: A worker may not leave less room than this in a Request's mailbox.
+FLOOD_MARGIN: Final = 64
+#: Granted tokens of a request that has all it can ever use: it is never short.
+GRANTED_ALL: Final = 2**31 - 1
+
+Message: TypeAlias = (
+    events.SubmitAsk
+    | events.VerbAsk
+    | events.DrainAsk
+    | events.StopAsk
+    | events.WorkerUp
+    | events.WorkerDown
+    | events.WorkerExited
+    | events.Starving
+    | events.Progressed
+    | events.Resized
+    | events.Departed
+    | events.Closed
+    | events.Tick
+)
+
+log = logger("coordinator.scheduler")
 
 
-class Scheduler(Actor[object]):
+@dataclass(slots=True)
+class _Turn:
+    """What one batch of messages leads to: ledger changes, then tells and replies."""
+
+    steps: list[Step] = field(default_factory=list)
+    tells: list[Tell] = field(default_factory=list)
+    joined: list[Reply[None]] = field(default_factory=list)
+
+    def take(self, heard: Heard) -> None:
+        self.steps += heard.steps
+        self.tells += heard.tells
+
+
+@dataclass(slots=True)
+class _Stop:
+    deadline: float
+    failed_at: float | None = None
+
+
+class Scheduler(Actor[Message]):
     """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
@@ -27,11 +109,26 @@ class Scheduler(Actor[object]):
         token_log: TokenLog,
         listener: Listener,
         supervisor: Supervisor,
+        counters: CoordinatorCounters | None = None,
         clock: Callable[[], float] = trio.current_time,
         wall_offset_s: float = 0.0,
     ) -> None:
-        super().__init__("scheduler", mailbox_max=1, batch_max=1)
+        mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
+        super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
         self.stopped = trio.Event()
+        self._token_log = token_log
+        self._listener = listener
+        self._supervisor = supervisor
+        self._counters = counters or CoordinatorCounters()
+        self._clock = clock
+        self._pools: dict[str, HostPool] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
+        self._roster = self._dispatch.roster
+        self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
+        self._requests = Requests(token_log, settings, wall_offset_s)
+        self._stop: _Stop | None = None
+        self._submitted = 0
 
     # ---------------------------------------------------------------- for the gateway
 
@@ -39,8 +136,8 @@ class Scheduler(Actor[object]):
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
 
         Raises BadInput (field, value, remedy), WrongState for an id in use, CapacityError when it could never fit or
-        the queue is full, Unavailable while stopping or before the first worker has registered. Cancelled: it may have been
-        accepted; look the id up.
+        the queue is full, Unavailable while stopping or before the first worker has registered. Cancelled: it may have
+        been accepted; look the id up.
         """
         return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
 
@@ -63,7 +160,10 @@ class Scheduler(Actor[object]):
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
     ) -> tuple[str, ...]:
-        """Stop admitting to workers (none named: all); returns at once. See messages.DrainWorkers."""
+        """Stop admitting to workers (none named: all); returns at once. See messages.DrainWorkers.
+
+        Raises NotFound, WrongState for a worker that is gone, BadInput for a deadline out of bounds.
+        """
         return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, handover, deadline_s))
 
     async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
@@ -76,29 +176,37 @@ class Scheduler(Actor[object]):
 
     def lookup(self, request_id: str) -> int:
         """The slot of a live or recently ended request. Raises NotFound."""
-        raise NotImplementedError
-
-    def ending(self, request_id: str) -> events.Ending | None:
-        """How a request ended; None while it is live. Raises NotFound."""
-        raise NotImplementedError
+        return self._requests.slot(request_id)
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
-        raise NotImplementedError
+        return self._fleet.model
 
     def request_rows(self, limit: int) -> list[messages.RequestRow]:
         """Live requests in rank order, then ended ones, latest first; at most `limit`."""
-        raise NotImplementedError
+        return self._requests.rows(limit, self._clock())
 
     def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
         """One request and its story. Raises NotFound."""
-        raise NotImplementedError
+        return self._requests.describe(request_id, self._clock())
 
     def worker_rows(self) -> list[messages.WorkerRow]:
-        raise NotImplementedError
+        """Workers that are connected, then those that are gone, as they were last."""
+        return self._fleet.worker_rows()
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        raise NotImplementedError
+        return self._fleet.pool_rows()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop is not None
+
+    def count_by_state(self) -> Counter[str]:
+        """Live requests by state."""
+        return self._requests.count_by_state()
+
+    def count_held(self) -> int:
+        return self._requests.count_held()
 
     # ---------------------------------------------------------------- for the worker links
 
@@ -106,7 +214,8 @@ class Scheduler(Actor[object]):
         """A new epoch of a worker joins; commands may reach `port` before this returns.
 
         Call it once per epoch, and `worker_down` for the epoch before it first. Raises ConfigError when its model or
-        pool differs from its group's, WrongState when the epoch was already declared down.
+        pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
+        epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
         """
         await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
 
@@ -123,11 +232,21 @@ class Scheduler(Actor[object]):
 
         Raises ProtocolError when one request is flooded: the worker is broken.
         """
-        raise NotImplementedError
+        if isinstance(event, messages.Counters):
+            self._requests.count_swaps(worker, epoch, event)
+            return
+        live = self._requests.admitted(worker, epoch, event.admission)
+        if live is None:
+            return
+        if live.request.room() < FLOOD_MARGIN:
+            raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
+        if isinstance(event, messages.Released):
+            live.swaps = Swaps(event.hits, event.misses)
+        live.request.tell(event)
 
     def starving(self, slots: Int32Array) -> None:
         """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
-        raise NotImplementedError
+        self.tell(events.Starving(slots))
 
     async def _verb(
         self,
@@ -137,11 +256,270 @@ class Scheduler(Actor[object]):
         *,
         keep: bool = True,
         hold: bool = True,
-        hot_slots: int = -1,
+        hot_slots: int = NO_HOT_BUFFER,
     ) -> tuple[str, ...]:
         return await self.ask(
             lambda reply: events.VerbAsk(verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots)
         )
 
-    async def handle(self, batch: list[object]) -> None:
-        raise NotImplementedError
+    # ---------------------------------------------------------------- one turn
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tick)
+            await super().run()
+            nursery.cancel_scope.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(TICK_S)
+            self.tell(events.Tick())
+
+    async def handle(self, batch: list[Message]) -> None:
+        now, turn, tick = self._clock(), _Turn(), False
+        for message in batch:
+            self._hear(message, now, turn)
+            tick = tick or isinstance(message, events.Tick)
+        await self._transact(turn.steps)
+        for tell in turn.tells:
+            self._tell(tell)
+        for reply in turn.joined:
+            reply.set(None)
+        if tick:
+            self._forget_old(now)
+        await self._decide(now, tick)
+        if self._stop is not None:
+            await self._wind_up(self._stop, now)
+
+    def _hear(self, message: Message, now: float, turn: _Turn) -> None:
+        match message:
+            case events.Progressed():
+                turn.take(self._dispatch.progressed(message))
+            case events.Resized():
+                self._resized(message, turn)
+            case events.Departed():
+                self._requests.end_admission(message.admission)
+                turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
+            case events.Closed():
+                self._dispatch.closed(message.slot)
+                self._requests.end(self._requests.by_slot[message.slot], now)
+            case events.Starving():
+                for slot in message.slots.tolist():
+                    if entry := self._roster.entries.get(slot):
+                        self._dispatch.starve(entry)
+            case events.WorkerDown():
+                self._worker_down(message, turn)
+            case events.WorkerExited():
+                turn.take(self._dispatch.worker_exited(message.worker, message.epoch))
+            case events.SubmitAsk() | events.VerbAsk() | events.DrainAsk() | events.StopAsk() | events.WorkerUp():
+                try:
+                    self._answer(message, now, turn)
+                except HiSparseError as error:
+                    message.reply.fail(error)
+
+    def _answer(
+        self,
+        ask: events.SubmitAsk | events.VerbAsk | events.DrainAsk | events.StopAsk | events.WorkerUp,
+        now: float,
+        turn: _Turn,
+    ) -> None:
+        """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
+        match ask:
+            case events.SubmitAsk():
+                ask.reply.set(self._submit(ask, now))
+            case events.VerbAsk():
+                heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
+                if ask.verb is Verb.RETRACT:
+                    self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
+                for each in heard:
+                    turn.take(each)
+                ask.reply.set(lines)
+            case events.DrainAsk():
+                ask.reply.set(self._drain(ask, now))
+            case events.StopAsk():
+                ask.reply.set(self._begin_stop(ask, now))
+            case events.WorkerUp():
+                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port)))
+                turn.joined.append(ask.reply)
+
+    # ---------------------------------------------------------------- requests
+
+    def _submit(self, ask: events.SubmitAsk, now: float) -> Handle:
+        submit, sampling = ask.submit, ask.submit.sampling
+        if self.stopping:
+            raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
+        if self._fleet.model is None:
+            raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
+        prompt = check_submit(submit, self._fleet.model)
+        length = Length(prompt.size, 0, sampling.max_tokens)
+        check_fits(length, self._fleet.capacities())
+        self._requests.check_room(len(self._roster.waiting))
+        request_id = submit.request_id or self._new_id()
+        if self._requests.knows(request_id):
+            raise WrongState(
+                "is in use", field="request_id", value=request_id, remedy="choose another, or attach to it"
+            )
+        slot = self._token_log.open(sampling.max_tokens)
+        entry = self._roster.add(slot, submit.priority, length.prompt, length.max)
+        self._dispatch.dirty = True
+        state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
+        request = Request(
+            state,
+            token_log=self._token_log,
+            listener=self._listener,
+            tell_scheduler=self.tell,
+            clock=self._clock,
+        )
+        self._requests.add(Live(request, entry, submit.prompt, sampling, now))
+        self._supervisor.start(request, Level.REQUEST)
+        return Handle(request_id, slot)
+
+    def _new_id(self) -> str:
+        while True:
+            self._submitted += 1
+            if not self._requests.knows(request_id := f"r{self._submitted}"):
+                return request_id
+
+    def _resized(self, message: events.Resized, turn: _Turn) -> None:
+        heard = self._dispatch.resized(message)
+        if heard is None:
+            log.warning("resize nobody asked for", extra=fields(admission=message.admission, slots=message.hot_slots))
+        else:
+            turn.take(heard)
+
+    def _forget_old(self, now: float) -> None:
+        for slot in self._requests.forget_old(now):
+            self._listener.forgotten(slot)
+            self._token_log.close(slot)
+
+    def _tell(self, tell: Tell) -> None:
+        """A request that ended in this very turn is told nothing any more."""
+        if live := self._requests.by_slot.get(tell.slot):
+            live.request.tell(tell.event)
+
+    # ---------------------------------------------------------------- workers
+
+    def _open_pool(self, node: str, host_pages: int) -> None:
+        if node in self._pools:
+            self._pools[node].close()
+        pool = HostPool(node, host_pages)
+        self._pools[node], self._ledgers[node] = pool, pool.ledger
+        self._supervisor.start(pool, Level.HOST_POOL)
+
+    def _worker_down(self, message: events.WorkerDown, turn: _Turn) -> None:
+        worker = self._roster.workers.get(message.worker)
+        if worker is not None and worker.epoch == message.epoch:
+            self._fleet.leave(worker)
+            turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit))
+
+    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[str, ...]:
+        workers = self._fleet.find(ask.workers)
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        drain = None if ask.undrain else Drain(now + ask.deadline_s, ask.handover)
+        for worker in workers:
+            self._dispatch.drain(worker, drain)
+        log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
+        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers)
+
+    # ---------------------------------------------------------------- decisions
+
+    async def _decide(self, now: float, tick: bool) -> None:
+        for slot, entry in self._roster.starving.items():
+            entry.generated = self._token_log.length(slot)
+        decisions = self._dispatch.plan(now, tick=tick)
+        if not decisions:
+            return
+        steps = [self._dispatch.step(decision) for decision in decisions]
+        given = iter(await self._transact([step for step in steps if step is not None]))
+        for decision, step in zip(decisions, steps, strict=True):
+            self._announce(decision, NO_PAGES if step is None else next(given))
+
+    async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
+        """Have each node's HostPool apply its changes, in order; returns what each gave out, in order."""
+        given = [NO_PAGES] * len(steps)
+        for node in dict.fromkeys(step.node for step in steps):
+            places = [place for place, step in enumerate(steps) if step.node == node]
+            results = await self._pools[node].transact([steps[place].change for place in places])
+            for place, result in zip(places, results, strict=True):
+                given[place] = result
+        return given
+
+    def _announce(self, decision: policy.Decision, pages: Int32Array) -> None:
+        """Its change is committed: let the token log and the Request know."""
+        match decision:
+            case policy.Admit():
+                self._tell(self._admit(decision, pages))
+                return
+            case policy.Grow(entry):
+                self._token_log.grant(entry.slot, self._granted_tokens(entry))
+            case policy.Retract(_, keep, cause):
+                self._counters.retractions[_mode(keep), cause.value] += 1
+        self._tell(self._dispatch.told(decision, pages))
+
+    def _admit(self, decision: policy.Admit, pages: Int32Array) -> Tell:
+        entry, worker, rung = decision.entry, decision.worker, decision.rung
+        live = self._requests.by_slot[entry.slot]
+        self._requests.begin_admission(live, decision.admission, worker.epoch)
+        granted_tokens = self._granted_tokens(entry)
+        self._token_log.begin_admission(
+            entry.slot, decision.admission, entry.prompt_tokens, granted_tokens, decision.durable_tokens
+        )
+        command = messages.Admit(
+            admission=decision.admission,
+            slot=entry.slot,
+            request_id=live.state.request_id,
+            prompt=live.prompt,
+            generated=self._token_log.tokens(entry.slot, 0),
+            durable_tokens=decision.durable_tokens,
+            sampling=live.sampling,
+            host_pages=pages.tobytes(),
+            index_pages=decision.memory.index_pages,
+            slab_pages=decision.memory.slab_pages,
+            hot_slots=rung.hot_slots,
+            hot_chunks=rung.hot_chunks,
+        )
+        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
+        return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
+
+    def _granted_tokens(self, entry: Entry) -> int:
+        capacity = self._roster.workers[entry.worker].capacity
+        return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
+
+    # ---------------------------------------------------------------- the end
+
+    def _begin_stop(self, ask: events.StopAsk, now: float) -> tuple[str, ...]:
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        deadline = now + ask.deadline_s
+        if self._stop is None:
+            self._stop = _Stop(deadline)
+        self._stop.deadline = min(self._stop.deadline, deadline)
+        log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
+        return (f"stopping: {len(self._requests.live)} requests have {self._stop.deadline - now:g} s to finish",)
+
+    async def _wind_up(self, stop: _Stop, now: float) -> None:
+        """Held requests are not waited for. Past the deadline all fail; past RELEASE_LIMIT_S workers are not heard."""
+        lives, turn = list(self._requests.live.values()), _Turn()
+        if not lives:
+            self.stopped.set()
+        elif stop.failed_at is None:
+            if now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives):
+                stop.failed_at = now
+                for live in lives:
+                    turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped"))
+        elif now >= stop.failed_at + RELEASE_LIMIT_S:
+            for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
+                turn.take(self._dispatch.worker_down(worker, proved_exit=False))
+        await self._transact(turn.steps)
+        for tell in turn.tells:
+            self._tell(tell)
+
+
+def _mode(keep: bool) -> str:
+    return "keep" if keep else "drop"
+
+
+def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
+    if ask.undrain:
+        return "takes requests again"
+    how = "are handed over or finish in place" if ask.handover else "finish in place"
+    return f"draining, {requests} requests {how} within {ask.deadline_s:g} s"
