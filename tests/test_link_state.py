@@ -9,20 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coordinator.arrays import pack_int32, unpack_int32
-from coordinator.errors import InternalError
+from coordinator.errors import InternalError, ProtocolError
+from coordinator.frames import read_frame
 from coordinator.messages import (
     PROTOCOL_VERSION,
+    WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Command,
     Commands,
     CoordinatorMessage,
     Grant,
     Heartbeat,
+    Message,
     ModelInfo,
     Refused,
     Released,
@@ -30,6 +33,7 @@ from coordinator.messages import (
     ReplayReports,
     Report,
     ReportAck,
+    Resize,
     Sampling,
     Started,
     Stop,
@@ -38,8 +42,10 @@ from coordinator.messages import (
     WorkerHello,
     WorkerMessage,
     WorkerWelcome,
+    decode_coordinator,
 )
 from metrics.state import LinkCounters, WorkerCounters
+from tests.hostile import hostile_frames
 from worker.link_state import (
     PROBE_S,
     REPLAY_ASK_INTERVAL_S,
@@ -341,6 +347,40 @@ def test_connecting_twice_is_our_own_fault() -> None:
     state.connected(0.0)
     with pytest.raises(InternalError, match="twice"):
         state.connected(0.0)
+
+
+# ---------------------------------------------------------------- a coordinator that is none
+
+COORDINATOR_SEEDS: tuple[Message, ...] = (
+    WorkerWelcome(PROTOCOL_VERSION, 1, 0, want_tokenizer=True),
+    Commands(1, 1, (admit(1, [2]), Grant(1, b"", 1, 0), Resize(1, 0, 2), Withdraw(1))),
+    Commands(1, 3, (Stop(1.0),)),
+    ReportAck(1, 1),
+    ReplayReports(1, 1),
+    Refused("unavailable", "not now"),
+)
+
+
+@pytest.mark.fuzz
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(hostile_frames(COORDINATOR_SEEDS), st.booleans())
+def test_hostile_bytes_raise_nothing_and_break_no_invariant(frames: list[bytes], was_welcomed: bool) -> None:
+    """I4: whatever arrives, commands are counted as they are applied."""
+    state = welcomed() if was_welcomed else make()
+    if not was_welcomed:
+        state.connected(0.0)
+    count = 0
+    for frame in frames:
+        state.outbox.add_event(Started(1))
+        try:
+            message = read_frame(decode_coordinator, frame, WORKER_MESSAGE_BYTES_MAX, "coordinator")
+        except ProtocolError:
+            continue
+        actions = state.received(message, 0.0)
+        emptied = any(isinstance(action, Drop) and action.reason == "new_epoch" for action in actions)
+        count += sum(isinstance(action, Apply | StopAsked) for action in actions if not emptied)
+        assert state.command_ack == count
+        state.check_invariants()
 
 
 # ---------------------------------------------------------------- a network that does its worst

@@ -24,7 +24,8 @@ from typing import Final, Protocol, assert_never
 
 import trio
 
-from coordinator.errors import ConfigError, HiSparseError, Unavailable
+from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
+from coordinator.frames import read_frame
 from coordinator.messages import (
     TOKENIZER_CHUNK_BYTES,
     WORKER_MESSAGE_BYTES_MAX,
@@ -215,10 +216,10 @@ class Link:
 
     def _receive(self, frame: bytes) -> None:
         try:
-            message = decode_coordinator(frame)
-        except ValueError as error:  # msgspec's DecodeError, or UnicodeDecodeError
+            message = read_frame(decode_coordinator, frame, WORKER_MESSAGE_BYTES_MAX, "coordinator")
+        except ProtocolError as error:
             self.state.counters.unreadable += 1
-            log.warning("unreadable message", extra=fields(frame_bytes=len(frame), error=error))
+            log.warning("message dropped", extra=fields(error=error))
             return
         counters = self.state.counters
         before = counters.welcomes

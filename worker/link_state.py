@@ -233,7 +233,7 @@ class LinkState:
     def _welcome(self, message: WorkerWelcome, now: float) -> Iterator[Action]:
         if message.protocol != PROTOCOL_VERSION:
             yield GiveUp(_foreign_protocol(message.protocol))
-        elif message.incarnation < self.incarnation:
+        elif message.incarnation < max(self.incarnation, 1):
             yield Drop("lower_incarnation", f"coordinator {message.incarnation}, obeying {self.incarnation}")
         elif self._is_stranger(message):
             yield from self._empty_out(
