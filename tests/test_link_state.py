@@ -154,6 +154,14 @@ def test_a_lower_incarnation_is_not_obeyed() -> None:
     assert state.phase is not Phase.WELCOMED
 
 
+def test_incarnations_begin_at_one() -> None:
+    state = make()
+    state.connected(0.0)
+    (action,) = state.received(WorkerWelcome(PROTOCOL_VERSION, 0, 0, want_tokenizer=False), 0.0)
+    assert isinstance(action, Drop)
+    state.check_invariants()
+
+
 def test_a_higher_incarnation_empties_the_worker_before_a_new_epoch() -> None:
     """I2: the new epoch's empty hello is said only after every admission was released."""
     state = welcomed(incarnation=1)
