@@ -601,4 +601,4 @@ class HostileNetwork(RuleBasedStateMachine):
 
 
 TestHostileNetwork = HostileNetwork.TestCase
-TestHostileNetwork.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestHostileNetwork.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
