@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from coordinator.cli.common import Setting, with_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.config import Config
 
 LOG_SETTINGS: Final = (
@@ -101,7 +103,7 @@ def _die_with(parent_pid: int | None) -> None:
         die_with_parent(parent_pid)
 
 
-def _worker_process() -> Any:
+def _worker_process() -> Callable[[Config], int]:
     """`worker.process.run_worker`, or what to install."""
     from coordinator.errors import ConfigError
 
