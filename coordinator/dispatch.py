@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from coordinator import policy
+from coordinator import decisions
 from coordinator.arrays import Int32Array
 from coordinator.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.events import (
@@ -192,7 +192,7 @@ class Dispatch:
 
     # ---------------------------------------------------------------- decisions
 
-    def plan(self, now: float, *, tick: bool = False) -> list[policy.Decision]:
+    def plan(self, now: float, *, tick: bool = False) -> list[decisions.Decision]:
         """Decide, if anything has changed or time has passed. Carry each out by `step`, apply it, then `told`."""
         if not self.dirty and not tick:
             return []
@@ -200,35 +200,37 @@ class Dispatch:
         return self.policy.plan(now, tick=tick)
 
     @staticmethod
-    def step(decision: policy.Decision) -> Step | None:
+    def step(decision: decisions.Decision) -> Step | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case policy.Admit(entry, worker, admission, take_over, _, memory):
+            case decisions.Admit(entry, worker, admission, take_over, _, memory):
                 return Step(worker.node, Reserve(admission, worker.name, memory, take_over))
-            case policy.Grow(entry, more):
+            case decisions.Grow(entry, more):
                 return Step(entry.node, Extend(entry.admission, more))
-            case policy.Resize(entry, _, more) if more:
+            case decisions.Resize(entry, _, more) if more:
                 return Step(entry.node, Extend(entry.admission, Memory(hot_chunks=more)))
-            case policy.Demote(_, node, admission):
+            case decisions.Demote(_, node, admission):
                 return Step(node, Release(admission))
         return None
 
     @staticmethod
-    def told(decision: policy.Grow | policy.Resize | policy.Retract | policy.Demote, pages: Int32Array) -> Tell:
+    def told(
+        decision: decisions.Grow | decisions.Resize | decisions.Retract | decisions.Demote, pages: Int32Array
+    ) -> Tell:
         """What its Request is told of a decision that was carried out; `pages` are those given out.
 
         An Admit is told by the Scheduler, which has the prompt.
         """
         entry = decision.entry
         match decision:
-            case policy.Grow(_, more):
+            case decisions.Grow(_, more):
                 grant = Grant(entry.admission, pages.tobytes(), more.index_pages, more.hot_chunks)
                 return Tell(entry.slot, Given(grant))
-            case policy.Resize(_, rung):
+            case decisions.Resize(_, rung):
                 return Tell(entry.slot, Given(Resize(entry.admission, rung.hot_slots, rung.hot_chunks)))
-            case policy.Retract(_, keep, _, reason):
+            case decisions.Retract(_, keep, _, reason):
                 return Tell(entry.slot, Retract(keep, False, reason))
-            case policy.Demote():
+            case decisions.Demote():
                 return Tell(entry.slot, Demoted(decision.reason))
 
     def _current(self, slot: int, admission: int) -> Entry | None:

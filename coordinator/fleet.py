@@ -81,9 +81,9 @@ class Fleet:
         return [self._roster.workers[name] for name in dict.fromkeys(names or self._roster.workers)]
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
-        """Of connected workers; while there are none, of those seen last."""
-        connected = [(worker.name, worker.capacity) for worker in self._roster.workers.values()]
-        return connected or [(row.worker, row.capacity) for row in self._gone.values()]
+        """Of connected workers, equal ones once; while there are none, of those seen last."""
+        connected = {id(worker.capacity): (worker.name, worker.capacity) for worker in self._roster.workers.values()}
+        return [*connected.values()] or [(row.worker, row.capacity) for row in self._gone.values()]
 
     # ---------------------------------------------------------------- rows
 

@@ -73,7 +73,7 @@ TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
 
 
 class Kind(StrEnum):
-    """Rows of the table. The first six come from workers."""
+    """Columns of the table."""
 
     STAGED = "staged"
     STARTED = "started"
@@ -88,6 +88,10 @@ class Kind(StrEnum):
     DEMOTED = "demoted"
     END = "end"  # abort, or the coordinator stops
     LOST = "lost"
+
+
+BY_WORKER: Final = frozenset({Kind.STAGED, Kind.STARTED, Kind.PARKED, Kind.RESIZED, Kind.ENDED, Kind.RELEASED})
+OF_ADMISSION: Final = BY_WORKER | {Kind.LOST}
 
 
 class Resolve(Enum):
@@ -244,11 +248,11 @@ class RequestState:
         What a worker says of an admission that this request has left is acknowledged by doing nothing.
         """
         kind, apply = _HANDLERS[type(event)]
-        if isinstance(event, WorkerEvent | Lost) and event.admission != (self.admission or None):
+        if kind in OF_ADMISSION and event.admission != (self.admission or None):  # type: ignore[union-attr]
             return []
         target = TRANSITIONS[self.state].get(kind)
         if target is None:
-            raise self._illegal(kind, by_worker=isinstance(event, WorkerEvent))
+            raise self._illegal(kind, by_worker=kind in BY_WORKER)
         return apply(self, event, target, rows, now)
 
     def _staged(self, event: messages.Staged, target: Target, _: Rows, now: float) -> list[Action]:

@@ -45,12 +45,10 @@ class Live:
 
 
 class Ended(NamedTuple):
-    """What is left of a request once it is over."""
+    """A request that is over, and when it ended. Its prompt is gone."""
 
-    slot: int
+    live: Live
     at: float
-    row: RequestRow
-    story: tuple[StoryLine, ...]
 
 
 class Requests:
@@ -90,10 +88,10 @@ class Requests:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
     def end(self, live: Live, now: float) -> None:
-        """It is over: only its row, its story and its tokens stay, for a while."""
-        request_id = live.state.request_id
-        self.ended[request_id] = Ended(live.entry.slot, now, self.row(live, now), self.story(live))
-        del self.live[request_id], self.by_slot[live.entry.slot]
+        """It is over: only its state, its story and its tokens stay, for a while."""
+        live.prompt = b""
+        self.ended[live.state.request_id] = Ended(live, now)
+        del self.live[live.state.request_id], self.by_slot[live.entry.slot]
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
@@ -103,7 +101,7 @@ class Requests:
             first = next(iter(self.ended.values()))
             if len(self.ended) <= keep_max and now - first.at < keep_s:
                 break
-            slots.append(self.ended.popitem(last=False)[1].slot)
+            slots.append(self.ended.popitem(last=False)[1].live.entry.slot)
         return slots
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
@@ -129,7 +127,7 @@ class Requests:
         """Raises NotFound."""
         if (live := self.live.get(request_id)) is not None:
             return live.entry.slot
-        return self._ended(request_id).slot
+        return self._ended(request_id).live.entry.slot
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
@@ -158,13 +156,14 @@ class Requests:
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
-            rows.append(ended.row)
+            rows.append(self.row(*ended))
         return rows
 
     def describe(self, request_id: str, now: float) -> tuple[RequestRow, tuple[StoryLine, ...]]:
         """Raises NotFound."""
         found = self.find(request_id)
-        return (found.row, found.story) if isinstance(found, Ended) else (self.row(found, now), self.story(found))
+        live, at = found if isinstance(found, Ended) else (found, now)
+        return self.row(live, at), self.story(live)
 
     def row(self, live: Live, now: float) -> RequestRow:
         state, entry, slot = live.state, live.entry, live.entry.slot

@@ -34,13 +34,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-import msgspec
-
+from coordinator.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract
 from coordinator.ledger import Ledger, Memory
-from coordinator.room import NOTHING, Needs, find_remedy, is_pinned, next_lower
+from coordinator.room import Needs, find_remedy, is_pinned, next_lower
 from coordinator.roster import Entry, Phase, Rank, Roster, Worker
 from coordinator.sizing import (
     RESIDENT,
@@ -54,6 +52,7 @@ from coordinator.sizing import (
     page_limit,
     pages_wanted,
 )
+from coordinator.space import HostSpace, Space
 from kernels.layout import PAGE_TOKENS
 
 #: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
@@ -74,68 +73,10 @@ STRANDED_LIMIT_S: Final = 60.0
 assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
-class Admit(msgspec.Struct, frozen=True):
-    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first."""
-
-    entry: Entry
-    worker: Worker
-    admission: int
-    take_over: int | None
-    durable_tokens: int
-    memory: Memory
-    rung: Rung
-
-
-class Grow(msgspec.Struct, frozen=True):
-    entry: Entry
-    more: Memory
-
-
-class Resize(msgspec.Struct, frozen=True):
-    """`more` chunks are to be reserved first when it grows."""
-
-    entry: Entry
-    rung: Rung
-    more: int
-
-
-class Cause(StrEnum):
-    """Why policy retracts, in words that can be counted."""
-
-    GPU_MEMORY = "gpu_memory"
-    HOST_PAGES = "host_pages"
-    HANDOVER = "handover"
-    DRAIN = "drain"
-
-
-#: Whoever was retracted for another's sake comes back only where that will not happen again.
-DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
-
-
-class Retract(msgspec.Struct, frozen=True):
-    entry: Entry
-    keep: bool
-    cause: Cause
-    reason: str
-
-
-class Demote(msgspec.Struct, frozen=True):
-    """`admission` is the departed one under which `node` keeps its pages."""
-
-    entry: Entry
-    node: str
-    admission: int
-    reason: str
-
-
-Decision: TypeAlias = Admit | Grow | Resize | Retract | Demote
-
-
 class _Ask(NamedTuple):
     """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
     own but left for those ahead of it."""
 
-    worker: Worker
     pages: int
     rungs: list[Rung]
     need: Needs
@@ -173,12 +114,12 @@ class _Plan:
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: set[str] = set()
-        self.host_free = {node: ledger.pages_free for node, ledger in policy.ledgers.items()}
-        self.gpu_free: dict[str, Needs] = {}
-        for worker in self.roster.workers.values():
-            budget = policy.ledgers[worker.node].budget(worker.name)
-            free = Needs(budget.seats_free, budget.hot_chunks_free, budget.index_pages_free, budget.slab_pages_free, 0)
-            self.gpu_free[worker.name] = free
+        hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
+        self.hosts = hosts
+        self.spaces = {
+            worker.name: Space(policy.ledgers[worker.node], worker.name, hosts[worker.node])
+            for worker in self.roster.workers.values()
+        }
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -201,29 +142,31 @@ class _Plan:
 
     def _consider(self, entry: Entry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
-        asks = [ask for ask in self._asks(entry) if ask.worker.node not in self.blocked]
-        fitting = [ask for ask in asks if self._free(ask.worker).covers(ask.need)]
-        if not fitting and (made := self._make_room(entry, asks)) and self._free(made.worker).covers(made.need):
-            fitting = [made]
-        if fitting:
-            self._admit(entry, max(fitting, key=self._preference))
+        asks = self._asks(entry)
+        best = max(
+            ((self._preference(worker, ask), at) for at, (worker, ask) in enumerate(asks) if self._fits(worker, ask)),
+            default=None,
+        )
+        made = asks[best[1]] if best is not None else self._make_room(entry, asks)
+        if made is not None and self._fits(*made):
+            self._admit(entry, *made)
             return True
-        self.blocked.update(ask.worker.node for ask in asks)
+        self.blocked.update(worker.node for worker, _ in asks)
         return False
 
-    def _asks(self, entry: Entry) -> list[_Ask]:
-        """What `entry` would need, at its smallest hot size, on each worker that could take it on if it were empty."""
-        asks: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
+    def _asks(self, entry: Entry) -> list[tuple[Worker, _Ask]]:
+        """Workers that could take `entry` on if they were empty, and what it would need there at its smallest size."""
+        shapes: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
+        asks: list[tuple[Worker, _Ask]] = []
         for worker in self.roster.workers.values():
-            if id(worker.capacity) not in asks:
-                asks[id(worker.capacity)] = self._ask(entry, worker)
-        return [
-            self._with_margin(entry, ask._replace(worker=worker)) if entry.displaced else ask._replace(worker=worker)
-            for worker in self.roster.workers.values()
-            if worker.drain is None
-            and (not entry.pages or worker.node == entry.node)
-            and (ask := asks[id(worker.capacity)]) is not None
-        ]
+            if worker.drain or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
+                continue
+            shape = id(worker.capacity)
+            if shape not in shapes:
+                shapes[shape] = self._ask(entry, worker)
+            if ask := shapes[shape]:
+                asks.append((worker, self._with_margin(entry, worker, ask) if entry.displaced else ask))
+        return asks
 
     def _ask(self, entry: Entry, worker: Worker) -> _Ask | None:
         if misfit(entry.length, worker.capacity, worker.name):
@@ -231,39 +174,42 @@ class _Plan:
         pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
         rungs = self._rungs(entry, pages, worker)
         memory = first_memory(entry.length, pages, entry.pages, rungs[0])
-        return _Ask(worker, pages, rungs, _needs(memory))
+        return _Ask(pages, rungs, _needs(memory))
+
+    def _fits(self, worker: Worker, ask: _Ask) -> bool:
+        return self.spaces[worker.name].covers(ask.need)
 
     def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
         if is_pinned(entry, worker):
             return [forced_rung(entry.forced_slots, pages)]
         return ladder(pages, worker.capacity)
 
-    def _with_margin(self, entry: Entry, ask: _Ask) -> _Ask:
+    def _with_margin(self, entry: Entry, target: Worker, ask: _Ask) -> _Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
         chunks = index_pages = host_pages = 0
-        for worker in self.roster.of_node(ask.worker.node):
+        for worker in self.roster.of_node(target.node):
             for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
                 ahead = self.roster.by_rank[rank]
                 growth = max(0, page_limit(ahead.length, worker.capacity) - ahead.pages)
                 host_pages += growth
-                if worker is ask.worker:
+                if worker is target:
                     index_pages += growth
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
         margin = Needs(0, chunks, index_pages, 0, host_pages)
         return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
 
-    def _preference(self, ask: _Ask) -> tuple[bool, int, int]:
+    def _preference(self, worker: Worker, ask: _Ask) -> tuple[bool, int, int]:
         """Rather where it can be resident, then where chunks are plenty, then where seats are."""
-        free = self._free(ask.worker)
-        return ask.rungs[-1].hot_chunks <= free.chunks, free.chunks, free.seats
+        space = self.spaces[worker.name]
+        return ask.rungs[-1].hot_chunks <= space.chunks, space.chunks, space.seats
 
-    def _admit(self, entry: Entry, ask: _Ask) -> None:
-        worker, chunks = ask.worker, self._free(ask.worker).chunks - ask.spare_chunks
+    def _admit(self, entry: Entry, worker: Worker, ask: _Ask) -> None:
+        chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, rung)
         take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
         admission = self.roster.admit(entry, worker, memory, rung)
-        self._take(worker, _needs(memory))
+        self.spaces[worker.name].take(_needs(memory))
         self.decisions.append(Admit(entry, worker, admission, take_over, durable_tokens, memory, rung))
 
     # ---------------------------------------------------------------- growth
@@ -281,30 +227,30 @@ class _Plan:
         if not plenty:
             del self.roster.starving[entry.slot]
         for pages in (plenty, enough, least):
-            if pages and self._free(worker).covers(_growth(entry, pages)):
+            if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
                 return self._grow(entry, worker, pages)
         if least:
             self._feed_urgently(entry, worker, least)
         return None
 
     def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
-        need = _growth(entry, pages)
-        if need.chunks > self._free(worker).chunks and self._become_managed(entry, worker, pages):
+        ask = _Ask(pages, [], _growth(entry, pages))
+        if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
             return
-        if self._make_room(entry, [_Ask(worker, pages, [], need)]) and self._free(worker).covers(need):
+        if self._make_room(entry, [(worker, ask)]) and self._fits(worker, ask):
             self._grow(entry, worker, pages)
 
     def _grow(self, entry: Entry, worker: Worker, pages: int) -> None:
         need = _growth(entry, pages)
         more = Memory(pages, need.chunks, pages)
         self.roster.grow(entry, more)
-        self._take(worker, need)
+        self.spaces[worker.name].take(need)
         self.decisions.append(Grow(entry, more))
 
     def _become_managed(self, entry: Entry, worker: Worker, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
-        rung = largest_rung(entry.pages + pages, entry.chunks + self._free(worker).chunks, worker.capacity)
+        rung = largest_rung(entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity)
         if is_pinned(entry, worker) or rung is None or rung.hot_slots == RESIDENT or any(larger):
             return False
         self._resize(entry, worker, rung)
@@ -316,14 +262,17 @@ class _Plan:
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: Entry, asks: list[_Ask]) -> _Ask | None:
+    def _make_room(self, entry: Entry, asks: list[tuple[Worker, _Ask]]) -> tuple[Worker, _Ask] | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
-        found = [(find_remedy(self.roster, ask.worker, self._free(ask.worker), ask.need, entry), ask) for ask in asks]
-        possible = [(remedy.cost, at) for at, (remedy, _) in enumerate(found) if remedy is not None]
-        if not possible:
+        found = [
+            (remedy.cost, at, remedy)
+            for at, (worker, ask) in enumerate(asks)
+            if (remedy := find_remedy(self.roster, worker, self.spaces[worker.name].free(), ask.need, entry))
+        ]
+        if not found:
             return None
-        remedy, ask = found[min(possible)[1]]
-        assert remedy is not None
+        _, at, remedy = min(found, key=lambda it: it[:2])
+        worker, ask = asks[at]
         whom = f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
@@ -332,19 +281,13 @@ class _Plan:
         for victim in remedy.retract:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
         for shrunk, rung in remedy.shrink:
-            self._resize(shrunk, ask.worker, rung)
-        if not self._free(ask.worker).covers(ask.need):
-            self._claim(ask.worker, remedy.will_be_free.minus(ask.need))
-        return ask
-
-    def _claim(self, worker: Worker, left: Needs) -> None:
-        """Lower-ranked requests may use no more of what is free than will be `left`."""
-        free = self._free(worker).at_most(left)
-        self.gpu_free[worker.name] = free._replace(host_pages=0)
-        self.host_free[worker.node] = free.host_pages
+            self._resize(shrunk, worker, rung)
+        if not self._fits(worker, ask):
+            self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
+        return worker, ask
 
     def _demote(self, entry: Entry, reason: str) -> None:
-        self.host_free[entry.node] += entry.pages
+        self.hosts[entry.node].pages += entry.pages
         self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
         self.roster.demote(entry)
 
@@ -356,15 +299,8 @@ class _Plan:
     def _resize(self, entry: Entry, worker: Worker, rung: Rung) -> None:
         more = max(0, rung.hot_chunks - entry.chunks)
         self.roster.resize(entry, rung, self.now)
-        self._take(worker, NOTHING._replace(chunks=more))
+        self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
         self.decisions.append(Resize(entry, rung, more))
-
-    def _free(self, worker: Worker) -> Needs:
-        return self.gpu_free[worker.name]._replace(host_pages=self.host_free[worker.node])
-
-    def _take(self, worker: Worker, need: Needs) -> None:
-        self.gpu_free[worker.name] = self.gpu_free[worker.name].minus(need)
-        self.host_free[worker.node] -= need.host_pages
 
     # ---------------------------------------------------------------- what is nobody's demand
 
@@ -393,10 +329,11 @@ class _Plan:
             ask = self._ask(entry, target) if target.drain is None else None
             if ask is None:
                 continue
-            ask = self._with_margin(entry, ask) if entry.displaced else ask
-            remedy = find_remedy(self.roster, target, self._free(target), ask.need, entry)
+            ask = self._with_margin(entry, target, ask) if entry.displaced else ask
+            space = self.spaces[target.name]
+            remedy = find_remedy(self.roster, target, space.free(), ask.need, entry)
             if remedy is not None and not any(remedy.cost[:3]):
-                self._claim(target, remedy.will_be_free.minus(ask.need))
+                space.claim(remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
                 return True
         return False
@@ -410,7 +347,7 @@ class _Plan:
             rung = forced_rung(entry.forced_slots, entry.pages)
             if rung == entry.hot or not is_pinned(entry, worker):
                 del self.roster.forcing[entry.slot]
-            elif rung.hot_chunks - entry.chunks <= self._free(worker).chunks:
+            elif rung.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
                 del self.roster.forcing[entry.slot]
                 self._resize(entry, worker, rung)
 
@@ -426,7 +363,7 @@ class _Plan:
     def _enlarge(self, entry: Entry, worker: Worker) -> None:
         above = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks > entry.chunks]
         reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
-        if above and self._free(worker).chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
+        if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])
 
     def give_up_stranded(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from operator import add, sub
 from typing import NamedTuple
 
 from coordinator.roster import Entry, Phase, Roster, Worker
@@ -34,16 +35,13 @@ class Needs(NamedTuple):
         )
 
     def plus(self, other: Needs) -> Needs:
-        return Needs(*(a + b for a, b in zip(self, other, strict=True)))
+        return Needs(*map(add, self, other))
 
     def minus(self, other: Needs) -> Needs:
-        return Needs(*(a - b for a, b in zip(self, other, strict=True)))
+        return Needs(*map(sub, self, other))
 
     def at_most(self, other: Needs) -> Needs:
-        return Needs(*(min(a, b) for a, b in zip(self, other, strict=True)))
-
-
-NOTHING = Needs(0, 0, 0, 0, 0)
+        return Needs(*map(min, self, other))
 
 
 @dataclass(slots=True)

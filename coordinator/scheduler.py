@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import trio
 
-from coordinator import events, messages, policy
+from coordinator import decisions, events, messages
 from coordinator.actor import Actor, Level, Reply, Supervisor
 from coordinator.arrays import Int32Array
 from coordinator.config import CoordinatorSettings
@@ -426,12 +426,10 @@ class Scheduler(Actor[Message]):
     async def _decide(self, now: float, tick: bool) -> None:
         for slot, entry in self._roster.starving.items():
             entry.generated = self._token_log.length(slot)
-        decisions = self._dispatch.plan(now, tick=tick)
-        if not decisions:
-            return
-        steps = [self._dispatch.step(decision) for decision in decisions]
+        plan = self._dispatch.plan(now, tick=tick)
+        steps = [self._dispatch.step(decision) for decision in plan]
         given = iter(await self._transact([step for step in steps if step is not None]))
-        for decision, step in zip(decisions, steps, strict=True):
+        for decision, step in zip(plan, steps, strict=True):
             self._announce(decision, NO_PAGES if step is None else next(given))
 
     async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
@@ -444,19 +442,19 @@ class Scheduler(Actor[Message]):
                 given[place] = result
         return given
 
-    def _announce(self, decision: policy.Decision, pages: Int32Array) -> None:
+    def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""
         match decision:
-            case policy.Admit():
+            case decisions.Admit():
                 self._tell(self._admit(decision, pages))
                 return
-            case policy.Grow(entry):
+            case decisions.Grow(entry):
                 self._token_log.grant(entry.slot, self._granted_tokens(entry))
-            case policy.Retract(_, keep, cause):
+            case decisions.Retract(_, keep, cause):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
-    def _admit(self, decision: policy.Admit, pages: Int32Array) -> Tell:
+    def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
         entry, worker, rung = decision.entry, decision.worker, decision.rung
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)

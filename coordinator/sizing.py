@@ -12,6 +12,7 @@ the end is seen.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from coordinator.ledger import Memory
@@ -53,8 +54,12 @@ def pages_wanted(length: Length, ahead_tokens: int, capacity: WorkerCapacity) ->
 
 def ladder(pages: int, capacity: WorkerCapacity) -> list[Rung]:
     """Hot sizes for a request with `pages` granted pages, ascending by chunks; the last is resident."""
-    rungs = [Rung(slots, managed_chunks(slots)) for slots in capacity.hot_size_classes]
-    return [rung for rung in rungs if rung.hot_chunks < pages] + [Rung(RESIDENT, pages)]
+    return [rung for rung in _managed(capacity.hot_size_classes) if rung.hot_chunks < pages] + [Rung(RESIDENT, pages)]
+
+
+@lru_cache(maxsize=64)
+def _managed(hot_size_classes: tuple[int, ...]) -> tuple[Rung, ...]:
+    return tuple(Rung(slots, managed_chunks(slots)) for slots in hot_size_classes)
 
 
 def largest_rung(pages: int, chunks: int, capacity: WorkerCapacity) -> Rung | None:

@@ -39,7 +39,7 @@ def find(ask: VerbAsk, requests: Requests) -> list[Live]:
         found = requests.find(request_id)
         if isinstance(found, Ended):
             raise WrongState(
-                f"cannot {ask.verb.value} a request that is {found.row.state}",
+                f"cannot {ask.verb.value} a request that is {found.live.state.state}",
                 field="request_id",
                 value=request_id,
                 remedy="it has ended: read its output, or submit it again",

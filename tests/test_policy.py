@@ -12,9 +12,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator import policy
+from coordinator import decisions
+from coordinator.decisions import Cause
 from coordinator.lifecycle import TERMINAL, State
-from coordinator.policy import GROW_QUIET_S, STRANDED_LIMIT_S, Cause
+from coordinator.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from coordinator.roster import Drain
 from coordinator.sizing import NO_HOT_BUFFER, RESIDENT, Length, Rung, misfit
 from tests.fakes.fake_cluster import FakeCluster
@@ -67,7 +68,7 @@ def run_until_resized(fake: FakeCluster, slot: int) -> int:
         fake.workers["w0"].advance(fake.entry(slot).admission)
         while fake.uplinks["w0"]:
             fake.hear_next("w0")
-        resizes = [decision for decision in fake.settle() if isinstance(decision, policy.Resize)]
+        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.Resize)]
         if resizes:
             return resizes[0].entry.slot
         while fake.ports["w0"].downlink:
@@ -119,7 +120,7 @@ def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     assert fake.settle(tick=True) == []
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
-    assert isinstance(decision, policy.Resize)
+    assert isinstance(decision, decisions.Resize)
     assert decision.rung == Rung(256, 5)
 
 
@@ -242,7 +243,7 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
     fake.submit(4, 500, 60, priority=1)
     for _ in range(3):
         for decision in fake.settle():
-            if isinstance(decision, policy.Demote | policy.Retract):
+            if isinstance(decision, decisions.Demote | decisions.Retract):
                 gone.append(f"{type(decision).__name__} {decision.entry.slot}")
     assert gone[:2] == ["Demote 1", "Demote 0"]
     assert fake.entry(0).held

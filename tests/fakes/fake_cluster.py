@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator import changes, messages, policy
+from coordinator import changes, decisions, messages
 from coordinator.changes import apply
+from coordinator.decisions import Cause
 from coordinator.dispatch import Dispatch, Heard
 from coordinator.events import (
     Admitted,
@@ -26,7 +27,6 @@ from coordinator.events import (
 )
 from coordinator.ledger import NO_PAGES, Ledger
 from coordinator.lifecycle import TERMINAL, Action, RequestState, Rows, WorkerEvent
-from coordinator.policy import Cause
 from coordinator.roster import ON_WORKER, Drain, Entry, Phase, Worker
 from coordinator.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
@@ -195,25 +195,25 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- decisions
 
-    def settle(self, *, tick: bool = False) -> list[policy.Decision]:
+    def settle(self, *, tick: bool = False) -> list[decisions.Decision]:
         """Plan, apply, tell; returns the decisions, each checked against the rules of rank."""
         for slot, entry in self.dispatch.roster.starving.items():
             entry.generated = len(self.live[slot].tokens)
         best = min((entry.rank for entry in self.dispatch.roster.entries.values() if not entry.held), default=None)
-        decisions = self.dispatch.plan(self.now, tick=tick)
-        for decision in decisions:
+        plan = self.dispatch.plan(self.now, tick=tick)
+        for decision in plan:
             self._carry_out(decision)
-            if isinstance(decision, policy.Retract):
+            if isinstance(decision, decisions.Retract):
                 self.retracted.append((decision.entry, decision.cause))
-                memory = decision.cause in policy.DISPLACING
+                memory = decision.cause in decisions.DISPLACING
                 assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
-        self._check_order(decisions)
-        return decisions
+        self._check_order(plan)
+        return plan
 
-    def _carry_out(self, decision: policy.Decision) -> None:
+    def _carry_out(self, decision: decisions.Decision) -> None:
         step = self.dispatch.step(decision)
         pages = apply(self.ledgers[step.node], step.change) if step else NO_PAGES
-        if not isinstance(decision, policy.Admit):
+        if not isinstance(decision, decisions.Admit):
             tell = self.dispatch.told(decision, pages)
             return self.tell(tell.slot, tell.event)
         entry, live = decision.entry, self.live[decision.entry.slot]
@@ -237,11 +237,11 @@ class FakeCluster:
         )
         return self.tell(entry.slot, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 
-    def _check_order(self, decisions: list[policy.Decision]) -> None:
+    def _check_order(self, plan: list[decisions.Decision]) -> None:
         """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
         waiting = [self.dispatch.roster.by_rank[rank] for rank in self.dispatch.roster.waiting]
-        for decision in decisions:
-            if isinstance(decision, policy.Admit):
+        for decision in plan:
+            if isinstance(decision, decisions.Admit):
                 worker = decision.worker
                 for entry in waiting:
                     could = not entry.pages or entry.node == worker.node
