@@ -29,7 +29,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     Reads `batch.seats`, `lengths`, `num_real`. Writes every entry of `batch.new_rows`, `batch.new_index_rows` and of
     `plan`: -1 for padding, and for rows that trip Tripwire.SEAT or Tripwire.UNGRANTED, whose seats stay as they were.
     """
-    _check(state, batch, plan)
+    check_begin_step(state, batch, plan)
     for output in (
         batch.new_rows,
         batch.new_index_rows,
@@ -99,7 +99,8 @@ def _rotate_tail(state: DeviceState, seats: Tensor, positions: Tensor, index_row
     return new_rows
 
 
-def _check(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
+def check_begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
+    """Raises BadInput unless every tensor of a begin_step fits the others; for every backend."""
     sizes = Sizes(groups=state.geometry.groups)
     sizes.check("batch.seats", batch.seats, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)

@@ -48,9 +48,7 @@ def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor
 
     All int32|int64[n]; entries whose `host_page` is -1 are skipped. Raises BadInput before any change.
     """
-    sizes = Sizes()
-    for name, tensor in (("index_row", index_row), ("host_page", host_page), ("host_offset", host_offset)):
-        sizes.check(name, tensor, ("n",), torch.int32, torch.int64)
+    check_places(state, None, index_row, host_page, host_offset)
     wanted = (host_page >= 0).nonzero().flatten()
     keys, pages, offsets = (tensor[wanted].long() for tensor in (index_row, host_page, host_offset))
     state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
@@ -60,15 +58,24 @@ def _places(
     state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
     """Rows by layer int64[L, n], key rows, pages and offsets int64[n]; None when there is nothing to copy."""
-    sizes = Sizes(groups=state.geometry.groups)
-    sizes.check("device_row", device_row, ("groups", "n"), torch.int32, torch.int64)
-    if index_row is not None:
-        sizes.check("index_row", index_row, ("n",), torch.int32, torch.int64)
-    sizes.check("host_page", host_page, ("n",), torch.int32, torch.int64)
-    sizes.check("host_offset", host_offset, ("n",), torch.int32, torch.int64)
+    check_places(state, device_row, index_row, host_page, host_offset)
     wanted = (host_page >= 0).nonzero().flatten()
     if not len(wanted):
         return None
     rows = device_row[:, wanted].long()[state.group_of_layer]
     keys = None if index_row is None else index_row[wanted].long()
     return rows, keys, host_page[wanted].long(), host_offset[wanted].long()
+
+
+def check_places(
+    state: DeviceState, device_row: Tensor | None, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+) -> int:
+    """How many places there are. Raises BadInput unless the tensors fit each other; for every backend."""
+    sizes = Sizes(groups=state.geometry.groups)
+    if device_row is not None:
+        sizes.check("device_row", device_row, ("groups", "n"), torch.int32, torch.int64)
+    if index_row is not None:
+        sizes.check("index_row", index_row, ("n",), torch.int32, torch.int64)
+    sizes.check("host_page", host_page, ("n",), torch.int32, torch.int64)
+    sizes.check("host_offset", host_offset, ("n",), torch.int32, torch.int64)
+    return sizes["n"]

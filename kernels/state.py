@@ -196,18 +196,19 @@ class BackupPlan:
 class MissPlan:
     """The copies that one swap_in made for its anchor layer, to be repeated for the other layers of the group.
 
-    Entries at or beyond `count` are undefined.
+    Row b's copies are the first `count[b]` entries of row b; the others are undefined. One count per row needs no
+    zeroed counter and no order between rows: a row's thread blocks write theirs by themselves.
     """
 
-    device_row: Tensor  # int32[B*k]
-    host_page: Tensor  # int32[B*k]
-    host_offset: Tensor  # int32[B*k]
-    count: Tensor  # int32[1]
+    device_row: Tensor  # int32[B, k]
+    host_page: Tensor  # int32[B, k]
+    host_offset: Tensor  # int32[B, k]
+    count: Tensor  # int32[B]
 
     @classmethod
     def allocate(cls, batch: int, k: int, device: torch.device | str = "cpu") -> Self:
-        device_row, host_page, host_offset = (_unset(batch * k, device=device) for _ in range(3))
-        return cls(device_row, host_page, host_offset, torch.zeros(1, dtype=torch.int32, device=device))
+        device_row, host_page, host_offset = (_unset(batch, k, device=device) for _ in range(3))
+        return cls(device_row, host_page, host_offset, torch.zeros(batch, dtype=torch.int32, device=device))
 
 
 def active_rows(state: DeviceState, batch: StepBatch) -> Tensor:

@@ -37,11 +37,11 @@ NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
-    `plan` receives the copies for replay_misses (capacity B*k). `batch` as begin_step left it. Changes slot_of,
+    `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
     slot_token, stamp, hits, misses of `group` and rows of its anchor layer; nothing else. Raises BadInput before any
     change when a tensor does not fit.
     """
-    _check(state, group, topk, batch, out_rows, plan)
+    check_swap_in(state, group, topk, batch, out_rows, plan)
     found = _look_up(state, group, topk, batch)
     state.hits[group].index_add_(0, found.seats, (found.hit & found.first).sum(1))
     used = found.hit & found.managed.unsqueeze(1)
@@ -55,10 +55,10 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them."""
-    count = int(plan.count)
-    if count:
-        pages, offsets = plan.host_page[:count].long(), plan.host_offset[:count].long()
-        state.row_words[layer][plan.device_row[:count].long()] = state.host_row_words[pages, layer, offsets]
+    held = torch.arange(plan.device_row.shape[1], device=plan.count.device) < plan.count.unsqueeze(1)
+    if bool(held.any()):
+        pages, offsets = plan.host_page[held].long(), plan.host_offset[held].long()
+        state.row_words[layer][plan.device_row[held].long()] = state.host_row_words[pages, layer, offsets]
 
 
 @dataclass(eq=False)
@@ -127,11 +127,11 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None
     state.slot_token[group][rows] = tokens.int()
     state.stamp[group][rows] = state.now[seats]
     state.slot_of[group][found.index_rows[row, column]] = slots[row, column].short()
-    count = len(rows)
-    plan.count.fill_(count)
-    plan.device_row[:count] = rows
-    plan.host_page[:count] = host_pages[row, column]
-    plan.host_offset[:count] = tokens % PAGE_TOKENS
+    plan.count.copy_(loaded.sum(1))
+    place = rank[row, column]
+    plan.device_row[row, place] = rows.int()
+    plan.host_page[row, place] = host_pages[row, column].int()
+    plan.host_offset[row, place] = (tokens % PAGE_TOKENS).int()
 
 
 def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> Tensor:
@@ -150,7 +150,10 @@ def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> T
     return victims
 
 
-def _check(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+def check_swap_in(
+    state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
+) -> None:
+    """Raises BadInput unless every tensor of a swap_in fits the others; for every backend."""
     if not 0 <= group < state.geometry.groups:
         raise BadInput("no such group", field="group", value=group, remedy=f"0 to {state.geometry.groups - 1}")
     sizes = Sizes()
@@ -161,13 +164,6 @@ def _check(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_r
     sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
     if not 1 <= sizes["k"] <= TOPK_MAX:
         raise BadInput("out of range", field="topk", value=f"k={sizes['k']}", remedy=f"k from 1 to {TOPK_MAX}")
-    entries = sizes["batch"] * sizes["k"]
     for name in ("device_row", "host_page", "host_offset"):
-        sizes.check(f"plan.{name}", getattr(plan, name), ("entries",), torch.int32)
-    if sizes["entries"] < entries:
-        raise BadInput(
-            f"holds {sizes['entries']} copies, this step may make {entries}",
-            field="plan",
-            value=sizes["entries"],
-            remedy="allocate the plan for this batch and k",
-        )
+        sizes.check(f"plan.{name}", getattr(plan, name), ("batch", "k"), torch.int32)
+    sizes.check("plan.count", plan.count, ("batch",), torch.int32)

@@ -264,7 +264,7 @@ class Rig:
         for layer in layers[1:]:
             replay_misses(self.state, layer, self.miss_plan)
         wanted = [r.naive[group].resolve(t, r.length) for r, t in zip(requests, topk, strict=True)]
-        assert int(self.miss_plan.count) == sum(len(w.misses) for w in wanted)
+        assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
         for request, want, had in zip(requests, wanted, held, strict=True):
             assert had - self.held(group, request) == want.evicted
             assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == len(want.hits)

@@ -1,0 +1,63 @@
+"""`python -m kernels.compile --arch sm_80 sm_90 --json`: compile every unit for every row layout in use; no GPU needed.
+
+Prints one line per kernel, architecture and row layout. Exits with 1 when a kernel spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kernels.jit import UNITS, Defines, Resources, compile_unit, row_defines
+from kernels.layout import Geometry
+
+ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 584: another fp8 layout,
+# 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment at all.
+LAYOUTS: Final = ((656, 132), (584, 132), (1152, 256), (13, 7))
+ROWLESS: Final = ("begin_step",)  # units that touch tables alone
+
+
+def variants() -> Iterator[tuple[str, Defines]]:
+    """Unit and defines of every variant that is kept compiling."""
+    for place, (row_bytes, index_row_bytes) in enumerate(LAYOUTS):
+        defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048))
+        yield from ((unit, defines) for unit in UNITS if place == 0 or unit not in ROWLESS)
+
+
+def report(arch: str) -> Iterator[tuple[Defines, Resources]]:
+    """What each kernel of each variant costs on `arch`."""
+    for unit, defines in variants():
+        for resources in compile_unit(unit, defines, arch).resources:
+            yield defines, resources
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.compile", description=__doc__)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), metavar="sm_NN")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(arguments)
+    spills = 0
+    for arch in options.arch:
+        for defines, cost in report(arch):
+            sizes = dict(defines)
+            line = {
+                "kernel": cost.kernel,
+                "arch": arch,
+                "registers": cost.registers,
+                "smem_bytes": cost.smem_bytes,
+                "spill_bytes": cost.spill_bytes,
+                "row_bytes": sizes["ROW_BYTES"],
+                "index_row_bytes": sizes["INDEX_ROW_BYTES"],
+            }
+            print(json.dumps(line) if options.json else "  ".join(f"{k}={v}" for k, v in line.items()), flush=True)
+            spills += cost.spill_bytes
+    return 1 if spills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

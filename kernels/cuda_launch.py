@@ -1,0 +1,69 @@
+"""What every CUDA launcher needs of a DeviceState: its device, its compiled kernels, its parameter block.
+
+`prepare` compiles and loads all kernels of a state at worker start. Launchers take the calling thread's current torch
+stream, never synchronise, and may be captured into graphs: the addresses in a DeviceState never change.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from coordinator.errors import BadInput
+from kernels.jit import Defines, Kernel, load, row_defines
+from kernels.layout import PAGE_TOKENS, SLOTS_MAX
+from kernels.state import DeviceState
+
+KERNELS = (
+    ("swap_in", "swap_in"),
+    ("begin_step", "open_rows"),
+    ("begin_step", "rotate_tail"),
+    ("copy_rows", "copy_rows"),
+    ("copy_rows", "replay_misses"),
+)
+CLUSTERS_SINCE = (9, 0)  # compute capability
+RANKS_MAX = 16  # blocks of a cluster, with the non-portable size allowed
+
+
+def prepare(state: DeviceState) -> None:
+    """Compile or fetch every kernel for `state`, and load it. Raises BadInput, ConfigError or InternalError."""
+    if not state.rows.is_cuda:
+        raise BadInput(
+            "is not a CUDA device", field="state", value=state.rows.device, remedy="allocate it with device='cuda'"
+        )
+    if not state.host.is_pinned():
+        raise BadInput(
+            "is not registered with CUDA", field="state.host", value="pageable", remedy="pin or register the host pool"
+        )
+    for unit, name in KERNELS:
+        kernel_of(state, unit, name)
+    kernel_of(state, "swap_in", "swap_in").allow_all(has_clusters(state))
+
+
+def kernel_of(state: DeviceState, unit: str, name: str) -> Kernel:
+    """A loaded kernel for the row layout and device of `state`."""
+    return load(unit, name, defines_of(state), state.rows.device.index or 0)
+
+
+def defines_of(state: DeviceState) -> Defines:
+    return row_defines(state.geometry, state.host.data_ptr())
+
+
+def has_clusters(state: DeviceState) -> bool:
+    return torch.cuda.get_device_capability(state.rows.device) >= CLUSTERS_SINCE
+
+
+def stream_of(state: DeviceState) -> int:
+    """Address of the current stream on the state's device."""
+    return torch.cuda.current_stream(state.rows.device).cuda_stream
+
+
+@lru_cache(maxsize=8)
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def slots_limit(state: DeviceState) -> int:
+    """Slots that a managed seat of `state` can have, its tail chunk included."""
+    return min(state.chunk_table.shape[1] * PAGE_TOKENS, SLOTS_MAX)

@@ -1,0 +1,273 @@
+"""Compile, key, cache and load the CUDA kernels: at worker start, never in the hot path.
+
+    unit + defines + arch  --NVRTC-->  cubin + resources  --driver-->  functions
+
+NVRTC comes as a pip wheel (cuda-core[cu13]) and compiles without a GPU or headers; a unit takes under a second.
+Rejected: nvcc (a user with only pip has none), PTX (the driver would compile it at every start), prebuilt cubins in
+the wheel (row sizes are compile-time constants, so that line counts and alignment cost nothing at run time).
+
+Cache: one file per unit under a key over everything that the result depends on (sources, defines, architecture, NVRTC
+version, the format below). It is written beside its place and renamed, so readers see all of it or nothing and no
+lock is needed: two processes that compile the same unit publish the same bytes. A file whose digest does not fit its
+contents is compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.errors import ConfigError, InternalError
+from kernels.layout import PAGE_TOKENS, Geometry
+
+SOURCE_DIR: Final = Path(__file__).parent
+UNITS: Final = ("swap_in", "begin_step", "copy_rows")
+FORMAT: Final = 1
+LINE_BYTES: Final = 128
+
+Defines = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel costs, as the compiler reports it. `smem_bytes` is static shared memory."""
+
+    kernel: str
+    registers: int
+    smem_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    resources: tuple[Resources, ...]
+
+
+def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
+    """Row sizes of `geometry`, and the powers of two up to 128 that divide the address of every row in the pool."""
+    rows = math.gcd(LINE_BYTES, host_address, geometry.page_bytes, geometry.row_bytes)
+    keys_begin = PAGE_TOKENS * geometry.layers * geometry.row_bytes
+    keys = math.gcd(LINE_BYTES, host_address, geometry.page_bytes, keys_begin, geometry.index_row_bytes)
+    return (
+        ("ROW_BYTES", geometry.row_bytes),
+        ("ROW_ALIGN", rows),
+        ("INDEX_ROW_BYTES", geometry.index_row_bytes),
+        ("INDEX_ROW_ALIGN", keys),
+    )
+
+
+def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compiled:
+    """Compile CUDA C++ that may include this folder's headers. No GPU is needed. Raises InternalError with the log."""
+    nvrtc = _bindings("nvrtc")
+    headers = {path.name: path.read_bytes() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
+    program = _call(
+        nvrtc.nvrtcCreateProgram,
+        source.encode(),
+        f"{name}.cu".encode(),
+        len(headers),
+        list(headers.values()),
+        [header.encode() for header in headers],
+    )
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v"]
+    options += [f"-D{key}={value}" for key, value in defines]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = _log(nvrtc, program)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise InternalError(f"does not compile for {arch}:\n{log}", field="kernel", value=name)
+    cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
+    _call(nvrtc.nvrtcGetCUBIN, program, cubin)
+    _call(nvrtc.nvrtcDestroyProgram, program)
+    return Compiled(bytes(cubin), parse_resources(log))
+
+
+def compile_unit(unit: str, defines: Defines, arch: str) -> Compiled:
+    """One of UNITS for `arch` ("sm_90")."""
+    return compile_source(f'#include "{unit}.cuh"\n', unit, defines, arch)
+
+
+def parse_resources(log: str) -> tuple[Resources, ...]:
+    """What `ptxas -v` says of each entry function."""
+    found = []
+    for part in log.split("Compiling entry function '")[1:]:
+        spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", part)]
+        registers = re.search(r"Used (\d+) registers", part)
+        smem = re.search(r"(\d+) bytes smem", part)
+        found.append(
+            Resources(
+                kernel=part[: part.index("'")],
+                registers=int(registers[1]) if registers else 0,
+                smem_bytes=int(smem[1]) if smem else 0,
+                spill_bytes=sum(spills),
+            )
+        )
+    return tuple(sorted(found, key=lambda r: r.kernel))
+
+
+def cache_dir() -> Path:
+    """$HISPARSE_KERNEL_CACHE, or hisparse/kernels in the user's cache folder."""
+    chosen = os.environ.get("HISPARSE_KERNEL_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse" / "kernels"
+
+
+def cached_unit(unit: str, defines: Defines, arch: str, directory: Path) -> Compiled:
+    """compile_unit through the cache in `directory`, which is made when missing."""
+    place = directory / f"{unit}-{arch}-{content_key(unit, defines, arch)}.cubin"
+    held = _read(place)
+    if held is None:
+        held = compile_unit(unit, defines, arch)
+        _publish(place, held)
+    return held
+
+
+def content_key(unit: str, defines: Defines, arch: str) -> str:
+    """Changes with anything that the compiled unit depends on."""
+    digest = hashlib.sha256(repr((FORMAT, unit, defines, arch, _nvrtc_version())).encode())
+    for path in sorted(SOURCE_DIR.glob("*.cuh")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+class Kernel:
+    """One loaded kernel. `threads` is its launch bound, the block size that it is written for."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        driver = _bindings("driver")
+        self._driver = driver
+        self._function = _call(driver.cuModuleGetFunction, module, name.encode())
+        attribute = self._attribute = driver.CUfunction_attribute
+        self.threads = int(
+            _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, self._function)
+        )
+
+    def allow_all(self, clusters: bool) -> None:
+        """Permit launches with all shared memory that the device gives a block, and in clusters of up to 16 blocks."""
+        driver, attribute = self._driver, self._attribute
+        most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        static = _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function)
+        dynamic = _call(driver.cuDeviceGetAttribute, most, _call(driver.cuCtxGetDevice)) - static
+        wanted = {attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: dynamic}
+        if clusters:
+            wanted[attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+        for key, value in wanted.items():
+            _call(driver.cuFuncSetAttribute, self._function, key, value)
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        parameters: ctypes.Structure,
+        stream: int,
+        *,
+        threads: int = 0,
+        cluster: int = 1,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch on the CUDA stream at address `stream`; captured when that stream is. Returns at once."""
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads or self.threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = driver.CUstream(stream)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
+
+
+@lru_cache(maxsize=64)
+def load(unit: str, kernel: str, defines: Defines, device: int) -> Kernel:
+    """`kernel` of `unit` on a device whose context is current, compiled or from the cache, once per process."""
+    return Kernel(_module(unit, defines, device), kernel)
+
+
+@lru_cache(maxsize=64)
+def _module(unit: str, defines: Defines, device: int) -> Any:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    torch.cuda.synchronize(device)  # makes the context that the module belongs to
+    compiled = cached_unit(unit, defines, f"sm_{major}{minor}", cache_dir())
+    return _call(_bindings("driver").cuModuleLoadData, compiled.cubin)
+
+
+def _read(place: Path) -> Compiled | None:
+    try:
+        head, cubin = place.read_bytes().split(b"\n", 1)
+        stored = json.loads(head)
+        if stored["sha256"] != hashlib.sha256(cubin).hexdigest():
+            return None
+        return Compiled(cubin, tuple(Resources(**entry) for entry in stored["resources"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _publish(place: Path, compiled: Compiled) -> None:
+    head = {
+        "sha256": hashlib.sha256(compiled.cubin).hexdigest(),
+        "resources": [asdict(entry) for entry in compiled.resources],
+    }
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
+            file.write(json.dumps(head).encode() + b"\n" + compiled.cubin)
+        Path(file.name).replace(place)
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot be written: {problem}",
+            field="HISPARSE_KERNEL_CACHE",
+            value=place.parent,
+            remedy="name a folder that this user may write",
+        ) from problem
+
+
+def _nvrtc_version() -> tuple[int, int]:
+    nvrtc = _bindings("nvrtc")
+    status, major, minor = nvrtc.nvrtcVersion()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise InternalError(f"nvrtcVersion: {status}", field="nvrtc")
+    return major, minor
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
+    _call(nvrtc.nvrtcGetProgramLog, program, log)
+    return log.rstrip(b"\0").decode(errors="replace")
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """The result of a driver or NVRTC call. Raises InternalError naming call and status."""
+    status, *results = function(*arguments)
+    if int(status) != 0:
+        raise InternalError(f"{function.__name__}: {status!r}", field="cuda")
+    return results[0] if results else None
+
+
+@lru_cache(maxsize=2)
+def _bindings(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as problem:
+        raise ConfigError(
+            f"cannot be imported: {problem}",
+            field="cuda.bindings",
+            value=name,
+            remedy="pip install 'hisparse[cuda]'",
+        ) from problem

@@ -1,0 +1,112 @@
+// What host and device both know: constants and kernel parameters. The twin of kernels/layout.py and
+// kernels/parameters.py; tests/test_kernels_cuda_layout.py compiles static assertions over every offset.
+//
+// State, as the kernels see it (kernels/state.py has the shapes and what each value means):
+//
+//      0  pointers, 8 bytes each, in the order below
+//    120  arena_rows, key_rows, page_bytes        int64
+//    144  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
+//    168  (end)
+#pragma once
+
+namespace hisparse {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+constexpr int PAGE_TOKENS = 64;
+constexpr int SLOTS_MAX = 32768 + 64;
+constexpr int TAIL_SLOTS_MAX = 16;
+constexpr int TOPK_MAX = 4096;
+constexpr int CONTEXT_MAX_TOKENS = 1048576;
+
+constexpr u32 SLOT_ABSENT = 0xFFFF;
+constexpr u32 SLOT_CLAIMED = 0xFFFE;  // inside swap_in alone: a block of this request is loading the token
+static_assert(SLOTS_MAX <= SLOT_CLAIMED, "a slot number never reads as a mark");
+
+enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
+
+struct State {
+    u8* rows;
+    u8* index_keys;
+    u16* slot_of;
+    i32* slot_token;
+    i32* stamp;
+    const i32* index_table;
+    const i32* host_table;
+    const i32* chunk_table;
+    const i32* hot_slots;
+    i32* tail;
+    i32* now;
+    i64* hits;
+    i64* misses;
+    i64* tripwires;
+    u8* host;
+    i64 arena_rows;
+    i64 key_rows;
+    i64 page_bytes;
+    i32 seats, max_pages, max_chunks, tail_slots, layers, groups;
+};
+
+struct Batch {
+    const void* seats;    // int32 or int64 [batch]
+    const void* lengths;  // likewise
+    const i32* num_real;
+    i32 size;
+    i32 wide_seats, wide_lengths;  // 1 when int64
+    i32 unused;
+};
+
+struct Plan {
+    i32* device_row;   // [batch*k]: row b's copies begin at b*k
+    i32* host_page;    // likewise
+    i32* host_offset;  // likewise
+    i32* count;        // [batch]
+};
+
+struct SwapIn {
+    State state;
+    Batch batch;
+    Plan plan;
+    const i32* topk;  // [batch, k]
+    i32* out_rows;    // [batch, k]
+    i32 k, group, anchor_layer;
+    i32 span;           // top-k entries of one block, a multiple of 32
+    i32 slots_limit;    // slots that shared memory has room for
+    i32 distinct_mask;  // size of the resident path's hash set, minus one
+};
+
+struct BeginStep {
+    State state;
+    Batch batch;
+    i32* new_rows;        // [groups, batch]
+    i32* new_index_rows;  // [batch]
+    i32* device_row;      // [groups, batch]
+    i32* index_row;       // [batch]
+    i32* host_page;       // [batch]
+    i32* host_offset;     // [batch]
+};
+
+struct ReplayMisses {
+    State state;
+    Plan plan;
+    i32 k, layer, parts, unused;
+};
+
+struct CopyRows {
+    State state;
+    const i64* group_of_layer;
+    const void* device_row;  // int32 or int64 [groups, n]; null: index keys alone
+    const void* index_row;   // [n]; null: rows alone
+    const void* host_page;   // [n]
+    const void* host_offset; // [n]
+    i32 n;
+    i32 wide_device_row, wide_index_row, wide_host_page, wide_host_offset;  // 1 when int64
+    i32 to_host;
+};
+
+}  // namespace hisparse

@@ -1,0 +1,196 @@
+// Moving rows, and the few PTX instructions that C++ has no words for.
+//
+// A row is moved in *lines* of 128 bytes of host memory, each by one group of lanes with one load per lane: PCIe then sees
+// whole-line requests, which carry 46-47 GB/s where a warp per row carries 44 (measured; bulk copies: 24, cp.async: less
+// than half). Rows start anywhere, so the first and last line of a row are masked. Lanes move the widest word that
+// divides every row address: 16 bytes where rows allow, down to single bytes.
+#pragma once
+
+#include "layout.cuh"
+
+namespace hisparse {
+
+template <int BYTES> struct WordOf;
+template <> struct WordOf<16> { using type = uint4; };
+template <> struct WordOf<8> { using type = uint2; };
+template <> struct WordOf<4> { using type = u32; };
+template <> struct WordOf<2> { using type = u16; };
+template <> struct WordOf<1> { using type = u8; };
+
+// Rows are read once: they must not evict what L1 holds. Nothing else writes them while a kernel reads them.
+__device__ __forceinline__ void load_once(uint4& v, const void* at) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+}
+__device__ __forceinline__ void load_once(uint2& v, const void* at) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+}
+__device__ __forceinline__ void load_once(u32& v, const void* at) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at));
+}
+__device__ __forceinline__ void load_once(u16& v, const void* at) {
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(at));
+}
+__device__ __forceinline__ void load_once(u8& v, const void* at) {
+    u32 wide;
+    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(wide) : "l"(at));
+    v = static_cast<u8>(wide);
+}
+
+// A load that stays where it is written, ahead of branches that its value does not decide.
+__device__ __forceinline__ void load_now(i32& v, const i32* at) {
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
+}
+// An entry that other blocks change meanwhile.
+__device__ __forceinline__ u32 load_shared_slot(const u16* at) {
+    u16 v;
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
+    return v;
+}
+
+// How rows of BYTES bytes, all at multiples of ALIGN (a power of two up to 128), split into lines.
+template <int BYTES, int ALIGN> struct RowShape {
+    static constexpr int WORD = ALIGN < 16 ? ALIGN : 16;
+    static constexpr int LANES = 128 / WORD < 32 ? 128 / WORD : 32;
+    static constexpr int LINE = LANES * WORD;
+    static constexpr int FIRST_MAX = ALIGN < LINE ? LINE - ALIGN : 0;  // bytes of a first line that precede the row
+    static constexpr int LINES = (FIRST_MAX + BYTES + LINE - 1) / LINE;
+    static constexpr int ROW = BYTES;
+    using Word = typename WordOf<WORD>::type;
+
+    // Where in the row this lane's word of line `line` lies; outside [0, ROW) when the line does not reach so far.
+    static __device__ __forceinline__ int offset(const void* host_row, int line) {
+        const int before = static_cast<int>(reinterpret_cast<u64>(host_row)) & (LINE - 1);
+        return line * LINE + static_cast<int>(threadIdx.x % LANES) * WORD - before;
+    }
+};
+
+// FLIGHT lines per group of lanes, loaded together and held in registers until stored. `host(i)`, `source(i)` and
+// `target(i)` give the addresses of row i; a null target is skipped. Task t is line t % LINES of row t / LINES.
+template <class Shape, int FLIGHT> struct Lines {
+    typename Shape::Word held[FLIGHT];
+
+    template <class Host, class Source>
+    __device__ __forceinline__ void load(int first, int stride, int tasks, Host host, Source source) {
+#pragma unroll
+        for (int i = 0; i < FLIGHT; ++i) {
+            const int task = first + i * stride;
+            if (task < tasks) {
+                const int row = task / Shape::LINES, offset = Shape::offset(host(row), task % Shape::LINES);
+                const u8* from = source(row);
+                if (from != nullptr && 0 <= offset && offset < Shape::ROW) load_once(held[i], from + offset);
+            }
+        }
+    }
+
+    template <class Host, class Target>
+    __device__ __forceinline__ void store(int first, int stride, int tasks, Host host, Target target) {
+#pragma unroll
+        for (int i = 0; i < FLIGHT; ++i) {
+            const int task = first + i * stride;
+            if (task < tasks) {
+                const int row = task / Shape::LINES, offset = Shape::offset(host(row), task % Shape::LINES);
+                u8* to = target(row);
+                if (to != nullptr && 0 <= offset && offset < Shape::ROW)
+                    *reinterpret_cast<typename Shape::Word*>(to + offset) = held[i];
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ i64 read_id(const void* ids, int place, int wide) {
+    return wide ? static_cast<const i64*>(ids)[place] : static_cast<const i32*>(ids)[place];
+}
+
+__device__ __forceinline__ u8* host_row(const State& s, i32 page, i32 offset, i32 layer, int row_bytes) {
+    return s.host + page * s.page_bytes + (static_cast<i64>(layer) * PAGE_TOKENS + offset) * row_bytes;
+}
+
+__device__ __forceinline__ void trip(const State& s, Tripwire wire, int times) {
+    if (times) atomicAdd(reinterpret_cast<u64*>(s.tripwires + wire), static_cast<u64>(times));
+}
+
+// Named barriers of `threads` threads of the block. Barrier 0 is __syncthreads().
+__device__ __forceinline__ void sync_named(int barrier, int threads) {
+    __syncwarp();
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_named(int barrier, int threads) {
+    __syncwarp();
+    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ u32 shared_address(const void* at) {
+    return static_cast<u32>(__cvta_generic_to_shared(at));
+}
+
+// Clusters: blocks of one request, scheduled together, that write into each other's shared memory. Absent below sm_90.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+    u32 r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return static_cast<int>(r);
+}
+__device__ __forceinline__ int cluster_ranks() {
+    u32 r;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
+    return static_cast<int>(r);
+}
+// The cluster's one barrier: all threads arrive once, mailboxes being set up. It must not be used a second time by
+// threads that may exit meanwhile: an exit counts as an arrival, so a phase would end early, and a late waiter hang.
+__device__ __forceinline__ void cluster_arrive() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// `calls` peers will knock before `await_mail` returns.
+__device__ __forceinline__ void expect_knocks(u64* mailbox, u32 calls) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mailbox)), "r"(calls) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Relaxed: it tells that values have been read, and publishes nothing.
+__device__ __forceinline__ void knock(u64* mailbox, int peer) {
+    u32 box;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(box) : "memory");
+}
+// `bytes` will be written by peers, through `send`, before `await_mail` returns.
+__device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void await_mail(u64* mailbox) {
+    u32 done = 0;
+    while (!done) {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(shared_address(mailbox)) : "memory");
+    }
+}
+// 16 bytes to the same place in block `peer`, counted by its mailbox.
+__device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbox, int peer) {
+    u32 to, box;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(box) : "memory");
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_ranks() { return 1; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void expect_bytes(u64*, u32) {}
+__device__ __forceinline__ void await_mail(u64*) {}
+__device__ __forceinline__ void expect_knocks(u64*, u32) {}
+__device__ __forceinline__ void knock(u64*, int) {}
+__device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}
+#endif
+
+}  // namespace hisparse

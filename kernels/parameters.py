@@ -1,0 +1,189 @@
+"""Kernel parameters as ctypes structures: the host's twin of kernels/layout.cuh. A test proves both equal.
+
+A parameter block is passed by value; tensors enter it as addresses, so whoever launches keeps them alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import torch
+
+from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOT_ABSENT, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
+from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire
+
+CONSTANTS: Final = {
+    "PAGE_TOKENS": PAGE_TOKENS,
+    "SLOT_ABSENT": SLOT_ABSENT,
+    "SLOTS_MAX": SLOTS_MAX,
+    "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
+    "TOPK_MAX": TOPK_MAX,
+    "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
+    **{wire.name: int(wire) for wire in Tripwire},
+}
+_POINTERS = (
+    "rows",
+    "index_keys",
+    "slot_of",
+    "slot_token",
+    "stamp",
+    "index_table",
+    "host_table",
+    "chunk_table",
+    "hot_slots",
+    "tail",
+    "now",
+    "hits",
+    "misses",
+    "tripwires",
+    "host",
+)
+
+
+class State(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("arena_rows", ctypes.c_int64),
+        ("key_rows", ctypes.c_int64),
+        ("page_bytes", ctypes.c_int64),
+        ("seats", ctypes.c_int32),
+        ("max_pages", ctypes.c_int32),
+        ("max_chunks", ctypes.c_int32),
+        ("tail_slots", ctypes.c_int32),
+        ("layers", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("seats", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("num_real", ctypes.c_void_p),
+        ("size", ctypes.c_int32),
+        ("wide_seats", ctypes.c_int32),
+        ("wide_lengths", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Plan(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("device_row", "host_page", "host_offset", "count"))
+
+
+class SwapIn(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("batch", Batch),
+        ("plan", Plan),
+        ("topk", ctypes.c_void_p),
+        ("out_rows", ctypes.c_void_p),
+        ("k", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("anchor_layer", ctypes.c_int32),
+        ("span", ctypes.c_int32),
+        ("slots_limit", ctypes.c_int32),
+        ("distinct_mask", ctypes.c_int32),
+    )
+
+
+class BeginStep(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("batch", Batch),
+        ("new_rows", ctypes.c_void_p),
+        ("new_index_rows", ctypes.c_void_p),
+        ("device_row", ctypes.c_void_p),
+        ("index_row", ctypes.c_void_p),
+        ("host_page", ctypes.c_void_p),
+        ("host_offset", ctypes.c_void_p),
+    )
+
+
+class ReplayMisses(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("plan", Plan),
+        ("k", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class CopyRows(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("group_of_layer", ctypes.c_void_p),
+        ("device_row", ctypes.c_void_p),
+        ("index_row", ctypes.c_void_p),
+        ("host_page", ctypes.c_void_p),
+        ("host_offset", ctypes.c_void_p),
+        ("n", ctypes.c_int32),
+        ("wide_device_row", ctypes.c_int32),
+        ("wide_index_row", ctypes.c_int32),
+        ("wide_host_page", ctypes.c_int32),
+        ("wide_host_offset", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+    )
+
+
+STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (State, Batch, Plan, SwapIn, BeginStep, ReplayMisses, CopyRows)
+
+
+def state_parameters(state: DeviceState) -> State:
+    """Addresses and sizes of `state`. They never change while it lives."""
+    geometry = state.geometry
+    return State(
+        **{name: getattr(state, name).data_ptr() for name in _POINTERS},
+        arena_rows=state.rows.shape[1],
+        key_rows=state.index_keys.shape[1],
+        page_bytes=geometry.page_bytes,
+        seats=state.seats,
+        max_pages=state.index_table.shape[1],
+        max_chunks=state.chunk_table.shape[1],
+        tail_slots=state.tail_slots,
+        layers=geometry.layers,
+        groups=geometry.groups,
+    )
+
+
+def batch_parameters(batch: StepBatch) -> Batch:
+    return Batch(
+        seats=batch.seats.data_ptr(),
+        lengths=batch.lengths.data_ptr(),
+        num_real=batch.num_real.data_ptr(),
+        size=batch.seats.shape[0],
+        wide_seats=is_wide(batch.seats),
+        wide_lengths=is_wide(batch.lengths),
+    )
+
+
+def plan_parameters(plan: MissPlan) -> Plan:
+    return Plan(
+        device_row=plan.device_row.data_ptr(),
+        host_page=plan.host_page.data_ptr(),
+        host_offset=plan.host_offset.data_ptr(),
+        count=plan.count.data_ptr(),
+    )
+
+
+def is_wide(tensor: torch.Tensor) -> int:
+    """1 for int64, 0 for int32."""
+    return int(tensor.dtype == torch.int64)
+
+
+def assertions() -> str:
+    """CUDA C++ that compiles only if layout.cuh has the constants, sizes and offsets of this file."""
+    lines = ['#include "layout.cuh"']
+    for name, value in CONSTANTS.items():
+        lines.append(f'static_assert(hisparse::{name} == {value}, "{name}");')
+    for structure in STRUCTURES:
+        kind = structure.__name__
+        size = ctypes.sizeof(structure)
+        lines.append(f'static_assert(sizeof(hisparse::{kind}) == {size}, "{kind}");')
+        for name, *_ in structure._fields_:
+            offset = getattr(structure, name).offset
+            lines.append(f'static_assert(__builtin_offsetof(hisparse::{kind}, {name}) == {offset}, "{kind}.{name}");')
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,49 @@
+"""The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
+
+Every path of every kernel once or twice, at small sizes: clusters of one, two and sixteen blocks; hits, misses,
+duplicates, padding, resident requests, victims beyond the age bins, both directions of copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.gpu.twin import Twin
+
+
+def lives(ranks: int, seed: int) -> None:
+    twin = Twin(seed, groups=(0, 0, 1), row_bytes=656, topk=100, tail_slots=3, hot_max=128, ranks=ranks)
+    twin.open(0, 300, 128, 64)
+    twin.open(1, 300, 0)
+    twin.open(2, 250, 100)
+    for turn in range(4):
+        batches = twin.begin([2, 0, 1])
+        twin.write_new_rows(batches[0])
+        for group in range(2):
+            topk = torch.randint(-2, 300, (4, 100), generator=twin.torch, dtype=torch.int32)
+            topk[:, 50:] = topk[:, :50]
+            twin.swap_in(group, batches, topk)
+        if turn == 1:
+            twin.cpu.now[0] += 5000
+            twin.upload()
+        twin.check()
+
+
+def copies() -> None:
+    twin = Twin(7, row_bytes=13, index_row_bytes=7)
+    places = {
+        "device_row": torch.arange(10, 80).repeat(2, 1),
+        "index_row": torch.arange(20, 90),
+        "host_page": torch.arange(70) % 9,
+        "host_offset": torch.arange(70) % 64,
+    }
+    twin.copy(places, "to_host")
+    twin.copy(places, "to_device")
+
+
+if __name__ == "__main__":
+    for ranks in (1, 2, 16):
+        lives(ranks, ranks)
+    copies()
+    torch.cuda.synchronize()
+    print("done")

@@ -1,0 +1,230 @@
+"""Every kernel on the GPU against its CPU reference, from equal states: sets, counters, tables, bytes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernels import cuda_begin_step, cuda_swap_in  # noqa: E402
+from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
+from tests.gpu.twin import Twin, same  # noqa: E402
+
+EXAMPLES = int(os.environ.get("HISPARSE_GPU_EXAMPLES", "100"))
+SMALL = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(max_examples=max(2, EXAMPLES // 100), deadline=None, suppress_health_check=list(HealthCheck))
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32),
+        "groups": st.sampled_from([(0,), (0, 0, 1), (0, 1, 1, 1)]),
+        "row_bytes": st.sampled_from([1, 7, 20, 24, 584, 656]),
+        "topk": st.sampled_from([1, 3, 8, 31, 64, 100]),
+        "tail_slots": st.integers(1, 16),
+        "ranks": st.sampled_from([None, 1, 2, 4, 8, 16]),
+        "ids": st.sampled_from([torch.int32, torch.int64]),
+    }
+)
+
+
+def draw_topk(twin: Twin, seats: list[int], misses: float = 0.3) -> torch.Tensor:
+    """Any order: recent and old tokens, duplicates, padding, positions out of range."""
+    k, draw = twin.geometry.topk, twin.random
+    rows = []
+    for place in range(twin.size):
+        length = twin.lengths[seats[place]] if place < len(seats) else 50
+        near = range(max(0, length - k), length)
+        row = [draw.randrange(length) if draw.random() < misses else draw.choice(near) for _ in range(k)]
+        odd = (-1, -1, -2, -(2**31), length, length + 70, 2**31 - 1)
+        rows.append([draw.choice(odd) if draw.random() < 0.05 else token for token in row])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def hot_size(twin: Twin) -> int:
+    k = twin.geometry.topk
+    return twin.random.choice([size for size in (k, k + 1, 2 * k + 5, 64, 130, 192) if k <= size <= 192])
+
+
+def step(twin: Twin) -> None:
+    seats = [seat for seat in range(3) if twin.lengths[seat] < 511 and twin.random.random() < 0.9]
+    twin.random.shuffle(seats)
+    batches = twin.begin(seats)
+    twin.write_new_rows(batches[0])
+    for group in range(twin.geometry.groups):
+        twin.swap_in(group, batches, draw_topk(twin, seats))
+    twin.check()
+
+
+@SMALL
+@given(shape=SHAPES, actions=st.lists(st.sampled_from(["step"] * 6 + ["resize", "reopen"]), min_size=2, max_size=6))
+def test_lives_of_mixed_requests(shape: dict[str, object], actions: list[str]) -> None:
+    twin = Twin(**shape)  # type: ignore[arg-type]
+    for seat in range(3):
+        length = twin.random.randrange(1, 400)
+        twin.open(seat, length, 0 if seat == 2 else hot_size(twin), twin.random.choice([0, 64, 200]))
+    for action in actions:
+        seat = twin.random.randrange(2)
+        old = int(twin.cpu.hot_slots[seat])
+        if action == "resize" and old > 0:
+            new = hot_size(twin)
+            if new < old or new >= old + twin.cpu.tail_slots:
+                twin.resize(seat, new)
+        elif action == "reopen":
+            twin.open(seat, twin.random.randrange(1, 300), 0 if twin.random.random() < 0.3 else hot_size(twin))
+        step(twin)
+
+
+@LIMITS
+@given(
+    seed=st.integers(0, 2**32),
+    topk=st.sampled_from([2047, 2048, 4096]),
+    hot=st.sampled_from([4096, 8192, 32768]),
+    ranks=st.sampled_from([None, 1, 2, 8, 16]),
+    row_bytes=st.sampled_from([656, 1152]),
+)
+def test_lives_at_the_limits(seed: int, topk: int, hot: int, ranks: int | None, row_bytes: int) -> None:
+    twin = Twin(
+        seed,
+        groups=(0, 0),
+        row_bytes=row_bytes,
+        topk=topk,
+        hot_max=hot,
+        max_tokens=40_000,
+        tail_slots=16,
+        seats=2,
+        batch=2,
+        ranks=ranks,
+    )
+    twin.open(0, 39_000, hot, hot)
+    twin.open(1, 39_000, 0)
+    for _ in range(3):
+        batches = twin.begin([0, 1])
+        twin.write_new_rows(batches[0])
+        twin.swap_in(0, batches, draw_topk(twin, [0, 1]))
+    twin.check()
+
+
+def test_ages_beyond_the_bins_still_order_victims() -> None:
+    """Stamps further apart than the histogram has bins: both refining passes run."""
+    twin = Twin(3, groups=(0,), topk=40, hot_max=192, ranks=2)
+    twin.open(0, 500, 192, 192)
+    for now, spread in ((1_000_000, 999_000), (5000, 4999), (3000, 950)):
+        batches = twin.begin([0])
+        twin.cpu.now[0] = now
+        stamps = torch.randint(now - spread, now - 1, twin.cpu.stamp.shape, generator=twin.torch)
+        twin.cpu.stamp.copy_(torch.where(twin.cpu.stamp >= 0, stamps, -1))
+        twin.upload()
+        twin.swap_in(0, batches, draw_topk(twin, [0], misses=0.9))
+        twin.check()
+
+
+def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
+    twin = Twin(5, groups=(0,), topk=100, hot_max=64)
+    twin.open(0, 400, 64, 64)
+    batches = twin.begin([0])
+    topk = torch.arange(200, 300).repeat(4, 1).int()
+    out, plan = torch.empty_like(topk).cuda(), MissPlan.allocate(4, 100, "cuda")
+    cuda_swap_in.swap_in(twin.gpu, 0, topk.cuda(), batches[1], out, plan)
+    assert int((out[0] >= 0).sum()) == 64
+    assert int(twin.gpu.tripwires[2]) == 36
+    assert int(plan.count[0]) == 64
+    twin.adopt()
+    twin.check()
+
+
+@pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])
+@pytest.mark.parametrize(("row_bytes", "index_row_bytes"), [(656, 132), (1152, 256), (13, 7), (24, 8)])
+@pytest.mark.parametrize("n", [1, 5, 150])
+def test_copies_of_all_layers(direction: str, row_bytes: int, index_row_bytes: int, n: int) -> None:
+    twin = Twin(n, row_bytes=row_bytes, index_row_bytes=index_row_bytes)
+    groups, arena = twin.geometry.groups, twin.cpu.rows.shape[1]
+    places = torch.randperm(twin.cpu.host.shape[0] * 64, generator=twin.torch)[:n]
+    page = places // 64
+    page[::4] = -1
+    arguments = {
+        "index_row": torch.randperm(twin.cpu.index_keys.shape[1], generator=twin.torch)[:n],
+        "host_page": page.int(),
+        "host_offset": places % 64,
+    }
+    if direction != "keys":
+        rows = [torch.randperm(arena, generator=twin.torch)[:n].int() for _ in range(groups)]
+        arguments["device_row"] = torch.stack(rows)
+        twin.copy({**arguments, "index_row": None}, direction)
+    twin.copy(arguments, direction)
+
+
+def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
+    """100,000 steps of one graph: begin_step and swap_in over a moving window, then compared with where it must end."""
+    steps = int(os.environ.get("HISPARSE_GPU_STEPS", "2000"))
+    twin = Twin(
+        1, groups=(0,), row_bytes=16, topk=32, tail_slots=4, hot_max=128, max_tokens=2**17 + 64, seats=1, batch=2
+    )
+    state = twin.gpu
+    twin.open(0, 1000, 128)
+    batch = StepBatch.allocate(2, 1, "cuda")
+    batch.seats[0], batch.num_real[0], batch.lengths[0] = 0, 1, 1000
+    plan, misses = BackupPlan.allocate(2, 1, "cuda"), MissPlan.allocate(2, 32, "cuda")
+    window = torch.arange(32, device="cuda")
+    topk, out = torch.full((2, 32), -1, dtype=torch.int32, device="cuda"), torch.empty(2, 32, dtype=torch.int32).cuda()
+    loads = torch.zeros(1, dtype=torch.int64, device="cuda")
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def one() -> None:
+        batch.lengths[0] += 1
+        cuda_begin_step.begin_step(state, batch, plan)
+        state.row_words[0].index_copy_(0, batch.new_rows[0, :1].long(), truth[(batch.lengths[:1] - 1).long()])
+        last = batch.lengths[0] - 1
+        topk[0] = torch.where(window < 24, last - window * 3, (last * 7919 + window * 104729) % last).int()
+        cuda_swap_in.swap_in(state, 0, topk, batch, out, misses)
+        loads.add_(misses.count[:1])
+        wrong.add_((state.row_words[0][out[0].long()] != truth[topk[0].long()]).sum())
+
+    length = twin.cpu.host_table.shape[1]
+    truth = state.host_row_words[:, 0].cuda()[state.host_table[0, :length].long()].reshape(length * 64, -1)
+    one()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one()
+    for _ in range(steps):
+        graph.replay()
+    torch.cuda.synchronize()
+    twin.lengths[0] = int(batch.lengths[0])
+    assert twin.lengths[0] == 1001 + steps
+    assert int(wrong) == 0
+    assert int(state.now[0]) == steps + 1
+    assert int(state.tripwires.sum()) == 0
+    assert int(loads) == int(state.misses.sum())
+    assert 30 * steps < int(state.misses.sum() + state.hits.sum()) <= 32 * (steps + 1)
+    assert steps < int(state.misses.sum()) < 16 * steps
+    twin.adopt()
+    twin.check()
+
+
+def test_steps_are_the_same_in_a_graph_and_without() -> None:
+    twin = Twin(9, topk=31)
+    twin.open(0, 300, 64, 64)
+    twin.open(1, 300, 0)
+    batches = twin.begin([0, 1])
+    twin.write_new_rows(batches[0])
+    topk = draw_topk(twin, [0, 1])
+    device = topk.cuda()
+    out, plan = torch.empty_like(device), MissPlan.allocate(4, 31, "cuda")
+    saved = {name: getattr(twin.gpu, name).clone() for name in ("slot_of", "slot_token", "stamp", "hits", "misses")}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_swap_in.swap_in(twin.gpu, 0, device, batches[1], out, plan)
+    graph.replay()
+    torch.cuda.synchronize()
+    inside = (out < 0).cpu(), twin.gpu.stamp.cpu().clone()
+    for name, tensor in saved.items():
+        getattr(twin.gpu, name).copy_(tensor)
+    cuda_swap_in.swap_in(twin.gpu, 0, device, batches[1], out, plan)
+    same("absent", inside[0], out < 0)
+    same("stamp", inside[1], twin.gpu.stamp)

@@ -1,0 +1,105 @@
+"""CUDA kernels without a GPU: they compile for each architecture, spill nothing, and share structures with the host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.errors import ConfigError, InternalError
+from kernels import compile as kernels_compile
+from kernels import jit, parameters
+from kernels.cuda_swap_in import blocks_per_request, shared_bytes
+from kernels.layout import Geometry
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
+
+DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
+TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
+
+
+@pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
+def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels_compile.main(["--arch", arch, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["kernel"] for line in lines} >= {"swap_in", "open_rows", "rotate_tail", "copy_rows", "replay_misses"}
+    for line in lines:
+        assert line["arch"] == arch
+        assert line["spill_bytes"] == 0, line
+        assert 0 < line["registers"] <= 80, line
+
+
+def test_host_and_device_structures_are_equal() -> None:
+    source = parameters.assertions()
+    jit.compile_source(source, "layout", (), "sm_90")
+    wrong = source.replace("SwapIn, span) == ", "SwapIn, span) == 1", 1)
+    with pytest.raises(InternalError, match=r"SwapIn\.span"):
+        jit.compile_source(wrong, "layout", (), "sm_90")
+
+
+def test_a_row_that_fits_no_word_is_moved_in_bytes() -> None:
+    assert dict(jit.row_defines(Geometry(1, 13, (0,), 7, 1)))["ROW_ALIGN"] == 1
+    assert dict(DEFINES)["ROW_ALIGN"] == 16
+    assert dict(jit.row_defines(Geometry(2, 1152, (0, 1), 256, 1)))["ROW_ALIGN"] == 128
+    assert dict(jit.row_defines(Geometry(2, 1152, (0, 1), 256, 1), host_address=8))["ROW_ALIGN"] == 8
+
+
+def test_compile_errors_carry_the_log() -> None:
+    with pytest.raises(InternalError, match="identifier"):
+        jit.compile_source('extern "C" __global__ void f() { undefined_thing(); }', "broken", (), "sm_90")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the units that were really compiled."""
+    calls: list[str] = []
+
+    def compile_tiny(unit: str, defines: jit.Defines, arch: str) -> jit.Compiled:
+        calls.append(unit)
+        return jit.compile_source(TINY, unit, defines, arch)
+
+    monkeypatch.setattr(jit, "compile_unit", compile_tiny)
+    return calls
+
+
+def test_cache_keeps_what_it_has_seen_and_mends_what_is_broken(tmp_path: Path, compiled: list[str]) -> None:
+    defines = (("SCALE", 3),)
+    first = jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new")
+    assert jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new") == first
+    assert compiled == ["swap_in"]
+    (place,) = (tmp_path / "new").iterdir()
+    place.write_bytes(place.read_bytes()[:-1])
+    assert jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new") == first
+    assert compiled == ["swap_in"] * 2
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [place.name], "temporary files are gone"
+
+
+def test_the_key_covers_all_that_a_unit_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {
+        jit.content_key("swap_in", DEFINES, "sm_90"),
+        jit.content_key("swap_in", DEFINES, "sm_80"),
+        jit.content_key("copy_rows", DEFINES, "sm_90"),
+        jit.content_key("swap_in", DEFINES[1:], "sm_90"),
+    }
+    for path in jit.SOURCE_DIR.glob("*.cuh"):
+        (tmp_path / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == "memory.cuh"))
+    monkeypatch.setattr(jit, "SOURCE_DIR", tmp_path)
+    keys.add(jit.content_key("swap_in", DEFINES, "sm_90"))
+    assert len(keys) == 5
+
+
+def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        jit.cached_unit("swap_in", (("SCALE", 1),), "sm_90", tmp_path / "file" / "cache")
+    assert caught.value.field == "HISPARSE_KERNEL_CACHE"
+
+
+def test_blocks_per_request_fill_the_card_within_a_cluster() -> None:
+    assert [blocks_per_request(n, 132, True) for n in (1, 4, 8, 16, 64, 128, 256)] == [16, 16, 16, 8, 2, 2, 1]
+    assert blocks_per_request(1, 132, False) == 1
+
+
+def test_shared_memory_of_the_largest_case_fits_a_block() -> None:
+    assert shared_bytes(4096, 1, 32_832) < 227 * 1024
