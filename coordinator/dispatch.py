@@ -35,7 +35,6 @@ from coordinator.ledger import Ledger, Memory
 from coordinator.messages import Grant, Resize
 from coordinator.policy import Policy
 from coordinator.roster import ON_WORKER, Drain, Entry, Phase, Roster, Worker
-from coordinator.sizing import Rung
 from kernels.layout import PAGE_TOKENS, pages_for
 
 
@@ -88,11 +87,10 @@ class Dispatch:
                 self.roster.leave(entry, frees_pages=True)
         return NOTHING
 
-    def resized(self, event: Resized) -> Heard | None:
-        """None: nobody asked for that size, or not in this admission."""
+    def resized(self, event: Resized) -> Heard:
         entry = self._current(event.slot, event.admission)
-        if entry is None or entry.resizing != Rung(event.hot_slots, event.hot_chunks):
-            return None
+        if entry is None or entry.resizing is None:
+            return NOTHING
         self.dirty = True
         if freed := self.roster.resized(entry):
             return _heard(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))

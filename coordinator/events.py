@@ -171,10 +171,10 @@ class Progressed(msgspec.Struct, frozen=True):
 
 
 class Resized(msgspec.Struct, frozen=True):
+    """The Resize under way took effect."""
+
     slot: int
     admission: int
-    hot_slots: int
-    hot_chunks: int
 
 
 class Departed(msgspec.Struct, frozen=True):

@@ -199,6 +199,10 @@ class RequestState:
         self.worker = ""
         self.kept_tokens = 0
         self.retractions = 0
+        # what the worker has yet to say in this admission; said twice, it is heard once
+        self.staging = False
+        self.parked = False
+        self.resize: messages.Resize | None = None
         self.outcome = State.FAILED  # in RELEASING: how it will end, and why
         self.verdict = ""
         self.reason = ""
@@ -256,6 +260,9 @@ class RequestState:
         return apply(self, event, target, rows, now)
 
     def _staged(self, event: messages.Staged, target: Target, _: Rows, now: float) -> list[Action]:
+        if not self.staging:
+            return []
+        self.staging = False
         self._move(target, now, Kind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
         return [self._progressed(Stage.STAGED)]
 
@@ -266,12 +273,19 @@ class RequestState:
         return [self._progressed(Stage.STARTED)]
 
     def _parked(self, _: messages.Parked, target: Target, __: Rows, now: float) -> list[Action]:
+        if self.parked:
+            return []
+        self.parked = True
         self._move(target, now, Kind.PARKED, "out of granted pages")
         return [self._progressed(Stage.PARKED)]
 
     def _resized(self, event: messages.Resized, target: Target, _: Rows, now: float) -> list[Action]:
+        asked = self.resize
+        if asked is None or (event.hot_slots, event.hot_chunks) != (asked.hot_slots, asked.hot_chunks):
+            raise self._illegal(Kind.RESIZED, by_worker=True)
+        self.resize = None
         self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
-        return [Resized(self.slot, self.admission, event.hot_slots, event.hot_chunks)]
+        return [Resized(self.slot, self.admission)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -315,6 +329,7 @@ class RequestState:
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.admission, self.worker, self.keep = event.command.admission, event.worker, True
+        self.staging, self.parked, self.resize = not self.kept_tokens, False, None
         self._move(target, now, Kind.ADMITTED, event.reason)
         self.kept_tokens = 0
         return [event.command]
@@ -324,7 +339,9 @@ class RequestState:
         command = event.command
         if command.admission != self.admission or self.state in (State.RETRACTING, State.RELEASING):
             return []
+        self.parked = False
         if isinstance(command, messages.Resize):
+            self.resize = command
             self._note(now, "resize", describe_size(command.hot_slots))
         return [command]
 

@@ -1,4 +1,4 @@
-"""The Scheduler actor: facade of the coordinator's decisions, and the shell round coordinator.dispatch.
+"""The Scheduler actor: the shell round coordinator.dispatch. What others call is in coordinator.front.
 
 One turn: hear a batch of messages; have the HostPools apply (and commit) what follows from them; plan; have the plan
 applied; tell the Requests. Nothing is told before it is committed (I4), and the accounts do not change while a plan is
@@ -10,29 +10,29 @@ cross. A verb on several requests is checked for all of them before anything is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 import trio
 
 from coordinator import decisions, events, messages
-from coordinator.actor import Actor, Level, Reply, Supervisor
+from coordinator.actor import Level, Reply, Supervisor
 from coordinator.arrays import Int32Array
 from coordinator.config import CoordinatorSettings
 from coordinator.dispatch import Dispatch, Heard, Step, Tell
-from coordinator.errors import HiSparseError, ProtocolError, Unavailable, WrongState
-from coordinator.events import Handle, Listener, Verb, WorkerPort
+from coordinator.errors import HiSparseError, Unavailable, WrongState
+from coordinator.events import Handle, Listener, Verb
 from coordinator.fleet import Fleet
+from coordinator.front import Front, Message
 from coordinator.host_pool import HostPool
 from coordinator.intake import check_deadline, check_fits, check_submit
 from coordinator.ledger import NO_PAGES, Ledger
 from coordinator.lifecycle import RequestState, describe_size
-from coordinator.live import Live, Requests, Swaps
+from coordinator.live import Live, Requests
 from coordinator.request import Request
 from coordinator.roster import Drain, Entry
-from coordinator.sizing import NO_HOT_BUFFER, Length, page_limit
+from coordinator.sizing import Length, page_limit
 from coordinator.token_log import TokenLog
 from coordinator.verbs import carry_out
 from kernels.layout import PAGE_TOKENS
@@ -42,7 +42,7 @@ from metrics.state import CoordinatorCounters
 #: Messages handled in one turn.
 BATCH_MAX: Final = 1_024
 #: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
-#: end; and a slot is reported starving once until the next grant.
+#: end; and a slot is reported starving once until the next grant. Workers cannot make it more (lifecycle.RequestState).
 MESSAGES_PER_REQUEST: Final = 16
 #: Verbs, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096
@@ -52,26 +52,8 @@ TICK_S: Final = 0.25
 DEADLINE_MAX_S: Final = 86_400.0
 #: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
 RELEASE_LIMIT_S: Final = 5.0
-#: A worker may not leave less room than this in a Request's mailbox.
-FLOOD_MARGIN: Final = 64
 #: Granted tokens of a request that has all it can ever use: it is never short.
 GRANTED_ALL: Final = 2**31 - 1
-
-Message: TypeAlias = (
-    events.SubmitAsk
-    | events.VerbAsk
-    | events.DrainAsk
-    | events.StopAsk
-    | events.WorkerUp
-    | events.WorkerDown
-    | events.WorkerExited
-    | events.Starving
-    | events.Progressed
-    | events.Resized
-    | events.Departed
-    | events.Closed
-    | events.Tick
-)
 
 log = logger("coordinator.scheduler")
 
@@ -95,7 +77,7 @@ class _Stop:
     failed_at: float | None = None
 
 
-class Scheduler(Actor[Message]):
+class Scheduler(Front):
     """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
@@ -130,137 +112,9 @@ class Scheduler(Actor[Message]):
         self._stop: _Stop | None = None
         self._submitted = 0
 
-    # ---------------------------------------------------------------- for the gateway
-
-    async def submit(self, submit: messages.Submit, owner: str) -> Handle:
-        """Validate, queue and acknowledge a request. Refused in full or accepted in full.
-
-        Raises BadInput (field, value, remedy), WrongState for an id in use, CapacityError when it could never fit or
-        the queue is full, Unavailable while stopping or before the first worker has registered. Cancelled: it may have
-        been accepted; look the id up.
-        """
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
-
-    async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(Verb.ABORT, request_ids, owner)
-
-    async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
-        """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._verb(Verb.RETRACT, request_ids, owner, keep=keep, hold=hold)
-
-    async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Let held requests wait for memory again; all or none."""
-        return await self._verb(Verb.RESUME, request_ids, owner)
-
-    async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
-        """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
-
-    async def drain(
-        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
-    ) -> tuple[str, ...]:
-        """Stop admitting to workers (none named: all); returns at once. See messages.DrainWorkers.
-
-        Raises NotFound, WrongState for a worker that is gone, BadInput for a deadline out of bounds.
-        """
-        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, handover, deadline_s))
-
-    async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Admit to workers again (none named: all)."""
-        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, undrain=True))
-
-    async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
-        """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
-        return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
-
-    def lookup(self, request_id: str) -> int:
-        """The slot of a live or recently ended request. Raises NotFound."""
-        return self._requests.slot(request_id)
-
-    def model(self) -> messages.ModelInfo | None:
-        """The model served, None until the first worker has registered."""
-        return self._fleet.model
-
-    def request_rows(self, limit: int) -> list[messages.RequestRow]:
-        """Live requests in rank order, then ended ones, latest first; at most `limit`."""
-        return self._requests.rows(limit, self._clock())
-
-    def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
-        """One request and its story. Raises NotFound."""
-        return self._requests.describe(request_id, self._clock())
-
-    def worker_rows(self) -> list[messages.WorkerRow]:
-        """Workers that are connected, then those that are gone, as they were last."""
-        return self._fleet.worker_rows()
-
-    def pool_rows(self) -> list[messages.PoolRow]:
-        return self._fleet.pool_rows()
-
     @property
     def stopping(self) -> bool:
         return self._stop is not None
-
-    def count_by_state(self) -> Counter[str]:
-        """Live requests by state."""
-        return self._requests.count_by_state()
-
-    def count_held(self) -> int:
-        return self._requests.count_held()
-
-    # ---------------------------------------------------------------- for the worker links
-
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
-        """A new epoch of a worker joins; commands may reach `port` before this returns.
-
-        Call it once per epoch, and `worker_down` for the epoch before it first. Raises ConfigError when its model or
-        pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
-        epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
-        """
-        await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
-
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None:
-        """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`."""
-        self.tell(events.WorkerDown(worker, epoch, proved_exit))
-
-    def worker_exited(self, worker: str, epoch: int) -> None:
-        """The process of an epoch that was declared down is proved gone."""
-        self.tell(events.WorkerExited(worker, epoch))
-
-    def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
-        """Route a worker's event to its Request. An admission that has departed, or is another worker's: dropped.
-
-        Raises ProtocolError when one request is flooded: the worker is broken.
-        """
-        if isinstance(event, messages.Counters):
-            self._requests.count_swaps(worker, epoch, event)
-            return
-        live = self._requests.admitted(worker, epoch, event.admission)
-        if live is None:
-            return
-        if live.request.room() < FLOOD_MARGIN:
-            raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
-        if isinstance(event, messages.Released):
-            live.swaps = Swaps(event.hits, event.misses)
-        live.request.tell(event)
-
-    def starving(self, slots: Int32Array) -> None:
-        """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
-        self.tell(events.Starving(slots))
-
-    async def _verb(
-        self,
-        verb: Verb,
-        request_ids: tuple[str, ...],
-        owner: str,
-        *,
-        keep: bool = True,
-        hold: bool = True,
-        hot_slots: int = NO_HOT_BUFFER,
-    ) -> tuple[str, ...]:
-        return await self.ask(
-            lambda reply: events.VerbAsk(verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots)
-        )
 
     # ---------------------------------------------------------------- one turn
 
@@ -296,7 +150,7 @@ class Scheduler(Actor[Message]):
             case events.Progressed():
                 turn.take(self._dispatch.progressed(message))
             case events.Resized():
-                self._resized(message, turn)
+                turn.take(self._dispatch.resized(message))
             case events.Departed():
                 self._requests.end_admission(message.admission)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
@@ -379,13 +233,6 @@ class Scheduler(Actor[Message]):
             self._submitted += 1
             if not self._requests.knows(request_id := f"r{self._submitted}"):
                 return request_id
-
-    def _resized(self, message: events.Resized, turn: _Turn) -> None:
-        heard = self._dispatch.resized(message)
-        if heard is None:
-            log.warning("resize nobody asked for", extra=fields(admission=message.admission, slots=message.hot_slots))
-        else:
-            turn.take(heard)
 
     def _forget_old(self, now: float) -> None:
         for slot in self._requests.forget_old(now):

@@ -21,8 +21,11 @@ from coordinator.events import (
     Given,
     LinkStats,
     Lost,
+    Progressed,
+    Resized,
     Resume,
     Retract,
+    Stage,
     Verb,
 )
 from coordinator.lifecycle import (
@@ -193,11 +196,26 @@ def test_a_story_is_bounded_and_says_so() -> None:
     story = Story()
     story.run()
     for _ in range(200):
-        story.tell(messages.Parked(1))
+        story.tell(messages.Parked(1), Given(messages.Grant(1, b"", 1, 0)))
     lines = story.request.story()
     assert len(lines) == STORY_LINES_MAX + 1
     assert lines[0].event == "submitted"
     assert lines[1].reason == f"{203 - (STORY_LINES_MAX - 1)} lines dropped"
+
+
+def test_what_a_worker_says_twice_is_heard_once() -> None:
+    """I8: a worker cannot make a request flood the Scheduler."""
+    story = Story()
+    story.run()
+    assert story.tell(messages.Parked(1), messages.Parked(1)) == [Progressed(3, 1, Stage.PARKED)]
+    story.tell(Given(messages.Resize(1, 128, 3)))
+    with pytest.raises(IllegalEventError):
+        story.tell(messages.Resized(1, 128, 5))
+    assert story.tell(messages.Resized(1, 128, 3)) == [Resized(3, 1)]
+    with pytest.raises(IllegalEventError):
+        story.tell(messages.Resized(1, 128, 3))
+    story.tell(Retract(True, False, "GPU pressure"))
+    assert story.tell(messages.Staged(1, 1.0, 1.0, 1), messages.Started(1)) == []
 
 
 @pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])

@@ -175,9 +175,7 @@ class FakeCluster:
             case Progressed():
                 self.take(self.dispatch.progressed(action))
             case Resized():
-                heard = self.dispatch.resized(action)
-                assert heard is not None
-                self.take(heard)
+                self.take(self.dispatch.resized(action))
             case Departed():
                 live.admission = 0
                 self.take(self.dispatch.departed(action, len(live.tokens)))
