@@ -327,8 +327,15 @@ class CheckingClient:
 
 
 @dataclass(frozen=True)
+class Admissions:
+    per_s: float
+    cpu_us: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """What was measured; rates per second, times in milliseconds."""
+    """What was measured. Processor times (`_cpu_us`, user and system, all threads) say what a rate costs, also on a
+    machine that has other work to do."""
 
     live_requests: int
     token_events_per_s: float
@@ -337,6 +344,8 @@ class Result:
     command_rtt_p99_ms: float
     command_rtts: int
     admissions_per_s: float
+    admission_cpu_us: float
+    token_event_cpu_us: float
     coordinator_core_share: float
     generator_core_share: float
     coordinator_rss_mib: float
@@ -349,21 +358,24 @@ async def run_phases(endpoints: dict[str, str], coordinator_pid: int, options: a
         for index in range(WORKERS):
             await nursery.start(FakeWorker(index, load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
-        start = time.perf_counter()
+        start, cpu_s = time.perf_counter(), _cpu_s(coordinator_pid)
         with trio.fail_after(PHASE_LIMIT_S):
             for number in range(options.requests):
                 await client.submit(number)
             await load.all_admitted.wait()
-        admissions_per_s = options.requests / (time.perf_counter() - start)
+        admissions = Admissions(
+            per_s=options.requests / (time.perf_counter() - start),
+            cpu_us=1e6 * (_cpu_s(coordinator_pid) - cpu_s) / options.requests,
+        )
         load.rate, load.is_running = options.rate, True
         await trio.sleep(1.0)
-        result = await _measure(load, client, coordinator_pid, options, admissions_per_s)
+        result = await _measure(load, client, coordinator_pid, options, admissions)
         nursery.cancel_scope.cancel()
     return result
 
 
 async def _measure(
-    load: Load, client: CheckingClient, coordinator_pid: int, options: argparse.Namespace, admissions_per_s: float
+    load: Load, client: CheckingClient, coordinator_pid: int, options: argparse.Namespace, admissions: Admissions
 ) -> Result:
     start, events = time.perf_counter(), load.token_events
     cpu = _cpu_s(coordinator_pid), time.process_time()
@@ -375,9 +387,11 @@ async def _measure(
             await trio.sleep(PROBE_INTERVAL_S)
         elapsed_s = time.perf_counter() - start
         events = load.token_events - events
+        coordinator_cpu_s = _cpu_s(coordinator_pid) - cpu[0]
         probes.cancel_scope.deadline = trio.current_time() + 5.0
     if probes.cancel_scope.cancelled_caught:
         raise BenchmarkError("aborts were not answered within 5 s")
+    generator_cpu_s = time.process_time() - cpu[1]
     rtts_ms = 1e3 * np.array(client.round_trips_s)
     return Result(
         live_requests=options.requests,
@@ -386,9 +400,11 @@ async def _measure(
         command_rtt_p50_ms=float(np.percentile(rtts_ms, 50)),
         command_rtt_p99_ms=float(np.percentile(rtts_ms, 99)),
         command_rtts=len(rtts_ms),
-        admissions_per_s=admissions_per_s,
-        coordinator_core_share=(_cpu_s(coordinator_pid) - cpu[0]) / elapsed_s,
-        generator_core_share=(time.process_time() - cpu[1]) / elapsed_s,
+        admissions_per_s=admissions.per_s,
+        admission_cpu_us=admissions.cpu_us,
+        token_event_cpu_us=1e6 * coordinator_cpu_s / events,
+        coordinator_core_share=coordinator_cpu_s / elapsed_s,
+        generator_core_share=generator_cpu_s / elapsed_s,
         coordinator_rss_mib=_rss_mib(coordinator_pid),
     )
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import CapacityError, InternalError, ProtocolError
 from coordinator.messages import Progress
-from coordinator.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
+from coordinator.token_log import EXTENT_TOKENS_MIN, SHORT_BATCH, Extents, TokenLog
 from tests.progress import LINK, Entry, progress
 
 
@@ -143,6 +143,17 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
     assert list(log.report_short(both, 55)) == []
     log.append(progress(Entry(slot, 1, 0, [1])), LINK)
     assert list(log.report_short(both, 55)) == [slot]
+
+
+def test_shortages_that_come_together_are_told_apart_unless_urgent() -> None:
+    log = TokenLog(slots=100, arena_tokens=1 << 14)
+    slots = np.array([started(log, i, prompt=10, granted=64) for i in range(100)], np.int32)
+    told = [list(log.report_short(slots, 60)) for _ in range(5)]
+    assert [len(batch) for batch in told] == [SHORT_BATCH, SHORT_BATCH, SHORT_BATCH, 100 - 3 * SHORT_BATCH, 0]
+    assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
+    for slot in range(100):
+        log.grant(slot, 64)
+    assert len(log.report_short(slots, 2 * 54 + 2)) == 100, "less than half is left"
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None:
