@@ -16,7 +16,7 @@ from typing import Final
 from coordinator.errors import BadInput
 from kernels.layout import PAGE_TOKENS, managed_chunks
 
-#: Managed hot buffers hold at most this part of a context, and the indexer selects at most that part.
+#: A hot buffer, its tail chunk included, takes at most this part of a context; the indexer selects at most that part.
 HOT_SHARE_MAX: Final = 1 / 8
 TOPK_SHARE_MAX: Final = 1 / 16
 #: Files shorter than this say too little to be worth a heading.
@@ -74,7 +74,7 @@ def memory_for(options: DemoOptions) -> DemoMemory:
     """The largest hot buffer that keeps every request of `options` managed. Raises BadInput when none reaches top-k."""
     chunks_max = options.prompt_tokens_min // PAGE_TOKENS
     concurrent = min(options.requests, chunks_max // managed_chunks(options.topk))
-    by_share = int(options.prompt_tokens_min * HOT_SHARE_MAX)
+    by_share = int(options.prompt_tokens_min * HOT_SHARE_MAX) - PAGE_TOKENS
     by_chunks = (chunks_max // max(concurrent, 1) - 1) * PAGE_TOKENS
     hot_slots = min(by_share, by_chunks) // PAGE_TOKENS * PAGE_TOKENS
     if hot_slots < options.topk:

@@ -30,6 +30,8 @@ RETRACTED_FOR_S: Final = 0.5
 MOVE_LIMIT_S: Final = 60.0
 #: Longest from the last token to the last page's return.
 RELEASE_LIMIT_S: Final = 20.0
+#: Counters of bytes come with heartbeats: two of them later they are final.
+COUNTERS_LAG_S: Final = 1.2
 #: "Mid-decode": after this part of the new tokens.
 MID_DECODE_SHARE: Final = 1 / 8
 
@@ -52,8 +54,9 @@ async def run_scenario(
             nursery.start_soon(_direct, client, options, outcome, say)
         outcome.serve_s = trio.current_time() - began
         await _released(client, outcome)
+        await trio.sleep(COUNTERS_LAG_S)
+        await _look(client, outcome.watch)
         background.cancel_scope.cancel()
-    await _look(client, outcome.watch)
 
 
 async def _follow(client: Client, request: DemoRequest, sampling: Sampling, outcome: Outcome) -> None:

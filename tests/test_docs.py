@@ -1,0 +1,41 @@
+"""The documents say what the code says: fences, states, files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from coordinator.lifecycle import State
+from worker.streams import FENCES
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_table_of_fences_is_the_one_in_the_code() -> None:
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) → ([\w, ]+) \| ", ARCHITECTURE, re.MULTILINE)
+    assert rows[0] == ("fence", "producer", "consumer")
+    documented = {name: (streams(producers), streams(consumers)) for name, producers, consumers in rows[1:]}
+    declared = {name: (set(spec.producers), set(spec.consumers)) for name, spec in FENCES.items()}
+    assert documented == declared
+
+
+def streams(text: str) -> set[str]:
+    return {"compute", "stage", "backup", "swap"} if text == "all" else set(text.split(", "))
+
+
+def test_the_life_of_a_request_names_every_state() -> None:
+    diagram = ARCHITECTURE.split("## 4.")[1].split("```")[1]
+    assert set(re.findall(r"[A-Z]{4,}", diagram)) == {state.value for state in State}
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:coordinator|worker|kernels|metrics)/[\w/.]*)`", ARCHITECTURE)
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"

@@ -1,0 +1,153 @@
+"""`hisparse up`: real processes that start together, stop together and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from worker.runners.tiny import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+HISPARSE = [sys.executable, "-m", "coordinator.cli"]
+START_LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
+    return path
+
+
+class Up:
+    """A running `hisparse up`, and what it said of itself in its ready file."""
+
+    def __init__(self, process: subprocess.Popen[str], runtime_dir: Path, ready: dict[str, Any]) -> None:
+        self.process = process
+        self.runtime_dir = runtime_dir
+        self.ready = ready
+        self.pids = [ready["coordinator"]["pid"], *(worker["pid"] for worker in ready["workers"])]
+
+    def hisparse(self, *args: str) -> subprocess.CompletedProcess[str]:
+        command = [*HISPARSE, *args, "--runtime-dir", str(self.runtime_dir)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def submit_endless(self) -> str:
+        """A request that takes much longer than the test; its id once it decodes."""
+        name = self.hisparse("submit", "go on and on", "-n", "4000", "--ignore-eos", "--detach").stdout.strip()
+        eventually(
+            lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
+        )
+        return name
+
+    def left_behind(self) -> list[str]:
+        """Processes and files that should be gone."""
+        alive = [str(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
+
+
+def eventually(condition: Callable[[], Any], limit_s: float = START_LIMIT_S) -> None:
+    give_up_at = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+
+
+def command_for(model: Path, runtime_dir: Path, *args: str) -> list[str]:
+    sizes = ("--host-mem", "64MiB", "--device-mem", "32MiB", "--hot-size-classes", "64,128", "--threads", "1")
+    return [*HISPARSE, "up", "--model", str(model), "--runtime-dir", str(runtime_dir), *sizes, *args]
+
+
+@contextmanager
+def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
+    ready_file = runtime_dir / "ready.json"
+    command = command_for(model, runtime_dir, "--ready-file", str(ready_file), *args)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: ready_file.exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
+        yield Up(process, runtime_dir, json.loads(ready_file.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "-n", "2") as up:
+        assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
+        assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
+        outputs = [json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout) for _ in range(2)]
+        assert outputs[0]["tokens"] == outputs[1]["tokens"]
+        assert outputs[0]["generated_tokens"] == 12
+        second = subprocess.run(command_for(model, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 4
+        assert "already running there" in second.stderr
+        command = [*HISPARSE, "submit", "to be finished", "-n", "600", "--ignore-eos", "-o", "jsonl"]
+        follower = subprocess.Popen(
+            [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert follower.stdout is not None
+        follower.stdout.readline()
+        up.process.send_signal(signal.SIGINT)
+        last = follower.communicate(timeout=30)[0].splitlines()[-1]
+        assert json.loads(last)["generated_tokens"] == 600  # drained, not dropped
+        assert up.process.wait(30) == 0
+        assert up.left_behind() == []
+
+
+def test_a_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as up:
+        up.submit_endless()
+        up.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert up.process.poll() is None  # the request may go on until the deadline
+        began = time.monotonic()
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(10) == 130
+        assert time.monotonic() - began < 3
+        assert up.left_behind() == []
+
+
+def test_the_deadline_ends_what_does_not_finish(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--deadline", "1") as up:
+        up.submit_endless()
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(20) == 0
+        assert up.left_behind() == []
+
+
+def test_the_last_worker_lost_ends_it(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as up:
+        psutil.Process(up.ready["workers"][0]["pid"]).kill()
+        _, stderr = up.process.communicate(timeout=30)
+        assert up.process.returncode == 70
+        assert "w0 killed by SIGKILL" in stderr
+        assert up.left_behind() == []
+
+
+def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as up:
+        up.process.kill()
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids), 30)
+
+
+def test_a_start_that_fails_says_who_and_leaves_nothing(tmp_path: Path) -> None:
+    command = command_for(tmp_path / "no-model", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 6
+    assert "process=w0: exited with 8 during start" in done.stderr
+    assert "no readable checkpoint" in done.stderr
+    assert list(tmp_path.glob("*.pool")) == []
