@@ -32,8 +32,8 @@ from coordinator.messages import Progress
 
 #: Room for generated tokens of all requests: 1 GiB of virtual memory, resident as far as it is used.
 ARENA_TOKENS: Final = 1 << 28
-#: Requests that are told to be short of room in one call, while they are not urgently so.
-SHORT_BATCH: Final = 32
+#: Of the requests in one report, the share (one in so many) that is told to be short of room, while not urgently so.
+SHORT_ONE_IN: Final = 32
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
 
@@ -176,13 +176,13 @@ class TokenLog:
     def report_short(self, slots: Int32Array, ahead_tokens: int) -> Int32Array:
         """Those of `slots` with less than `ahead_tokens` of granted room, each once until its next `grant`.
 
-        Requests that started together run short together: of those with more than half of it left, at most
-        SHORT_BATCH are told at a time, the others by later calls, so that granting is spread over time.
+        Requests that started together run short together: of those with more than half of it left, one in
+        SHORT_ONE_IN of `slots` is told at a time, the others by later calls, so that granting is spread over time.
         """
         headroom = self._granted[slots] - self._prompt[slots] - self.lengths[slots]
         is_short = (headroom < ahead_tokens) & ~self._asked[slots]
         is_urgent = is_short & (headroom < ahead_tokens // 2)
-        early = np.flatnonzero(is_short & ~is_urgent)[:SHORT_BATCH]
+        early = np.flatnonzero(is_short & ~is_urgent)[: -(-len(slots) // SHORT_ONE_IN)]
         short = np.concatenate([slots[is_urgent], slots[early]])
         self._asked[short] = True
         return short

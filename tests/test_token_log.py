@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import CapacityError, InternalError, ProtocolError
 from coordinator.messages import Progress
-from coordinator.token_log import EXTENT_TOKENS_MIN, SHORT_BATCH, Extents, TokenLog
+from coordinator.token_log import EXTENT_TOKENS_MIN, SHORT_ONE_IN, Extents, TokenLog
 from tests.progress import LINK, Entry, progress
 
 
@@ -148,8 +148,8 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
 def test_shortages_that_come_together_are_told_apart_unless_urgent() -> None:
     log = TokenLog(slots=100, arena_tokens=1 << 14)
     slots = np.array([started(log, i, prompt=10, granted=64) for i in range(100)], np.int32)
-    told = [list(log.report_short(slots, 60)) for _ in range(5)]
-    assert [len(batch) for batch in told] == [SHORT_BATCH, SHORT_BATCH, SHORT_BATCH, 100 - 3 * SHORT_BATCH, 0]
+    told = [list(log.report_short(slots, 60)) for _ in range(SHORT_ONE_IN + 1)]
+    assert [len(batch) for batch in told] == [4] * 25 + [0] * (SHORT_ONE_IN - 24)
     assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
     for slot in range(100):
         log.grant(slot, 64)
