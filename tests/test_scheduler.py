@@ -22,6 +22,7 @@ from coordinator.errors import (
     WrongState,
 )
 from coordinator.lifecycle import TERMINAL
+from coordinator.scheduler import GRANTED_ALL
 from tests.scheduler_rig import SETTINGS, SchedulerRig, open_rig
 
 STATES = ["QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"]
@@ -323,6 +324,53 @@ async def test_a_drain_has_a_deadline_and_held_requests_do_not_block_it(autojump
             await rig.scheduler.drain(("w9",), "test", handover=False, deadline_s=1.0)
         with pytest.raises(BadInput, match="deadline_s=inf"):
             await rig.scheduler.drain((), "test", handover=False, deadline_s=float("inf"))
+
+
+async def test_a_worker_is_there_once_worker_up_returns() -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        (row,) = rig.scheduler.worker_rows()
+        assert (row.worker, row.state, row.seats_free, row.step_us) == ("w0", "connected", 3, 2.0)
+
+
+async def test_a_worker_may_go_in_the_turn_in_which_its_last_request_ends(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        link = await rig.add_worker("w0")
+        await rig.submit("r!", 100, 50)
+        await rig.run_until("r!", "RUNNING")
+        (live,) = rig.scheduler._requests.live.values()
+        rig.scheduler.worker_down("w0", 1, True)  # heard first, but the Request has heard its end before
+        await live.request.handle([messages.Faulted(1, "bad row"), messages.Released(1, 0, 0, 0)])
+        link.cut()
+        await rig.settle()
+        assert rig.state("r!") == "FAILED"
+        rig.check()
+        rig.check_nothing_leaked()
+
+
+async def test_grants_and_durable_rows_reach_the_token_log(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        await rig.submit("r!", 100, 500)
+        await rig.run_until("r!", "RUNNING")
+        slot = rig.scheduler.lookup("r!")
+        assert rig.token_log._granted[slot] == rig.scheduler.describe("r!")[0].host_pages * 64
+        while len(rig.tokens("r!")) < 200:
+            rig.round()
+            await rig.settle()
+        assert rig.token_log._granted[slot] == rig.scheduler.describe("r!")[0].host_pages * 64
+        await rig.scheduler.retract(("r!",), "test", keep=True, hold=True)
+        await rig.settle()
+        await rig.run_until("r!", "RETRACTED")
+        kept = rig.scheduler.describe("r!")[0].durable_tokens
+        assert kept >= 100 + 190
+        await rig.scheduler.resume(("r!",), "test")
+        await rig.settle()
+        assert rig.scheduler.describe("r!")[0].durable_tokens == kept
+        while rig.scheduler.describe("r!")[0].host_pages < 10:  # 100 + 500 + 2 tokens
+            rig.round()
+            await rig.settle()
+        assert rig.token_log._granted[slot] == GRANTED_ALL
 
 
 # ---------------------------------------------------------------- stopping
