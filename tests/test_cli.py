@@ -135,6 +135,16 @@ def test_a_refusal_exits_with_its_code_and_shows_field_value_and_remedy(gateway:
     assert result.stderr == "hisparse: request_id=r1: it is FINISHED (nothing to do)\n"
 
 
+def test_a_defect_shows_its_traceback_and_exits_with_70(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("coordinator.cli.session.call", broken)
+    result = run("pool")
+    assert result.exit_code == 70
+    assert "ZeroDivisionError" in result.stderr
+
+
 # ---------------------------------------------------------------- looking
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -69,7 +70,7 @@ class RootGroup(click.Group):
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Exit the way `error` asks for; re-raise what is no report to a user (a defect keeps its traceback)."""
+    """Exit the way `error` asks for. What is no report to a user is a defect, and shows its traceback."""
     from coordinator.errors import HiSparseError
 
     error = _innermost(error)
@@ -90,7 +91,10 @@ def fail(error: BaseException) -> NoReturn:
         case BrokenPipeError():  # the reader of stdout has gone, e.g. `hisparse requests | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_FAILED)
-    raise error
+        case SystemExit():
+            raise error
+    traceback.print_exception(error)
+    sys.exit(EXIT_CODES["internal"])
 
 
 def exit_code(error: HiSparseError) -> int:

@@ -197,7 +197,7 @@ def _request_table(report: DemoReport) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("request", "prompt from", "workers"):
         table.add_column(header)
-    for header in ("prompt", "new", "verified", "mismatched", "hit rate", "rows loaded", "moved"):
+    for header in ("prompt", "new", "verified", "mismatched", "hit rate", "misses", "moved"):
         table.add_column(header, justify="right")
     for row in report.per_request:
         table.add_row(

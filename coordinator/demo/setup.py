@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +81,7 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path) -> Conf
         "worker.context_max_tokens": PAGE_TOKENS * pages_for(longest),
         "worker.hot_size_classes": (memory.hot_slots,),
         "worker.hot_chunks_max": memory.hot_chunks,
-        "worker.threads": max(1, (os.cpu_count() or 1) // options.workers),
+        "worker.threads": 1,
     }
     return build({}, {}, flags, HostFacts.read())
 
