@@ -18,7 +18,7 @@ from worker.streams import FENCES, SimulatedStreams, make_streams
 
 SEEDS = range(200)
 #: A mutant must be convicted within so many seeds. Measured over 60, each story convicts its mutant in 15 to 100 %.
-MUTANT_SEEDS = range(40)
+MUTANT_SEEDS = range(80)
 
 MakeStreams = Callable[[], SimulatedStreams]
 
@@ -101,6 +101,26 @@ def a_change_of_owner(make: MakeStreams) -> Rig:
     return rig
 
 
+def a_chunk_that_changes_hands(make: MakeStreams) -> Rig:
+    """One buffer shrinks, and its chunk is loaded with another request's rows while a launched step still reads it."""
+    rig = Rig(make(), runner=FakeRunner(SEPARATE))
+    coordinator, chunks = rig.coordinator, rig.executor._seats.chunks
+    giver, taker = coordinator.create(1, 150, 16), coordinator.create(2, 100, 8)
+    assert coordinator.admit(taker, 0)
+    rig.run_until(lambda: len(taker.tokens) >= 3)
+    coordinator.withdraw(taker, "keep")
+    rig.run_until(lambda: not taker.admission)
+    assert coordinator.admit(giver, 128)
+    rig.run_until(lambda: len(giver.tokens) >= 5)
+    assert len(taker.host_pages) == 2
+    squeezed = chunks.take(chunks.free - 1)
+    assert coordinator.resize(giver, 64)
+    assert coordinator.admit(taker, 0)
+    rig.run()
+    chunks.give(squeezed)
+    return rig
+
+
 def a_crash(make: MakeStreams) -> Rig:
     """The process dies with work queued; another one goes on from the durable lengths that were reported."""
     streams = make()
@@ -128,7 +148,7 @@ STORIES: dict[str, Callable[[MakeStreams], Rig]] = {
     "index_loaded": partial(a_resume, hot_slots=64),
     "plan_ready": partial(a_day, groups=SHARED),
     "prefetched": partial(a_day, groups=SHARED),
-    "chunk_reclaimed": partial(a_day, groups=SEPARATE),
+    "chunk_reclaimed": a_chunk_that_changes_hands,
     "sampled": a_batch,
     "quiesced": a_change_of_owner,
 }

@@ -28,20 +28,12 @@ replace = msgspec.structs.replace
 # ---------------------------------------------------------------- arena
 
 
-def test_an_arena_hands_out_what_was_free_longest_with_its_fences() -> None:
-    compute = make_streams("simulated").compute
-    arena, fence = Arena("chunk", 4), compute.record("chunk_reclaimed")
-    first, fences = arena.take(3)
-    assert (first, fences) == ([0, 1, 2], [])
-    arena.give([2, 0], [fence])
-    assert arena.take(2) == ([3, 2], [fence])
-    assert arena.take(1) == ([0], [fence])
-
-
-def test_one_fence_that_guards_two_chunks_comes_once() -> None:
-    arena, fence = Arena("chunk", 2), make_streams("simulated").compute.record("chunk_reclaimed")
-    arena.give(arena.take(2)[0], [fence])
-    assert arena.take(2)[1] == [fence]
+def test_an_arena_hands_out_what_was_free_longest() -> None:
+    arena = Arena("chunk", 4)
+    assert arena.take(3) == [0, 1, 2]
+    arena.give([2, 0])
+    assert arena.take(2) == [3, 2]
+    assert arena.take(1) == [0]
 
 
 def test_a_failed_take_holds_nothing() -> None:
@@ -65,7 +57,7 @@ def test_giving_back_what_is_not_held_is_our_error(number: int) -> None:
 def test_a_lost_or_doubled_chunk_is_found() -> None:
     """I1."""
     arena = Arena("chunk", 3)
-    held = arena.take(2)[0]
+    held = arena.take(2)
     arena.check_invariants(held)
     for wrong in (held[:1], [*held, 2], [0, 0]):
         with pytest.raises(InternalError):

@@ -1,20 +1,20 @@
-"""Who holds which chunk or index page of the device: a free list whose entries may still be in use by launched work.
+"""Which chunk or index page of the device is whose: a free list of ids.
 
 Counts are the coordinator's business (its ledger promises that `take` never runs short); which id is handed out is
-decided here, oldest freed first, so that a fence on it has most probably completed by then.
+decided here, the one free longest first. An id is given back when its last use was observed (`staged`, `quiesced`) or
+when everything that uses it was launched on `compute`: the next owner's work there comes after it, and its work on
+`swap` waits for `chunk_reclaimed` (worker/swap.py).
 
-Memory that leaves an owner whose work is still queued is given with the fences of that work. The next owner gets those
-not yet complete and waits for them on any stream that is not ordered by itself behind that work. Memory whose last use
-the host has observed (`staged`, `quiesced`) needs none.
+Rejected: fences kept with each id. They spare a load the wait for steps in flight, a few milliseconds before a copy of
+many, and make every owner carry fences of strangers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from coordinator.errors import CapacityError, InternalError
-from worker.streams import Fence
 
 
 class Arena:
@@ -23,42 +23,36 @@ class Arena:
     def __init__(self, unit: str, count: int) -> None:
         self.unit = unit
         self.count = count
-        self._free: deque[tuple[int, tuple[Fence, ...]]] = deque((number, ()) for number in range(count))
+        self._free = deque(range(count))
         self._held = bytearray(count)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> tuple[list[int], list[Fence]]:
-        """`count` ids and the fences that guard them. CapacityError, holding nothing, when fewer are free."""
+    def take(self, count: int) -> list[int]:
+        """`count` ids. CapacityError, holding nothing, when fewer are free."""
         if count > len(self._free):
             raise CapacityError(f"needs {count} {self.unit}s, {len(self._free)} are free", field=self.unit, value=count)
-        ids: list[int] = []
-        fences: dict[int, Fence] = {}
-        for _ in range(count):
-            number, guards = self._free.popleft()
+        ids = [self._free.popleft() for _ in range(count)]
+        for number in ids:
             self._held[number] = 1
-            ids.append(number)
-            fences.update((id(fence), fence) for fence in guards)
-        return ids, list(fences.values())
+        return ids
 
-    def give(self, ids: Iterable[int], fences: Sequence[Fence] = ()) -> None:
-        """Return `ids`; work up to `fences` may still use them. InternalError when one is not held."""
-        guards = tuple(fences)
+    def give(self, ids: Iterable[int]) -> None:
+        """Return `ids`. InternalError when one is not held."""
         for number in ids:
             if not 0 <= number < self.count or not self._held[number]:
                 raise InternalError("given back without being held", field=self.unit, value=number)
             self._held[number] = 0
-            self._free.append((number, guards))
+            self._free.append(number)
 
     def check_invariants(self, held: Iterable[int] = ()) -> None:
         """InternalError unless exactly `held` are held, each once, and all others are free once (I1)."""
         holders = sorted(held)
-        free = sorted(number for number, _ in self._free)
-        if sorted(holders + free) != list(range(self.count)):
+        if sorted([*holders, *self._free]) != list(range(self.count)):
             raise InternalError(
-                f"{len(holders)} held and {len(free)} free of {self.count} {self.unit}s, or one of them twice",
+                f"{len(holders)} held and {self.free} free of {self.count} {self.unit}s, or one of them twice",
                 field=self.unit,
                 value=f"held {holders[:16]}",
             )

@@ -12,8 +12,8 @@ Launching before reading keeps the device busy while tokens are looked at; the p
 late: that step's token is discarded (counted as surplus) and its row never published. Lengths are known beforehand and
 cost nothing. A request whose next page was not granted parks and takes no part in steps until a Grant.
 
-Memory leaves a request after its `quiesced` fences were observed (I2), and with a resize, whose freed chunks carry
-`chunk_reclaimed` to the next owner.
+Memory leaves a request after its `quiesced` fences were observed (I2); chunks that a resize frees are used again behind
+`chunk_reclaimed`.
 
 What one request causes (bad input, a failing prefill, a stop string) is Faulted for that request. An error of a step,
 of a fence or of an invariant is the worker's own and ends the loop: the process must die with it, loudly.

@@ -22,8 +22,10 @@ from torch import Tensor
 from kernels.state import DeviceState, StepBatch
 from worker.streams import Fence, Stream
 
-#: Buffers per ring: one is read while the next is filled.
+#: Buffers per ring of step inputs and prompt chunks: one is read while the next is filled.
 RING_BUFFERS: Final = 2
+#: Buffers of table edits: a step boundary with some admissions and resizes does not wait for the step before it.
+EDIT_BUFFERS: Final = 8
 TABLES: Final = ("index_table", "host_table", "chunk_table", "slab_table")
 
 B = TypeVar("B")
@@ -94,7 +96,7 @@ class SeatTables:
         self._state = state
         self._widths = {table: int(getattr(state, table).shape[1]) for table in TABLES}
         self._entries = sum(self._widths.values())
-        self._ring = Ring([_Edits(self._entries) for _ in range(RING_BUFFERS)])
+        self._ring = Ring([_Edits(self._entries) for _ in range(EDIT_BUFFERS)])
         self._pending: dict[str, list[tuple[int, Ids]]] = {table: [] for table in TABLES}
         self._size = 0
 

@@ -7,7 +7,7 @@ and the device's tables follow on `compute`.
     open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
-    resize      another hot buffer; freed chunks are guarded by `chunk_reclaimed`
+    resize      another hot buffer
     close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
 
 Every check comes before the first change: an admission that raises holds nothing.
@@ -124,7 +124,7 @@ class Seats:
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
-        chunks, reclaimed = self.chunks.take(chunk_count)
+        chunks = self.chunks.take(chunk_count)
         request = RunningRequest(
             admission=admit.admission,
             slot=admit.slot,
@@ -133,7 +133,7 @@ class Seats:
             sampling=admit.sampling,
             output=output,
             host_pages=host_pages,
-            index_pages=self.index_pages.take(admit.index_pages)[0],
+            index_pages=self.index_pages.take(admit.index_pages),
             slab=[] if resumes else chunks,
             hot=HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
             hot_slots=admit.hot_slots,
@@ -150,13 +150,13 @@ class Seats:
             partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
         )
         if resumes:
-            self._resume(request, reclaimed)
+            self._resume(request)
         return request
 
     def take_over(self, request: RunningRequest) -> None:
         """The slab of a prompt seen staged becomes the hot buffer."""
         slab, request.slab = HotBuffer(0, tuple(request.slab)), []
-        done, _ = self._change(request, slab, len(request.prompt))
+        done = self._change(request, slab, len(request.prompt))
         if done.set_up is SetUp.NOTHING:
             self._swap.set_up(request.seat, Change(request.hot, (), SetUp.RESIDENT))
         self.chunks.give(done.freed)
@@ -173,7 +173,7 @@ class Seats:
         if self.index_pages.free < grant.index_pages:
             raise CapacityError("no index pages left", field="index_pages", value=grant.index_pages)
         self._grant_chunks(request, grant.hot_chunks)
-        index_pages = self.index_pages.take(grant.index_pages)[0]
+        index_pages = self.index_pages.take(grant.index_pages)
         self._tables.set("host_table", request.seat, pages, host_pages)
         self._tables.set("index_table", request.seat, pages, index_pages)
         request.host_pages += host_pages
@@ -191,11 +191,10 @@ class Seats:
             raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
         request.hot_slots, request.hot_chunks = hot_slots, hot_chunks
         self._decoder.wait_backed_up()
-        done, fences = self._change(request, old, request.position)
-        reclaimed = self._swap.reclaim()
-        self.chunks.give(done.freed, (reclaimed,))
+        done = self._change(request, old, request.position)
+        self.chunks.give(done.freed)
         if done.reload:
-            request.fences = (self._load_rows(request, [reclaimed, *fences]),)
+            request.fences = (self._load_rows(request),)
         return done.reload
 
     def close(self, request: RunningRequest) -> None:
@@ -227,21 +226,19 @@ class Seats:
 
     # ---------------------------------------------------------------- parts
 
-    def _resume(self, request: RunningRequest, reclaimed: Sequence[Fence]) -> None:
-        self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
-        self._tables.flush()
+    def _resume(self, request: RunningRequest) -> None:
         kind = SetUp.MANAGED if request.hot_slots else SetUp.RESIDENT
         self._swap.set_up(request.seat, Change(request.hot, (), kind))
         keys = self._swap.load_keys(request.index_pages, request.host_pages, request.position)
-        request.fences = (keys,) if request.hot_slots else (keys, self._load_rows(request, reclaimed))
+        request.fences = (keys,) if request.hot_slots else (keys, self._load_rows(request))
         request.note_memory()
 
-    def _load_rows(self, request: RunningRequest, reclaimed: Sequence[Fence]) -> Fence:
-        return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position, reclaimed)
+    def _load_rows(self, request: RunningRequest) -> Fence:
+        return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position)
 
-    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> tuple[Change, Sequence[Fence]]:
-        """Carry out what `change` decides; fences that guard chunks new to the request come with it."""
-        extra, fences = self.chunks.take(max(0, request.hot_chunks - len(old.chunks)))
+    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> Change:
+        """Carry out what `change` decides, but for the chunks that it frees."""
+        extra = self.chunks.take(max(0, request.hot_chunks - len(old.chunks)))
         done = change(old, request.hot_slots, request.hot_chunks, length, extra)
         request.hot = done.buffer
         if done.set_up is SetUp.SHRINK:  # needs the old chunk table
@@ -254,13 +251,13 @@ class Seats:
         if done.set_up is not SetUp.SHRINK:
             self._swap.set_up(request.seat, done)
         request.note_memory()
-        return done, fences
+        return done
 
     def _grant_chunks(self, request: RunningRequest, count: int) -> None:
         request.hot_chunks += count
         if request.status in (Status.PREFILLING, Status.STAGING) or not count:
             return
-        chunks = self.chunks.take(count)[0]
+        chunks = self.chunks.take(count)
         self._tables.set("chunk_table", request.seat, len(request.hot.chunks), chunks)
         request.hot = HotBuffer(request.hot.hot_slots, (*request.hot.chunks, *chunks))
 
@@ -268,6 +265,7 @@ class Seats:
         self._tables.set("host_table", request.seat, 0, request.host_pages)
         self._tables.set("index_table", request.seat, 0, request.index_pages)
         self._tables.set("slab_table", request.seat, 0, request.slab)
+        self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
         self._tables.flush()
 
     def _close(self, seat: int) -> None:

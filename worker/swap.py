@@ -90,12 +90,9 @@ class Swap:
         self._counters.preloaded_bytes += tokens * self._key_bytes
         return self._streams.swap.record("index_loaded")
 
-    def load_rows(
-        self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int, reclaimed: Iterable[Fence]
-    ) -> Fence:
-        """Load rows of positions 0..tokens-1 into `chunks`, whose former use ends with `reclaimed`."""
-        for fence in reclaimed:
-            self._streams.swap.wait(fence)
+    def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
+        """Load rows of positions 0..tokens-1 into `chunks`, once every step launched so far has done with them."""
+        self._streams.swap.wait(self._streams.compute.record("chunk_reclaimed"))
         for first, last in _pieces(0, tokens):
             rows, places = self._device_rows(chunks, first, last), _host_places(host_pages, first, last)
             self._streams.swap.launch(
@@ -120,10 +117,6 @@ class Swap:
             case SetUp.NOTHING:
                 return
         self._streams.compute.launch(f"set up {change.set_up.value}", work)
-
-    def reclaim(self) -> Fence:
-        """Complete once every step launched so far has run: its chunks may be written on `swap`."""
-        return self._streams.compute.record("chunk_reclaimed")
 
     def quiesce(self) -> list[Fence]:
         """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
