@@ -1,19 +1,28 @@
-"""Live and ended requests, as operators and clients ask for them: rows, stories, lookups. Read-only."""
+"""Live and ended requests, as operators and clients ask for them: rows, stories, lookups. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.arrays import unpack_int64
-from coordinator.config import CoordinatorSettings
 from coordinator.errors import CapacityError, NotFound, ProtocolError
-from coordinator.lifecycle import RequestState
+from coordinator.events import Told
+from coordinator.lifecycle import RequestState, WorkerEvent
 from coordinator.messages import Counters, RequestRow, Sampling, StoryLine
-from coordinator.request import Request
 from coordinator.roster import Entry
 from coordinator.token_log import TokenLog
+
+if TYPE_CHECKING:
+    from coordinator.config import CoordinatorSettings
+
+
+class RequestPort(Protocol):
+    """A Request actor as others see it."""
+
+    def tell(self, message: Told | WorkerEvent) -> None: ...
+    def room(self) -> int: ...
 
 
 class Swaps(NamedTuple):
@@ -28,9 +37,10 @@ NO_SWAPS = Swaps(0, 0)
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A live request: its actor, its entry in the roster, and what an Admit carries."""
+    """A live request: its state (to read), its actor, its entry in the roster, and what an Admit carries."""
 
-    request: Request
+    state: RequestState
+    request: RequestPort
     entry: Entry
     prompt: bytes
     sampling: Sampling
@@ -38,10 +48,6 @@ class Live:
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier admissions
     swaps: Swaps = NO_SWAPS  # of this one, so far
-
-    @property
-    def state(self) -> RequestState:
-        return self.request.state
 
 
 class Ended(NamedTuple):

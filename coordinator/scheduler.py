@@ -224,7 +224,7 @@ class Scheduler(Front):
             tell_scheduler=self.tell,
             clock=self._clock,
         )
-        self._requests.add(Live(request, entry, submit.prompt, sampling, now))
+        self._requests.add(Live(state, request, entry, submit.prompt, sampling, now))
         self._supervisor.start(request, Level.REQUEST)
         return Handle(request_id, slot)
 

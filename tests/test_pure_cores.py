@@ -1,0 +1,61 @@
+"""The decisions are pure: no clock, no randomness, no tasks, no sockets, no tensors. Their imports say so."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PURE = [
+    "arrays",
+    "changes",
+    "command_log",
+    "decisions",
+    "dispatch",
+    "fleet",
+    "intake",
+    "ledger",
+    "lifecycle",
+    "live",
+    "policy",
+    "room",
+    "roster",
+    "sizing",
+    "space",
+    "token_log",
+    "verbs",
+]
+FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules that a file imports when it runs; what only type checkers read does not count."""
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def reached(module: str) -> set[str]:
+    """Everything that a module imports, through modules of our own too."""
+    seen: set[str] = set()
+    todo = [f"coordinator/{module}"]
+    while todo:
+        for name in imports_of(todo.pop()):
+            path = name.replace(".", "/")
+            if name not in seen:
+                seen.add(name)
+                if (ROOT / f"{path}.py").exists():
+                    todo.append(path)
+    return seen
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_core_reaches_nothing_that_acts(module: str) -> None:
+    assert {name.split(".")[0] for name in reached(module)} & FORBIDDEN == set()
