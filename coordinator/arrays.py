@@ -24,12 +24,12 @@ def pack_int64(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def unpack_int32(data: bytes, field: str) -> Int32Array:
-    """A read-only view of `data` as int32. Raises ProtocolError, naming `field`, when the size is not a multiple of 4."""
+    """A read-only view of `data` as int32. Raises ProtocolError naming `field` when its size does not divide by 4."""
     return _view(data, field, 4).view("<i4")
 
 
 def unpack_int64(data: bytes, field: str) -> Int64Array:
-    """A read-only view of `data` as int64. Raises ProtocolError, naming `field`, when the size is not a multiple of 8."""
+    """A read-only view of `data` as int64. Raises ProtocolError naming `field` when its size does not divide by 8."""
     return _view(data, field, 8).view("<i8")
 
 
