@@ -85,7 +85,7 @@ def changes(draw: st.DrawFn) -> tuple[HotBuffer, int, int, int, Sequence[int]]:
 @given(changes())
 def test_a_change_neither_loses_nor_doubles_a_chunk(case: tuple[HotBuffer, int, int, int, Sequence[int]]) -> None:
     old, hot_slots, hot_chunks, length, extra = case
-    check_size(hot_slots, hot_chunks, length, CLASSES)
+    check_size(hot_slots, hot_chunks, length, CLASSES, 20)
     done = change(old, hot_slots, hot_chunks, length, extra)
     assert sorted([*done.buffer.chunks, *done.freed]) == sorted([*old.chunks, *extra])
     assert (done.buffer.hot_slots, len(done.buffer.chunks)) == (hot_slots, hot_chunks)
@@ -132,10 +132,10 @@ def test_every_change_has_its_set_up(old: int, new: int, set_up: SetUp, reload: 
         assert done.buffer.chunks[:kept] == tuple(range(kept))
 
 
-@pytest.mark.parametrize(("hot_slots", "hot_chunks"), [(65, 3), (64, 1), (64, 3), (0, 2), (32_768, 513)])
+@pytest.mark.parametrize(("hot_slots", "hot_chunks"), [(65, 3), (64, 1), (64, 3), (0, 2), (0, 21), (32_768, 513)])
 def test_sizes_that_are_not_offered_are_refused(hot_slots: int, hot_chunks: int) -> None:
     with pytest.raises(BadInput):
-        check_size(hot_slots, hot_chunks, 150, CLASSES)
+        check_size(hot_slots, hot_chunks, 150, CLASSES, 20)
 
 
 def test_only_resident_buffers_are_limited_by_chunks() -> None:
@@ -196,6 +196,12 @@ def test_table_edits_reach_their_places_in_order() -> None:
     assert state.chunk_table[2].tolist() == [3, -1, -1, -1, -1, -1]
     assert state.slab_table[0].tolist() == [-1, -1, -1, 5]
     assert bool((state.index_table == -1).all())
+
+
+def test_an_edit_beyond_its_table_is_our_error() -> None:
+    _, tables = tables_on(make_streams("inline").compute)
+    with pytest.raises(InternalError, match="chunk_table"):
+        tables.set("chunk_table", 0, 5, [1, 2])
 
 
 def test_more_edits_than_a_buffer_holds_take_several() -> None:

@@ -39,13 +39,12 @@ from coordinator.messages import Admit, Command, Grant, Resize, Stop, Withdraw
 from metrics.state import MemoryUse, WorkerCounters
 from worker.batch import RunningRequest, Status
 from worker.decode import Decoder, batch_sizes
-from worker.hot_buffer import check_size
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.runners.text import Tokenizer
-from worker.seats import Seats, allocate_state, check_admit
+from worker.seats import Seats, allocate_state, check_admit, check_hot_size
 from worker.sizing import Sizing
 from worker.streams import Streams
 from worker.swap import Swap
@@ -268,8 +267,7 @@ class Executor:
             request.resize = resize
             return
         if request.status in (Status.PREFILLING, Status.STAGING):
-            classes = self._sizing.capacity.hot_size_classes
-            check_size(resize.hot_slots, resize.hot_chunks, request.prompt_tokens, classes)
+            check_hot_size(resize.hot_slots, resize.hot_chunks, request.prompt_tokens, self._sizing)
             request.hot_slots, request.hot_chunks = resize.hot_slots, resize.hot_chunks
         elif self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
             self._set_aside(request, Status.LOADING)

@@ -61,14 +61,15 @@ class Change:
     reload: bool = False  # rows 0..length-1 come from host pages
 
 
-def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[int]) -> None:
+def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[int], chunks_max: int) -> None:
     """BadInput unless a buffer of `hot_slots` in `hot_chunks` chunks is one that this worker offers."""
     if hot_slots and hot_slots not in classes:
         raise BadInput("not a size class", field="hot_slots", value=hot_slots, remedy=f"0 or one of {tuple(classes)}")
-    wanted = managed_chunks(hot_slots) if hot_slots else pages_for(length)
-    if hot_chunks < wanted or (hot_slots and hot_chunks != wanted):
+    least = managed_chunks(hot_slots) if hot_slots else pages_for(length)
+    most = least if hot_slots else chunks_max
+    if not least <= hot_chunks <= most:
         raise BadInput(
-            f"{hot_slots} slots for {length} tokens need {wanted} chunks", field="hot_chunks", value=hot_chunks
+            f"{hot_slots} slots for {length} tokens take {least} to {most} chunks", field="hot_chunks", value=hot_chunks
         )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from coordinator.errors import InternalError
 from kernels.state import DeviceState, StepBatch
 from worker.streams import Fence, Stream
 
@@ -101,7 +102,14 @@ class SeatTables:
         self._size = 0
 
     def set(self, table: str, seat: int, start: int, values: Sequence[int]) -> None:
-        """Entries start.. of `seat` become `values` at the next flush; a full buffer flushes first."""
+        """Entries start.. of `seat` become `values` at the next flush; a full buffer flushes first.
+
+        InternalError when they do not fit the table.
+        """
+        if start + len(values) > self._widths[table]:
+            raise InternalError(
+                f"{len(values)} entries from {start} on", field=table, value=f"width {self._widths[table]}"
+            )
         if self._size + len(values) > self._entries:
             self.flush()
         self._pending[table].append((seat * self._widths[table] + start, np.asarray(values, dtype=np.int32)))

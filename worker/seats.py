@@ -80,7 +80,12 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
     if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
-    check_size(admit.hot_slots, admit.hot_chunks, rows, sizing.capacity.hot_size_classes)
+    check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
+
+
+def check_hot_size(hot_slots: int, hot_chunks: int, rows: int, sizing: Sizing) -> None:
+    """BadInput unless this worker offers the hot buffer for a context of `rows`."""
+    check_size(hot_slots, hot_chunks, rows, sizing.capacity.hot_size_classes, sizing.max_chunks)
 
 
 def _check_pages(host_pages: Sequence[int], index_pages: int, rows: int, sizing: Sizing) -> None:
@@ -170,8 +175,10 @@ class Seats:
             raise BadInput(
                 f"pages come with index pages, {self._sizing.max_pages} at most", field="host_pages", value=host_pages
             )
-        if self.index_pages.free < grant.index_pages:
-            raise CapacityError("no index pages left", field="index_pages", value=grant.index_pages)
+        if grant.hot_chunks and (request.hot_slots or request.hot_chunks + grant.hot_chunks > self._sizing.max_chunks):
+            raise BadInput("chunks are for resident buffers", field="hot_chunks", value=grant.hot_chunks)
+        if self.index_pages.free < grant.index_pages or self.chunks.free < grant.hot_chunks:
+            raise CapacityError("no index pages or chunks left", field="index_pages", value=grant.index_pages)
         self._grant_chunks(request, grant.hot_chunks)
         index_pages = self.index_pages.take(grant.index_pages)
         self._tables.set("host_table", request.seat, pages, host_pages)
@@ -185,7 +192,7 @@ class Seats:
 
         BadInput or CapacityError before any change.
         """
-        check_size(hot_slots, hot_chunks, request.position, self._sizing.capacity.hot_size_classes)
+        check_hot_size(hot_slots, hot_chunks, request.position, self._sizing)
         old = request.hot
         if hot_chunks - len(old.chunks) > self.chunks.free:
             raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
