@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from coordinator.arrays import unpack_int64
 from coordinator.errors import CapacityError, NotFound, ProtocolError
 from coordinator.events import Told
-from coordinator.lifecycle import RequestState, WorkerEvent
 from coordinator.messages import Counters, RequestRow, Sampling, StoryLine
+from coordinator.request_state import RequestState, WorkerEvent
 from coordinator.roster import Entry
 from coordinator.token_log import TokenLog
 

@@ -1,6 +1,6 @@
 """The Request actor: one task per live request, owner of its life cycle.
 
-It hears the Scheduler and its worker's events, and does what lifecycle.RequestState decides: commands to the worker
+It hears the Scheduler and its worker's events, and does what request_state.RequestState decides: commands to the worker
 link, tells to the Scheduler, the end to the gateway. It ends when the request is terminal and the gateway was told.
 """
 
@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from coordinator import messages
 from coordinator.actor import Actor
 from coordinator.events import Admitted, Closed, Departed, Ending, Listener, Progressed, Resized, Told, WorkerPort
-from coordinator.lifecycle import Action, IllegalEventError, RequestState, Rows, WorkerEvent
+from coordinator.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
 from coordinator.token_log import TokenLog
 from metrics.logs import fields, logger
 

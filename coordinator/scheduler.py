@@ -28,9 +28,9 @@ from coordinator.front import Front, Message
 from coordinator.host_pool import HostPool
 from coordinator.intake import check_deadline, check_fits, check_submit
 from coordinator.ledger import NO_PAGES, Ledger
-from coordinator.lifecycle import RequestState, describe_size
 from coordinator.live import Live, Requests
 from coordinator.request import Request
+from coordinator.request_state import RequestState, describe_size
 from coordinator.roster import Drain, Entry
 from coordinator.sizing import Length, page_limit
 from coordinator.token_log import TokenLog
@@ -42,7 +42,7 @@ from metrics.state import CoordinatorCounters
 #: Messages handled in one turn.
 BATCH_MAX: Final = 1_024
 #: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
-#: end; and a slot is reported starving once until the next grant. Workers cannot make it more (lifecycle.RequestState).
+#: end; and a slot is reported starving once until the next grant. Workers cannot make it more (request_state).
 MESSAGES_PER_REQUEST: Final = 16
 #: Verbs, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096

@@ -8,9 +8,9 @@ from typing import Final
 from coordinator.dispatch import Dispatch, Heard
 from coordinator.errors import BadInput, CapacityError, WrongState
 from coordinator.events import Verb, VerbAsk
-from coordinator.lifecycle import describe_size
 from coordinator.live import Ended, Live, Requests
 from coordinator.messages import WorkerCapacity
+from coordinator.request_state import describe_size
 from coordinator.sizing import NO_HOT_BUFFER, RESIDENT, can_force
 
 #: Requests named in one verb.

@@ -28,20 +28,8 @@ from coordinator.events import (
     Stage,
     Verb,
 )
-from coordinator.lifecycle import (
-    ACTIVE,
-    STORY_LINES_MAX,
-    TERMINAL,
-    TRANSITIONS,
-    WAITING,
-    Action,
-    IllegalEventError,
-    Kind,
-    RequestState,
-    Resolve,
-    Rows,
-    State,
-)
+from coordinator.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
+from coordinator.request_state import STORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 
 PROMPT = 100
 

@@ -20,6 +20,7 @@ PURE = [
     "lifecycle",
     "live",
     "policy",
+    "request_state",
     "room",
     "roster",
     "sizing",

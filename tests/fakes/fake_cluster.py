@@ -26,7 +26,8 @@ from coordinator.events import (
     Told,
 )
 from coordinator.ledger import NO_PAGES, Ledger
-from coordinator.lifecycle import TERMINAL, Action, RequestState, Rows, WorkerEvent
+from coordinator.lifecycle import TERMINAL
+from coordinator.request_state import Action, RequestState, Rows, WorkerEvent
 from coordinator.roster import ON_WORKER, Drain, Entry, Phase, Worker
 from coordinator.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
