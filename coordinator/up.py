@@ -98,7 +98,8 @@ async def running_cluster(
         for i in range(workers):
             own = _worker_config(config, i)
             cluster.workers[own.worker.name] = _start("worker", own, log_dir)
-        await _started(cluster.children, lambda: _registered(cluster), start_limit_s)
+        async with cluster.client("hisparse up") as client:
+            await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
         yield cluster
     finally:
         try:
@@ -152,9 +153,8 @@ async def _answers(config: Config) -> bool:
         return False
 
 
-async def _registered(cluster: Cluster) -> bool:
-    async with cluster.client("hisparse up") as client:
-        states = {row.worker: row.state for row in await client.workers()}
+async def _registered(client: Client, cluster: Cluster) -> bool:
+    states = {row.worker: row.state for row in await client.workers()}
     return all(states.get(name) == CONNECTED for name in cluster.workers)
 
 
@@ -204,12 +204,12 @@ async def _serve(
         _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
         _say("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, ready_file):
-            lost = await _until_asked_or_lost(cluster, interrupts.asked)
-            if lost:
-                _say(f"{lost}; stopping")
-                return EXIT_CHILD_LOST
-            await _drain(cluster, deadline_s)
-            return 0
+            ended = await _until_asked_or_lost(cluster, interrupts.asked)
+            if ended is None:
+                await _drain(cluster, deadline_s)
+                return 0
+            _say(f"{ended.name} {exit_text(await ended.wait())}; stopping")
+            return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
 
 
 @contextmanager
@@ -227,29 +227,29 @@ def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[None]:
         ready_file.unlink(missing_ok=True)
 
 
-async def _until_asked_or_lost(cluster: Cluster, asked: trio.Event) -> str:
-    """Empty once a drain was asked for; else which loss the cluster cannot live with."""
-    reason = ""
+async def _until_asked_or_lost(cluster: Cluster, asked: trio.Event) -> Child | None:
+    """None once a drain was asked for; else the child without which the cluster is over: its coordinator, which may
+    have been told to stop (`hisparse stop`), or its last worker."""
+    last: Child | None = None
 
     async def asked_for() -> None:
         await asked.wait()
         nursery.cancel_scope.cancel()
 
     async def watch(child: Child) -> None:
-        nonlocal reason
-        _say(f"{child.name} {exit_text(await child.wait())}")
-        if child is cluster.coordinator:
-            reason = "the coordinator has gone"
-        elif not any(worker.running for worker in cluster.workers.values()):
-            reason = "no worker is left"
-        if reason:
+        nonlocal last
+        status = await child.wait()
+        if child is cluster.coordinator or not any(worker.running for worker in cluster.workers.values()):
+            last = child
             nursery.cancel_scope.cancel()
+        else:
+            _say(f"{child.name} {exit_text(status)}; its requests go on at the other workers")
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asked_for)
         for child in cluster.children:
             nursery.start_soon(watch, child)
-    return reason
+    return last
 
 
 async def _drain(cluster: Cluster, deadline_s: float) -> None:

@@ -70,6 +70,13 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_no_verb_but_worker_and_model_brings_torch() -> None:
+    rooms = "coordinator.cli.streaming, coordinator.cli.session, coordinator.up, coordinator.demo.run"
+    code = f"import sys; import {rooms}; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_help_takes_less_than_150_ms() -> None:
     """The best of up to 20 runs: the others measure the machine's load."""
     command = [sys.executable, "-m", "coordinator.cli", "--help"]

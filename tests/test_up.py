@@ -129,6 +129,18 @@ def test_the_deadline_ends_what_does_not_finish(model: Path, tmp_path: Path) -> 
         assert up.left_behind() == []
 
 
+def test_hisparse_stop_ends_it_cleanly_and_one_worker_less_does_not(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "-n", "2") as up:
+        psutil.Process(up.ready["workers"][0]["pid"]).kill()
+        output = json.loads(up.hisparse("submit", "hello", "-n", "4", "-o", "json").stdout)
+        assert output["outcome"] == "FINISHED"
+        assert up.hisparse("stop").returncode == 0
+        _, stderr = up.process.communicate(timeout=30)
+        assert up.process.returncode == 0
+        assert "w0 killed by SIGKILL; its requests go on at the other workers" in stderr
+        assert up.left_behind() == []
+
+
 def test_the_last_worker_lost_ends_it(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as up:
         psutil.Process(up.ready["workers"][0]["pid"]).kill()
