@@ -182,18 +182,16 @@ class FakeWorker:
         return durable
 
     async def _step(self) -> None:
-        """A decode step for all requests, at the offered rate."""
-        load = self._load
-        next_at = trio.current_time() + self._index / WORKERS * 0.05
+        """A decode step for all requests, at the offered rate; workers keep their distance from one another."""
+        load, step_at = self._load, trio.current_time()
         while True:
-            await trio.sleep_until(next_at)
-            live = max(load.admitted, 1)
-            interval_s = live / load.rate if load.rate else 0.0
-            next_at = max(next_at + interval_s, trio.current_time() - 2 * interval_s)
-            if not load.is_running or self._reports - self._reports_acked >= REPORT_WINDOW:
+            interval_s = max(load.admitted, 1) / load.rate if load.rate else 0.001
+            phase_s = self._index / WORKERS * interval_s
+            step_at = max(step_at + interval_s, trio.current_time() - interval_s)
+            await trio.sleep_until(step_at + phase_s)
+            while not load.is_running or self._reports - self._reports_acked >= REPORT_WINDOW:
                 load.stalled_steps += load.is_running
                 await trio.sleep(0.001)
-                continue
             await self._report(self._decode())
 
     def _decode(self) -> messages.Progress:

@@ -1,7 +1,8 @@
 """From the token log to client connections: flushes, and the last word on each request.
 
     append ──► news ──► flush ──► one Delivery per connection with news ──► Ended behind each last token
-                          ▲
+                          ▲                                                  ▲
+                          │                                                  └── at once where the tokens are out
                           └── at once when there is news, and then at most every `flush_interval_s`
 
 A client whose socket is full costs one attempt every UNBLOCK_INTERVAL_S and nothing else: its cursors stay. When a
@@ -55,6 +56,7 @@ class Deliveries:
         self._subscriptions = Subscriptions(token_log)
         self._endings: dict[int, Ending] = {}
         self._news = trio.Event()
+        self._ends = trio.Event()
 
     # ------------------------------------------------------------ what the coordinator tells
 
@@ -68,6 +70,7 @@ class Deliveries:
         self._endings[ending.slot] = ending
         self._subscriptions.finish(ending.slot)
         self._news.set()
+        self._ends.set()
 
     def forgotten(self, slot: int) -> None:
         """The slot is about to be reused."""
@@ -118,7 +121,15 @@ class Deliveries:
             self._news = trio.Event()
             if self.flush():
                 self._news.set()
-            await trio.sleep(self._flush_interval_s)
+            with trio.move_on_after(self._flush_interval_s):
+                await self._tell_ends()
+
+    async def _tell_ends(self) -> None:
+        """Until cancelled: the ends of requests whose tokens were all delivered do not wait for the next flush."""
+        while True:
+            await self._ends.wait()
+            self._ends = trio.Event()
+            self._send_ends(self._clock())
 
     async def _keep_alive(self) -> None:
         while True:
@@ -138,13 +149,17 @@ class Deliveries:
                 is_partial |= parcel.is_partial
             else:
                 self._counters.stalled_deliveries += 1
+        self._send_ends(now)
+        return is_partial
+
+    def _send_ends(self, now: float) -> None:
+        connections = self.connections
         for index, handle, slot in self._subscriptions.complete(connections.is_blocked):
             connection = connections.get(index)
             if connection is None or connections.is_blocked[index]:
                 continue
             if connections.offer(connection, messages.encode(_ended(handle, self._endings[slot])), now):
                 self._subscriptions.remove(index, slot)
-        return is_partial
 
 
 def _ended(handle: int, ending: Ending) -> messages.Ended:

@@ -20,10 +20,10 @@ from typing import Final
 
 import trio
 
+from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.config import Config
 from coordinator.deliveries import Deliveries
-from coordinator.garbage import collect_rarely, settle
 from coordinator.gateway import Gateway
 from coordinator.incarnation import next_incarnation
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
@@ -98,8 +98,8 @@ class Coordinator:
             try:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self._watch_signals, scheduler)
-                    nursery.start_soon(collect_rarely)
-                    settle()
+                    nursery.start_soon(garbage.collect)
+                    garbage.settle()
                     self._announce(exporter)
                     self.started.set()
                     await scheduler.stopped.wait()

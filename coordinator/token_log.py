@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,18 @@ NO_SOURCE: Final = -1
 assert ARENA_TOKENS % EXTENT_TOKENS_MIN == 0
 
 
+#: Slots as numpy indexes with them; on the wire and between actors they are int32.
+Slots: TypeAlias = npt.NDArray[np.intp]
+
+
 class Appended(NamedTuple):
     """What became of one Progress.
 
-    `slots` (int32) are those that it spoke for rightfully; `tokens` were new, `repeated_tokens` known already (a
+    `slots` are those that it spoke for rightfully; `tokens` were new, `repeated_tokens` known already (a
     replay), `stale_entries` of departed admissions.
     """
 
-    slots: Int32Array
+    slots: Slots
     tokens: int
     repeated_tokens: int
     stale_entries: int
@@ -173,7 +177,7 @@ class TokenLog:
         self._granted[slot] = granted_tokens
         self._asked[slot] = False
 
-    def report_short(self, slots: Int32Array, ahead_tokens: int) -> Int32Array:
+    def report_short(self, slots: Slots, ahead_tokens: int) -> Int32Array:
         """Those of `slots` with less than `ahead_tokens` of granted room, each once until its next `grant`.
 
         Requests that started together run short together: of those with more than half of it left, one in
@@ -181,11 +185,13 @@ class TokenLog:
         """
         headroom = self._granted[slots] - self._prompt[slots] - self.lengths[slots]
         is_short = (headroom < ahead_tokens) & ~self._asked[slots]
+        if not np.count_nonzero(is_short):
+            return np.empty(0, np.int32)
         is_urgent = is_short & (headroom < ahead_tokens // 2)
         early = np.flatnonzero(is_short & ~is_urgent)[: -(-len(slots) // SHORT_ONE_IN)]
         short = np.concatenate([slots[is_urgent], slots[early]])
         self._asked[short] = True
-        return short
+        return short.astype(np.int32)
 
     # ------------------------------------------------------------ tokens in
 
@@ -197,30 +203,37 @@ class TokenLog:
         """
         slots, admissions, starts, counts, tokens, durables = self._unpack(progress)
         mine = (self._admission[slots] == admissions) & (self._source[slots] == source)
-        if not mine.all():
-            kept = np.repeat(mine, counts)
+        stale = len(mine) - int(np.count_nonzero(mine))
+        if stale:
+            tokens = tokens[np.repeat(mine, counts)]
             slots, starts, counts, durables = slots[mine], starts[mine], counts[mine], durables[mine]
-            tokens = tokens[kept]
         known = self.lengths[slots]
         self._check_entries(slots, starts, counts, known)
         repeated = np.minimum(known - starts, counts)
-        fresh = counts - repeated
-        total = int(fresh.sum())
+        repeated_tokens = int(repeated.sum())
+        fresh = counts - repeated if repeated_tokens else counts
+        total = len(tokens) - repeated_tokens
         if total:
-            before = np.cumsum(fresh) - fresh
-            first = np.cumsum(counts) - counts + repeated
-            offset = np.arange(total)
-            target = np.repeat(self._base[slots] + known - before, fresh) + offset
-            self._arena[target] = tokens[np.repeat(first - before, fresh) + offset]
-            self.lengths[slots] += fresh
-        rows = self._prompt[slots] + self.lengths[slots]
+            self._write(slots, known, fresh, np.cumsum(counts) - fresh, tokens, total)
+            self.lengths[slots] = known + fresh
+        rows = self._prompt[slots] + known + fresh
         self._durable[slots] = np.maximum(self._durable[slots], np.minimum(durables, rows))
-        return Appended(slots, total, int(repeated.sum()), int(len(mine) - mine.sum()))
+        return Appended(slots, total, repeated_tokens, stale)
 
-    def _unpack(
-        self, progress: Progress
-    ) -> tuple[Int32Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array]:
-        slots = unpack_int32(progress.slots, "slots")
+    def _write(
+        self, slots: Slots, known: Int32Array, fresh: Int32Array, first: Int64Array, tokens: Int32Array, total: int
+    ) -> None:
+        """Write `fresh[i]` tokens, from `tokens[first[i]]` on, behind the `known[i]` of slot i."""
+        target = self._base[slots] + known
+        if total == len(slots) and np.count_nonzero(fresh == 1) == total:  # a decode step: one token each
+            self._arena[target] = tokens if len(tokens) == total else tokens[first]
+            return
+        offset = np.arange(total)
+        before = np.cumsum(fresh) - fresh
+        self._arena[np.repeat(target - before, fresh) + offset] = tokens[np.repeat(first - before, fresh) + offset]
+
+    def _unpack(self, progress: Progress) -> tuple[Slots, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array]:
+        slots = unpack_int32(progress.slots, "slots").astype(np.intp)  # as indices are: eight lookups follow
         admissions = unpack_int64(progress.admissions, "admissions")
         starts = unpack_int32(progress.starts, "starts")
         counts = unpack_int32(progress.counts, "counts")
@@ -238,12 +251,12 @@ class TokenLog:
             raise ProtocolError("counts do not add up to the tokens sent", field="tokens", value=len(tokens))
         return slots, admissions, starts, counts, tokens, durables
 
-    def _check_entries(self, slots: Int32Array, starts: Int32Array, counts: Int32Array, known: Int32Array) -> None:
+    def _check_entries(self, slots: Slots, starts: Int32Array, counts: Int32Array, known: Int32Array) -> None:
         order = np.arange(len(slots), dtype=np.int32)
         self._mark[slots] = order
-        if (self._mark[slots] != order).any():
+        if np.count_nonzero(self._mark[slots] != order):
             raise ProtocolError("a slot appears twice", field="slots", remedy="one entry per request in a report")
-        if (starts > known).any():
+        if np.count_nonzero(starts > known):
             worst = int(np.argmax(starts - known))
             raise ProtocolError(
                 f"position {known[worst]} is missing",
@@ -251,7 +264,7 @@ class TokenLog:
                 value=int(starts[worst]),
                 remedy="start a new epoch",
             )
-        if (starts.astype(np.int64) + counts > self._capacity[slots]).any():
+        if np.count_nonzero(starts.astype(np.int64) + counts > self._capacity[slots]):
             raise ProtocolError("more tokens than the request asked for", field="counts")
 
     # ------------------------------------------------------------ tokens out

@@ -135,7 +135,7 @@ def test_a_wrong_report_is_refused_whole(log: TokenLog, field: str) -> None:
 def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
     slot = started(log, 1, prompt=10, granted=64)
     fine = started(log, 2, prompt=10, granted=128)
-    both = np.array([slot, fine], np.int32)
+    both = np.array([slot, fine], np.intp)
     assert list(log.report_short(both, 54)) == []
     assert list(log.report_short(both, 55)) == [slot]
     assert list(log.report_short(both, 55)) == []
@@ -147,7 +147,7 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
 
 def test_shortages_that_come_together_are_told_apart_unless_urgent() -> None:
     log = TokenLog(slots=100, arena_tokens=1 << 14)
-    slots = np.array([started(log, i, prompt=10, granted=64) for i in range(100)], np.int32)
+    slots = np.array([started(log, i, prompt=10, granted=64) for i in range(100)], np.intp)
     told = [list(log.report_short(slots, 60)) for _ in range(SHORT_ONE_IN + 1)]
     assert [len(batch) for batch in told] == [4] * 25 + [0] * (SHORT_ONE_IN - 24)
     assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
