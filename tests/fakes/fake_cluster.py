@@ -28,7 +28,7 @@ from coordinator.events import (
 from coordinator.ledger import NO_PAGES, Ledger
 from coordinator.lifecycle import TERMINAL
 from coordinator.request_state import Action, RequestState, Rows, WorkerEvent
-from coordinator.roster import ON_WORKER, Drain, Entry, Phase, Worker
+from coordinator.roster import Drain, Entry, Worker
 from coordinator.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 
@@ -289,10 +289,6 @@ class FakeCluster:
             budget = self.ledgers[worker.node].budget(name)
             assert budget.hot_chunks_free == worker.capacity.hot_chunks
             assert budget.seats_free == worker.capacity.seats
-
-
-def on_worker(entry: Entry) -> bool:
-    return entry.phase in ON_WORKER and entry.phase is not Phase.LEAVING
 
 
 def _nobody(*_: object) -> None:
