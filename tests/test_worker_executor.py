@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from coordinator.config import WorkerSettings
+from tests.fakes.coordinator import Life
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
-from tests.worker_rig import SETTINGS, Life, Rig
+from tests.worker_rig import SETTINGS, Rig
 from worker.streams import Streams, make_streams
 
 replace = msgspec.structs.replace

@@ -12,8 +12,9 @@ from functools import partial
 import msgspec
 import pytest
 
+from tests.fakes.coordinator import Life
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
-from tests.worker_rig import SETTINGS, Life, Rig
+from tests.worker_rig import SETTINGS, Rig
 from worker.streams import FENCES, SimulatedStreams, make_streams
 
 SEEDS = range(200)

@@ -204,15 +204,26 @@ def test_an_edit_beyond_its_table_is_our_error() -> None:
         tables.set("chunk_table", 0, 5, [1, 2])
 
 
-def test_more_edits_than_a_buffer_holds_take_several() -> None:
+def test_a_full_buffer_of_edits_is_flushed() -> None:
     streams = make_streams("simulated", seed=3)
     state, tables = tables_on(streams.compute)
     for round_ in range(10):
         for seat in range(3):
             tables.set("index_table", seat, 0, range(round_, round_ + 5))
-            tables.flush() if seat == 2 else None
+    tables.flush()
     streams.close()
     assert state.index_table.tolist() == [list(range(9, 14))] * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_edits_of_many_flushes_at_one_step_boundary_all_arrive(seed: int) -> None:
+    streams = make_streams("simulated", seed)
+    state, tables = tables_on(streams.compute)
+    for place in range(15):
+        tables.set("host_table", place // 5, place % 5, [place])
+        tables.flush()
+    streams.close()
+    assert state.host_table.flatten().tolist() == list(range(15))
 
 
 # ---------------------------------------------------------------- sizing

@@ -15,7 +15,8 @@ import torch
 
 import worker.oracle
 from coordinator.config import WorkerSettings
-from tests.worker_rig import Life, Rig
+from tests.fakes.coordinator import Life
+from tests.worker_rig import Rig
 from worker.runners.base import SamplerState, StepOutputs
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -50,7 +51,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class FakeSpy:
+class LogitsSpy:
     """A runner that keeps the logits of every step, by sampling seed and position."""
 
     def __init__(self, runner: TransformersRunner) -> None:
@@ -85,7 +86,7 @@ def runner_of(path: Path) -> TransformersRunner:
 
 
 def start(path: Path, streams: Streams | None = None) -> tuple[Rig, list[Life], Logits]:
-    spy = FakeSpy(runner_of(path))
+    spy = LogitsSpy(runner_of(path))
     rig = Rig(streams, SETTINGS, runner=spy, keep_logits=True)  # type: ignore[arg-type]
     lives = []
     for number, prompt in enumerate(PROMPTS):

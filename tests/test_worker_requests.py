@@ -27,8 +27,9 @@ from coordinator.messages import (
     Stop,
     Withdraw,
 )
+from tests.fakes.coordinator import Life, prompt_of
 from tests.fakes.hash_runner import SHARED, FakeRunner, expected_tokens
-from tests.worker_rig import SETTINGS, Life, Rig, prompt_of
+from tests.worker_rig import SETTINGS, Rig
 from worker.batch import Status
 from worker.streams import make_streams
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.arrays import Int32Array
@@ -65,10 +65,10 @@ class RunningRequest:
     prefill_s: float = 0.0
     hits: int = 0
     misses: int = 0
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt)
 
     @property
     def rows_wanted(self) -> int:
