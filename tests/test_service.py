@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
-from coordinator.client import Client, run_client
-from coordinator.errors import ConfigError
+from coordinator.client import Client, open_client, run_client
+from coordinator.errors import ConfigError, Unavailable
 from coordinator.incarnation import next_incarnation
+from coordinator.messages import Sampling
+from tests.fakes.worker import FakeWorker, hello
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -129,3 +133,49 @@ def test_after_a_kill_the_successor_takes_over_under_a_higher_incarnation(tmp_pa
         with coordinator(tmp_path):
             numbers.append(run_client(f"ipc://{tmp_path}/run/client.sock", Client.welcome).incarnation)
     assert numbers[0] < numbers[1]
+
+
+async def keep_busy(endpoints: str) -> tuple[FakeWorker, str]:
+    """A worker that never finishes anything, and the id of a request that it runs."""
+    worker = await FakeWorker.connect(f"{endpoints}/worker.sock")
+    await worker.say(hello())
+    await worker.hear()
+    async with open_client(f"{endpoints}/client.sock") as client:
+        request_id = await client.submit_detached([1, 2, 3], Sampling(max_tokens=100))
+    await worker.hear()
+    return worker, request_id
+
+
+async def submit_forever(client: Client) -> None:
+    while True:
+        await client.submit_detached([1], Sampling(max_tokens=1))
+
+
+@pytest.mark.process
+async def test_the_first_signal_lets_work_finish_and_the_second_exits_at_once(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        worker, request_id = await keep_busy(f"ipc://{tmp_path}/run")
+        process.send_signal(signal.SIGINT)
+        async with open_client(f"ipc://{tmp_path}/run/client.sock") as client:
+            with trio.fail_after(10), pytest.raises(Unavailable, match="stopping"):
+                await submit_forever(client)
+            assert (await client.request(request_id)).row.state != "FAILED"
+        assert process.poll() is None, "the request may finish"
+        process.send_signal(signal.SIGINT)
+        with trio.fail_after(5):
+            while process.poll() is None:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        assert process.returncode == 130
+        worker.close()
+
+
+@pytest.mark.process
+def test_the_benchmark_counts_and_checks(tmp_path: Path) -> None:
+    """A small run; its figures are of no interest, its verdict is: no gap, no repeat, no mix-up."""
+    command = [sys.executable, "-m", "benchmarks.coordinator", "--json"]
+    command += ["--requests", "200", "--rate", "5000", "--seconds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    names = {"token_events_per_s", "command_rtt_p50_ms", "command_rtt_p99_ms", "admissions_per_s"}
+    assert all(result[name] > 0 for name in names)
