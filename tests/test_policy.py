@@ -90,7 +90,7 @@ def test_one_request_alone_is_resident() -> None:
 
 
 def test_fifty_at_once_shrink_their_buffers_and_none_is_kept_waiting() -> None:
-    """Issue 2, Shows 5: room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
+    """Room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
     fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, slab_pages=500)
     for slot in range(50):
         fake.submit(slot, 300 + slot, LONG)

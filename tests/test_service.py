@@ -25,7 +25,7 @@ from tests.fakes.worker import FakeWorker, hello
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Issue 2 asks for 0.5 s and 64 MiB; time on a shared machine is no test, so that bound is loose.
+#: Aim: 0.5 s and 64 MiB; time on a shared machine is no test, so that bound is loose.
 START_LIMIT_S = 10.0
 RESIDENT_BYTES_MAX = 64 * 1024 * 1024
 
