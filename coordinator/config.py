@@ -43,6 +43,7 @@ class ClusterSettings(Settings, frozen=True):
     client_endpoint: str = ""
     admin_endpoint: str = ""
     worker_endpoint: str = ""
+    insecure: bool = False  # allow tcp:// endpoints, which anybody who reaches the port may use
     log_level: str = "info"
     log_format: str = "logfmt"  # or json
 

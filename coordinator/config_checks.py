@@ -60,17 +60,24 @@ def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
         "cluster.worker_endpoint": cluster.worker_endpoint,
     }
     for field, endpoint in endpoints.items():
-        yield from _endpoint(field, endpoint)
+        yield from _endpoint(field, endpoint, insecure=cluster.insecure)
     distinct = len(set(endpoints.values())) == len(endpoints)
     yield Check(
         distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
     )
 
 
-def _endpoint(field: str, endpoint: str) -> Iterator[Check]:
+def _endpoint(field: str, endpoint: str, *, insecure: bool) -> Iterator[Check]:
     scheme, _, address = endpoint.partition("://")
     known = scheme in ("ipc", "tcp") and bool(address)
     yield Check(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
+    yield Check(
+        scheme != "tcp" or insecure,
+        field,
+        endpoint,
+        "tcp is neither encrypted nor authenticated",
+        "use ipc://, or set cluster.insecure = true on a network that you trust",
+    )
     fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
     yield Check(
         fits,
