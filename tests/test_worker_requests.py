@@ -397,18 +397,21 @@ def test_the_thread_serves_commands_and_stops() -> None:
 
 
 def test_counters_count_what_happened() -> None:
-    rig = Rig()
-    life = rig.coordinator.create(1, 100, 30)
-    assert rig.coordinator.admit(life, 64)
-    rig.run()
-    counters = rig.executor.counters
+    """Twice on the same seat: what the first left there is not counted again."""
+    rig = Rig(settings=replace(SETTINGS, seats=1))
+    lives = [rig.coordinator.create(number, 100, 30) for number in range(2)]
+    for life in lives:
+        assert rig.coordinator.admit(life, 64)
+        rig.run()
+    counters, groups = rig.executor.counters, rig.runner.geometry.groups
     token_bytes = rig.runner.geometry.page_bytes // 64
-    assert (counters.prompt_tokens, counters.tokens, counters.steps) == (100, 30, 29)
-    assert (counters.admitted, counters.released, counters.faulted) == (1, 1, 0)
-    assert (counters.hits, counters.misses) == (life.hits, life.misses)
-    assert counters.hits + counters.misses == 29 * 64 * rig.runner.geometry.groups
-    assert counters.staged_bytes == 100 * token_bytes
-    assert counters.backed_up_bytes == 29 * token_bytes
+    assert (counters.prompt_tokens, counters.tokens, counters.steps) == (200, 60, 58)
+    assert (counters.admitted, counters.released, counters.faulted) == (2, 2, 0)
+    assert all(life.hits + life.misses == 29 * 64 * groups for life in lives)
+    assert counters.hits == sum(life.hits for life in lives)
+    assert counters.misses == sum(life.misses for life in lives)
+    assert counters.staged_bytes == 200 * token_bytes
+    assert counters.backed_up_bytes == 58 * token_bytes
     assert counters.swapped_bytes == counters.misses * 16 * 3 // 2
     assert counters.step_us > 0
 
