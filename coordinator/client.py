@@ -20,22 +20,20 @@ known, and repeating it is the caller's choice. Admin verbs need a connection to
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import outcome
 import trio
 
 from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
-from coordinator.errors import BY_CODE, HiSparseError, InternalError, ProtocolError, Unavailable
-from coordinator.frames import read_frame
+from coordinator.errors import HiSparseError, Unavailable
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
+from coordinator.replies import Call, M, Reply, decode, error_of, expect, reply_of
 from coordinator.sockets import DealerSocket
 from coordinator.token_stream import Stream
 
@@ -48,26 +46,6 @@ RECONNECT_PAUSE_MAX_S: Final = 1.0
 RECONNECT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
-M = TypeVar("M", bound=messages.Message)
-Reply = GatewayMessage | HiSparseError
-
-
-class _Call(Generic[T]):
-    """Waits for one reply. `read` turns it into the result in the very moment it arrives."""
-
-    def __init__(self, read: Callable[[Reply], T]) -> None:
-        self._read = read
-        self._arrived = trio.Event()
-        self._result: outcome.Outcome[T] | None = None
-
-    def take(self, reply: Reply) -> None:
-        self._result = outcome.capture(self._read, reply)
-        self._arrived.set()
-
-    async def wait(self) -> T:
-        await self._arrived.wait()
-        assert self._result is not None
-        return self._result.unwrap()
 
 
 class Client:
@@ -137,7 +115,7 @@ class Client:
 
     async def welcome(self) -> messages.Welcome:
         """Who the coordinator is and which model it serves now."""
-        call = _Call(lambda reply: _expect(reply, messages.Welcome))
+        call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
         self._hellos.append(call.take)
         await dealer.send(messages.encode(self._hello))
@@ -202,7 +180,7 @@ class Client:
         return await self._exchange(make, lambda reply: self._adopt(reply, start))
 
     async def _call(self, make: Callable[[int], messages.AdminMessage], expected: type[M]) -> M:
-        return await self._exchange(make, lambda reply: _expect(reply, expected))
+        return await self._exchange(make, lambda reply: expect(reply, expected))
 
     async def _exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
         """Send, and return what `read` makes of the reply, in the same instant as the reply arrives.
@@ -212,7 +190,7 @@ class Client:
         self._tag += 1
         tag = self._tag
         message = messages.encode(make(tag))
-        call = _Call(read)
+        call = Call(read)
         dealer = await self._connected()
         self._calls[tag] = call.take
         try:
@@ -229,7 +207,7 @@ class Client:
         return self._dealer
 
     def _adopt(self, reply: Reply, start: int) -> Stream:
-        accepted = _expect(reply, messages.Accepted)
+        accepted = expect(reply, messages.Accepted)
         stream = Stream(accepted.request_id, start)
         self._streams[accepted.handle] = stream
         return stream
@@ -242,8 +220,8 @@ class Client:
         try:
             with trio.fail_after(WELCOME_LIMIT_S):
                 await dealer.send(messages.encode(self._hello))
-                first, *rest = map(_decode, await dealer.recv_batch())
-            self._welcome = _expect(_reply_of(first), messages.Welcome)
+                first, *rest = map(decode, await dealer.recv_batch())
+            self._welcome = expect(reply_of(first), messages.Welcome)
         except BaseException as error:
             dealer.close()
             if isinstance(error, trio.TooSlowError):
@@ -261,7 +239,7 @@ class Client:
         while self._dealer is not None:
             try:
                 for frame in await self._dealer.recv_batch():
-                    self._take(_decode(frame))
+                    self._take(decode(frame))
             except HiSparseError as error:
                 await self._recover(error)
 
@@ -352,11 +330,11 @@ class Client:
                 if self._hellos:
                     self._hellos.popleft()(message)
             case messages.Failure(tag=-1):
-                raise _error_of(message)
+                raise error_of(message)
             case _ if message.tag in self._attaching:
-                self._attached(self._attaching.pop(message.tag), _reply_of(message))
+                self._attached(self._attaching.pop(message.tag), reply_of(message))
             case _ if message.tag in self._calls:
-                self._calls.pop(message.tag)(_reply_of(message))
+                self._calls.pop(message.tag)(reply_of(message))
             case _:
                 return  # the reply to a call that was cancelled
 
@@ -364,7 +342,7 @@ class Client:
         if isinstance(reply, HiSparseError):
             stream.fail(reply)
         else:
-            self._streams[_expect(reply, messages.Accepted).handle] = stream
+            self._streams[expect(reply, messages.Accepted).handle] = stream
 
     def _deliver(self, delivery: messages.Delivery) -> None:
         handles = unpack_int32(delivery.handles, "handles").tolist()
@@ -377,29 +355,6 @@ class Client:
             if stream is not None:
                 stream.deliver(start, tokens[at : at + count])
             at += count
-
-
-def _decode(frame: bytes) -> GatewayMessage:
-    message: GatewayMessage = read_frame(messages.decode_gateway, frame, sys.maxsize, "coordinator")
-    return message
-
-
-def _error_of(failure: messages.Failure) -> HiSparseError:
-    kind = BY_CODE.get(failure.code, InternalError)
-    return kind(failure.message, field=failure.field, value=failure.value, remedy=failure.remedy)
-
-
-def _reply_of(message: GatewayMessage) -> Reply:
-    return _error_of(message) if isinstance(message, messages.Failure) else message
-
-
-def _expect(reply: Reply, expected: type[M]) -> M:
-    """`reply` if it is what was asked for; raises the error that it is, or ProtocolError."""
-    if isinstance(reply, HiSparseError):
-        raise reply
-    if not isinstance(reply, expected):
-        raise ProtocolError(f"expected {expected.__name__}", field="reply", value=type(reply).__name__)
-    return reply
 
 
 @asynccontextmanager

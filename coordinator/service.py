@@ -24,11 +24,12 @@ from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.config import Config
 from coordinator.deliveries import Deliveries
+from coordinator.endpoint_lock import make_private_dir
 from coordinator.gateway import Gateway
 from coordinator.incarnation import next_incarnation
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
 from coordinator.scheduler import Scheduler
-from coordinator.sockets import RouterSocket, make_private_dir
+from coordinator.sockets import RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
 from coordinator.version import our_version
