@@ -25,8 +25,12 @@ PURE = [
     "roster",
     "sizing",
     "space",
+    "subscriptions",
     "token_log",
+    "tokenizer_store",
     "verbs",
+    "worker_epoch",
+    "worker_hello",
 ]
 FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
 
