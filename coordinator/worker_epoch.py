@@ -12,6 +12,7 @@ anew. That is how the two sides agree without agreeing on when the silence began
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -19,7 +20,6 @@ from coordinator.command_log import CommandLog
 from coordinator.errors import ProtocolError, WrongState
 from coordinator.events import LinkStats
 from coordinator.messages import Heartbeat, Report, WorkerHello
-from metrics.state import Buckets
 
 #: The same gap in reports is asked for at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25
@@ -36,9 +36,9 @@ class Arrival(Enum):
 
 
 class WorkerEpoch:
-    """Times are seconds of one monotonic clock. Round trips of commands are observed in `round_trips`."""
+    """Times are seconds of one monotonic clock. `observe` is given the seconds of each command's round trip."""
 
-    def __init__(self, hello: WorkerHello, round_trips: Buckets, now: float) -> None:
+    def __init__(self, hello: WorkerHello, observe: Callable[[float], None], now: float) -> None:
         self.worker = hello.worker
         self.node = hello.node
         self.epoch = hello.epoch
@@ -46,7 +46,7 @@ class WorkerEpoch:
         self.commands = CommandLog()
         self.report_ack = 0
         self.round_trip_s = 0.0
-        self._round_trips = round_trips
+        self._observe = observe
         self.steps = 0
         self.step_us = 0.0
         self.hits = 0
@@ -106,7 +106,7 @@ class WorkerEpoch:
     def acknowledge(self, number: int, now: float) -> None:
         round_trip_s = self.commands.acknowledge(number, now)
         if round_trip_s is not None:
-            self._round_trips.observe(round_trip_s)
+            self._observe(round_trip_s)
             self.round_trip_s += (round_trip_s - self.round_trip_s) * (ROUND_TRIP_WEIGHT if self.round_trip_s else 1.0)
 
     # ------------------------------------------------------------ what the time says

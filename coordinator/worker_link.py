@@ -69,7 +69,7 @@ class WorkerLink:
     """
 
     def __init__(self, hello: messages.WorkerHello, process: int, number: int, owner: WorkerLinks, now: float) -> None:
-        self.state = WorkerEpoch(hello, owner.round_trips, now)
+        self.state = WorkerEpoch(hello, owner.observe_round_trip, now)
         self.model = hello.model
         self.process = process
         self.number = number
@@ -112,7 +112,7 @@ class WorkerLinks:
         self._scheduler = scheduler
         self._log = token_log
         self._tokenizers = tokenizers
-        self.round_trips = counters.command_ack_s
+        self.observe_round_trip = counters.command_ack_s.observe
         self._counters = counters
         self._settings = settings
         self._socket = socket

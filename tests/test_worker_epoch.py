@@ -23,7 +23,7 @@ PAST = {"report_next": 5}
 
 @pytest.fixture
 def epoch() -> WorkerEpoch:
-    return WorkerEpoch(hello(), Buckets(COMMAND_BOUNDS_S), now=0.0)
+    return WorkerEpoch(hello(), Buckets(COMMAND_BOUNDS_S).observe, now=0.0)
 
 
 def report(number: int, command_ack: int = 0) -> Report:
