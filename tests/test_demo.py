@@ -49,7 +49,7 @@ def test_the_demo_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert report["mismatched_tokens"] == 0
     assert report["distinct_tokens"] > 20
     assert min(report["hits"], report["misses"], report["retracted"], report["handed_over"]) > 0
-    assert report["rows_swapped"] >= report["misses"]
+    assert report["rows_swapped"] == report["misses"]  # two counters, kept apart; this family shares no index
     assert report["host_pages_after"] == report["host_pages_before"] == 0 < report["host_pages_peak"]
     assert report["hot_bytes"] <= report["full_kv_bytes"] / 8
     assert list(tmp_path.glob("*.pool")) == []
