@@ -185,7 +185,7 @@ class FakeWorker:
         """A decode step for all requests, at the offered rate; workers keep their distance from one another."""
         load, step_at = self._load, trio.current_time()
         while True:
-            interval_s = max(load.admitted, 1) / load.rate if load.rate else 0.001
+            interval_s = load.requests / load.rate if load.rate else 0.001
             phase_s = self._index / WORKERS * interval_s
             step_at = max(step_at + interval_s, trio.current_time() - interval_s)
             await trio.sleep_until(step_at + phase_s)

@@ -32,8 +32,6 @@ from coordinator.messages import Progress
 
 #: Room for generated tokens of all requests: 1 GiB of virtual memory, resident as far as it is used.
 ARENA_TOKENS: Final = 1 << 28
-#: Of the requests in one report, the share (one in so many) that is told to be short of room, while not urgently so.
-SHORT_ONE_IN: Final = 32
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
 
@@ -177,18 +175,20 @@ class TokenLog:
         self._granted[slot] = granted_tokens
         self._asked[slot] = False
 
-    def report_short(self, slots: Slots, ahead_tokens: int) -> Int32Array:
-        """Those of `slots` with less than `ahead_tokens` of granted room, each once until its next `grant`.
+    def report_short(self, appended: Appended, ahead_tokens: int) -> Int32Array:
+        """Slots of `appended` with less than `ahead_tokens` of granted room, each once until its next `grant`.
 
-        Requests that started together run short together: of those with more than half of it left, one in
-        SHORT_ONE_IN of `slots` is told at a time, the others by later calls, so that granting is spread over time.
+        Requests that started together run short together. Those that can wait are told at the pace at which they use
+        room up, so that all have been when three quarters of it are used; with less than that, at once.
         """
+        slots = appended.slots
         headroom = self._granted[slots] - self._prompt[slots] - self.lengths[slots]
         is_short = (headroom < ahead_tokens) & ~self._asked[slots]
         if not np.count_nonzero(is_short):
             return np.empty(0, np.int32)
-        is_urgent = is_short & (headroom < ahead_tokens // 2)
-        early = np.flatnonzero(is_short & ~is_urgent)[: -(-len(slots) // SHORT_ONE_IN)]
+        is_urgent = is_short & (headroom < ahead_tokens // 4)
+        spread_tokens = max(3 * ahead_tokens // 4, 1)
+        early = np.flatnonzero(is_short & ~is_urgent)[: -(-appended.tokens // spread_tokens)]
         short = np.concatenate([slots[is_urgent], slots[early]])
         self._asked[short] = True
         return short.astype(np.int32)

@@ -23,17 +23,19 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+import numpy as np
 import trio
 
 from coordinator import messages
 from coordinator.arrays import Int32Array
+from coordinator.command_sender import CommandSender
 from coordinator.config import CoordinatorSettings
 from coordinator.dropped import Dropped
 from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
 from coordinator.events import LinkStats, WorkerPort
 from coordinator.frames import read_frame
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
-from coordinator.sockets import Received, RouterSocket, Sent
+from coordinator.sockets import Received, RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
 from coordinator.worker_epoch import Arrival, WorkerEpoch
@@ -43,8 +45,10 @@ from metrics.state import CoordinatorCounters
 
 #: Worker names known at the same time, living or down.
 WORKERS_MAX: Final = 1_024
-#: How soon a link whose socket was full is tried again.
-UNBLOCK_INTERVAL_S: Final = 0.02
+#: How often the Scheduler is told which requests run short, while reports come.
+STARVING_INTERVAL_S: Final = 0.02
+
+EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.worker_link")
 
@@ -122,9 +126,10 @@ class WorkerLinks:
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
+        self._short: list[Int32Array] = []
+        self._short_told_at = float("-inf")
         self._numbers = 0
-        self._to_send: dict[WorkerLink, None] = {}
-        self._wake = trio.Event()
+        self._sender = CommandSender(socket, incarnation, counters)
         self._closing = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -143,11 +148,11 @@ class WorkerLinks:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._read)
-            nursery.start_soon(self._send)
+            nursery.start_soon(self._sender.run)
             nursery.start_soon(self._watch_time)
             await self._closing.wait()
             nursery.cancel_scope.cancel()
-        self._send_all()
+        self._sender.send_all()
 
     def _start(self, step: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run what waits in a task of its own: one per joining, leaving or watched epoch."""
@@ -166,6 +171,16 @@ class WorkerLinks:
                     self._refuse(received.peer, error)
             for link in to_acknowledge:
                 self._say(link, messages.ReportAck(self._incarnation, link.state.report_ack))
+            if trio.current_time() >= self._short_told_at + STARVING_INTERVAL_S:
+                self._tell_short()
+
+    def _tell_short(self) -> None:
+        """What all workers' requests have run short of since the last time, in one message: a turn costs as much."""
+        short = np.concatenate(self._short) if self._short else EMPTY
+        self._short.clear()
+        self._short_told_at = trio.current_time()
+        if len(short):
+            self._scheduler.starving(short)
 
     def _receive(self, received: Received, to_acknowledge: dict[WorkerLink, None]) -> None:
         """Raises what the sender is refused with."""
@@ -206,7 +221,7 @@ class WorkerLinks:
                     self._start(self._see_off, link)
             case messages.ReplayCommands():
                 link.state.commands.replay(message.first)
-                self._send_soon(link)
+                self._sender.soon(link)
             case messages.TokenizerChunk():
                 self._tokenizers.take(link.name, link.model, message)
 
@@ -217,9 +232,7 @@ class WorkerLinks:
             appended = self._log.append(report.progress, link.number)
             self._counters.tokens += appended.tokens
             self._counters.repeated_tokens += appended.repeated_tokens
-            short = self._log.report_short(appended.slots, self._settings.grant_ahead_tokens)
-            if len(short):
-                self._scheduler.starving(short)
+            self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._on_tokens()
         for event in report.events:
             self._scheduler.on_event(link.name, link.state.epoch, event)
@@ -295,7 +308,7 @@ class WorkerLinks:
         self._by_peer[peer] = link
         wants = self._tokenizers.wants(link.model)
         self._say(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, link.state.report_ack, wants))
-        self._send_soon(link)
+        self._sender.soon(link)
 
     # ------------------------------------------------------------ ends
 
@@ -310,6 +323,7 @@ class WorkerLinks:
         settings = self._settings
         while True:
             await trio.sleep(settings.heartbeat_interval_s / 2)
+            self._tell_short()
             now = trio.current_time()
             for link in tuple(self._by_name.values()):
                 if link.is_down:
@@ -318,7 +332,7 @@ class WorkerLinks:
                     self._put_down(link, proved_exit=False, reason=reason)
                 elif link.state.commands.replay_overdue(now, settings.command_ack_limit_s):
                     log.warning("commands overdue, sent again", extra=fields(worker=link.name))
-                    self._send_soon(link)
+                    self._sender.soon(link)
 
     async def _watch_process(self, link: WorkerLink) -> None:
         """Until the process has exited, or its exit does not matter any more."""
@@ -350,7 +364,7 @@ class WorkerLinks:
         if link.is_down:
             return
         link.is_down = True
-        self._to_send.pop(link, None)
+        self._sender.forget(link)
         self._tokenizers.forget(link.name)
         log.warning("worker down", extra=fields(worker=link.name, epoch=link.state.epoch, reason=reason))
         self._scheduler.worker_down(link.name, link.state.epoch, proved_exit)
@@ -370,36 +384,7 @@ class WorkerLinks:
             self._put_down(link, proved_exit=False, reason=str(error))
             return
         self._counters.commands += 1
-        self._send_soon(link)
-
-    def _send_soon(self, link: WorkerLink) -> None:
-        self._to_send[link] = None
-        self._wake.set()
-
-    async def _send(self) -> None:
-        while True:
-            with trio.move_on_after(UNBLOCK_INTERVAL_S if self._to_send else float("inf")):
-                await self._wake.wait()
-            self._wake = trio.Event()
-            self._send_all()
-
-    def _send_all(self) -> None:
-        """Send what every link has to send; links whose socket is full stay for the next time."""
-        now = trio.current_time()
-        for link in tuple(self._to_send):
-            if self._send_commands(link, now):
-                del self._to_send[link]
-
-    def _send_commands(self, link: WorkerLink, now: float) -> bool:
-        """Whether nothing is left that could be sent now. Without a connection it waits for the next hello."""
-        while link.peer is not None and (batch := link.state.commands.take(now)) is not None:
-            frame = messages.encode(messages.Commands(self._incarnation, batch.first, batch.commands))
-            sent = self._socket.send(link.peer, frame)
-            if sent is not Sent.OK:
-                link.state.commands.untake(batch)
-                return sent is Sent.GONE
-            self._counters.replayed_commands += batch.repeated
-        return True
+        self._sender.soon(link)
 
     def _say(self, link: WorkerLink, message: CoordinatorMessage) -> None:
         """Acknowledgements, welcomes and questions may be lost: whoever misses one asks again."""

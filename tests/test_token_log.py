@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import CapacityError, InternalError, ProtocolError
 from coordinator.messages import Progress
-from coordinator.token_log import EXTENT_TOKENS_MIN, SHORT_ONE_IN, Extents, TokenLog
+from coordinator.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
 from tests.progress import LINK, Entry, progress
 
 
@@ -135,25 +135,40 @@ def test_a_wrong_report_is_refused_whole(log: TokenLog, field: str) -> None:
 def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
     slot = started(log, 1, prompt=10, granted=64)
     fine = started(log, 2, prompt=10, granted=128)
-    both = np.array([slot, fine], np.intp)
-    assert list(log.report_short(both, 54)) == []
-    assert list(log.report_short(both, 55)) == [slot]
-    assert list(log.report_short(both, 55)) == []
-    log.grant(slot, 65)
-    assert list(log.report_short(both, 55)) == []
-    log.append(progress(Entry(slot, 1, 0, [1])), LINK)
-    assert list(log.report_short(both, 55)) == [slot]
+
+    def short(ahead_tokens: int) -> list[int]:
+        start = log.length(slot)
+        appended = log.append(progress(Entry(slot, 1, start, [7]), Entry(fine, 2, start, [7])), LINK)
+        return list(log.report_short(appended, ahead_tokens))
+
+    assert short(53) == []
+    assert short(53) == [slot]
+    assert short(53) == []
+    log.grant(slot, 64 + 3)
+    assert short(53) == []
+    assert short(53) == [slot]
 
 
-def test_shortages_that_come_together_are_told_apart_unless_urgent() -> None:
-    log = TokenLog(slots=100, arena_tokens=1 << 14)
-    slots = np.array([started(log, i, prompt=10, granted=64) for i in range(100)], np.intp)
-    told = [list(log.report_short(slots, 60)) for _ in range(SHORT_ONE_IN + 1)]
-    assert [len(batch) for batch in told] == [4] * 25 + [0] * (SHORT_ONE_IN - 24)
+def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
+    """128 tokens ahead: one request is told per 96 tokens reported, and the rest when a quarter is left."""
+    log = TokenLog(slots=100, arena_tokens=1 << 15)
+    for admission in range(100):
+        started(log, admission, max_tokens=200, prompt=0, granted=128)
+    told: list[list[int]] = []
+    for position in range(128):
+        step = [Entry(slot, slot, position, [7]) for slot in range(100) if position == log.length(slot)]
+        told.append(list(log.report_short(log.append(progress(*step), LINK), 128)))
     assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
-    for slot in range(100):
-        log.grant(slot, 64)
-    assert len(log.report_short(slots, 2 * 54 + 2)) == 100, "less than half is left"
+    assert {len(batch) for batch in told} <= {0, 1, 2}
+    assert not any(told[96:]), "all are told before it is urgent"
+
+
+def test_urgent_shortages_are_all_told_at_once() -> None:
+    log = TokenLog(slots=100, arena_tokens=1 << 15)
+    for admission in range(100):
+        started(log, admission, max_tokens=200, prompt=0, granted=32)
+    appended = log.append(progress(*[Entry(slot, slot, 0, [7]) for slot in range(100)]), LINK)
+    assert sorted(log.report_short(appended, 128)) == list(range(100))
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None:
