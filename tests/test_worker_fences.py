@@ -6,6 +6,7 @@ wrong tokens. Wrong, not crashed: what a missing fence does to a service is sile
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +16,9 @@ import pytest
 from tests.fakes.coordinator import Life
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.worker_rig import SETTINGS, Rig
+from worker.batch import Status
 from worker.streams import FENCES, SimulatedStreams, make_streams
+from worker.swap import Swap
 
 SEEDS = range(200)
 #: A mutant must be convicted within so many seeds. Measured over 60, each story convicts its mutant in 15 to 100 %.
@@ -100,6 +103,47 @@ def a_change_of_owner(make: MakeStreams) -> Rig:
     assert coordinator.admit(heir, 64)
     rig.run()
     return rig
+
+
+def an_abort_while_loading(make: MakeStreams) -> Rig:
+    """One request is aborted while its index keys are being loaded; the next gets the very same index pages."""
+    settings = msgspec.structs.replace(SETTINGS, prefill_chunk_tokens=128)
+    rig = Rig(make(), settings, runner=FakeRunner(SEPARATE))
+    coordinator, index_pages = rig.coordinator, rig.executor._seats.index_pages
+    bystander, leaver, heir = (coordinator.create(i, *sizes) for i, sizes in enumerate(((8, 56), (100, 20), (70, 50))))
+    assert coordinator.admit(leaver, 64)
+    rig.run_until(lambda: len(leaver.tokens) >= 3)
+    coordinator.withdraw(leaver, "keep")
+    assert coordinator.admit(bystander, 64)  # with a batch to decode, nobody waits for the load
+    rig.run_until(lambda: len(bystander.tokens) >= 2)
+    come_back(rig, leaver, 64)
+    coordinator.withdraw(leaver, "abort")
+    rig.turn()
+    squeezed = index_pages.take(index_pages.free)
+    rig.run_until(lambda: not leaver.admission)
+    assert coordinator.admit(heir, 64)
+    rig.run()
+    index_pages.give(squeezed)
+    return rig
+
+
+def an_owner_elsewhere(make: MakeStreams) -> Rig:
+    """One request is aborted while it is being staged; its host pages go to a request on another worker of the node."""
+    rig = Rig(make())
+    leaver = rig.coordinator.create(1, 120, 8)
+    assert rig.coordinator.admit(leaver, 64)
+    rig.run_until(lambda: leaver.admission == 0 or any(r.status is Status.STAGING for r in rig.executor.held()))
+    rig.coordinator.withdraw(leaver, "abort")
+    pages = leaver.host_pages[:]
+    rig.run_until(lambda: not leaver.admission)
+    elsewhere = Rig(host=rig.host)
+    heir = elsewhere.coordinator.create(2, 120, 8)
+    elsewhere.coordinator.host_pages = deque(pages)
+    assert elsewhere.coordinator.admit(heir, 64)
+    elsewhere.run_until(lambda: len(heir.tokens) >= 2)
+    rig.streams.close()
+    elsewhere.run()
+    return elsewhere
 
 
 def a_chunk_that_changes_hands(make: MakeStreams) -> Rig:
@@ -187,3 +231,18 @@ def test_an_omitted_fence_gives_wrong_tokens_and_nothing_else(fence: str) -> Non
     assert not plain.wrong()
     plain.check_end()
     assert any(story(simulated(seed, "seeded", (fence,))).wrong() for seed in MUTANT_SEEDS)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("stream", "story"),
+    [("swap", an_abort_while_loading), ("stage", an_owner_elsewhere), ("backup", a_change_of_owner)],
+)
+def test_quiesced_must_cover_every_stream(
+    stream: str, story: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: Released while one stream could still touch the memory gives the next owner wrong tokens."""
+    assert not any(story(simulated(seed)).wrong() for seed in range(10))
+    quiesce = Swap.quiesce
+    monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if stream not in str(fence)])
+    assert any(story(simulated(seed)).wrong() for seed in MUTANT_SEEDS)
