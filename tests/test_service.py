@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,19 +56,24 @@ def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
 def coordinator(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A coordinator process that answers; killed at the end if it is still there."""
     process = start(directory)
-    endpoint = f"ipc://{directory}/run/admin.sock"
     give_up_at = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < give_up_at and process.poll() is None:
-        try:
-            run_client(endpoint, Client.welcome, role="admin")
-            break
-        except Exception:
-            time.sleep(0.02)
     try:
+        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in its own
+            while not thread.submit(answers, directory).result():
+                assert process.poll() is None, "it ended during start"
+                assert time.monotonic() < give_up_at, "it does not answer"
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def answers(directory: Path) -> bool:
+    try:
+        run_client(f"ipc://{directory}/run/admin.sock", Client.welcome, role="admin")
+    except Unavailable:
+        return False
+    return True
 
 
 def start(directory: Path) -> subprocess.Popen[str]:
