@@ -1,6 +1,6 @@
 """The worker as a real process: `hisparse worker` with a tiny checkpoint, driven over ipc.
 
-The tests play the coordinator (tests/fakes/coordinator.py), so that they can decide what a coordinator never would.
+The tests play the coordinator (tests/fakes/listening_coordinator.py), so that they can decide what it never would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import Admit, Finished, Refused, Released, Sampling, Started
 from kernels.layout import pages_for
-from tests.fakes.coordinator import FakeCoordinator
+from tests.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.process_rig import Place
 from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, available_host_bytes, check_host_memory
 from worker.runners.tiny import write_tiny_checkpoint
@@ -60,7 +60,7 @@ def admit(admission: int, *, generated: list[int] | None = None, durable: int = 
 async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) -> None:
     """I2, I3, I5: stopped in the middle of decoding, all is released and reported and the process exits cleanly; the
     next one resumes at the durable length and continues with the very tokens of an undisturbed run."""
-    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
             coordinator.command(admit(1))
@@ -96,7 +96,7 @@ async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) 
 
 @pytest.mark.process
 async def test_a_second_signal_exits_at_once(place: Place) -> None:
-    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
             coordinator.acknowledges = False  # the first signal waits for the last report's acknowledgement
@@ -114,7 +114,7 @@ async def test_a_second_signal_exits_at_once(place: Place) -> None:
 @pytest.mark.process
 async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) -> None:
     """A coordinator that admits twice breaks an invariant of the executor: exit code 70 and one log line."""
-    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
             coordinator.command(admit(1), admit(1))
@@ -126,7 +126,7 @@ async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) ->
 
 @pytest.mark.process
 async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) -> None:
-    with FakeCoordinator(place.endpoint("worker")) as coordinator:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
             coordinator.say(Refused("config", "another model than the group's", "start with the same --model"))
