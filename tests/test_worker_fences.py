@@ -217,7 +217,7 @@ def test_tokens_in_any_order_that_the_fences_allow(seed: int) -> None:
 
 @pytest.mark.parametrize("story", {story for story in STORIES.values() if not isinstance(story, partial)})
 def test_every_story_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) -> None:
-    for seed in range(10):
+    for seed in range(5):
         rig = story(simulated(seed))
         assert not rig.wrong(), f"seed {seed}"
         rig.check_end()
@@ -242,7 +242,7 @@ def test_quiesced_must_cover_every_stream(
     stream: str, story: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I2: Released while one stream could still touch the memory gives the next owner wrong tokens."""
-    assert not any(story(simulated(seed)).wrong() for seed in range(10))
+    assert not any(story(simulated(seed)).wrong() for seed in range(3))
     quiesce = Swap.quiesce
     monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if stream not in str(fence)])
     assert any(story(simulated(seed)).wrong() for seed in MUTANT_SEEDS)
