@@ -63,7 +63,7 @@ def row(base: msgspec.Struct, **changes: Any) -> Any:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """Shows 6 of the design: the verbs import click and the standard library at their top, nothing else."""
+    """The verbs import click and the standard library at their top, nothing else."""
     heavy = ["torch", "rich", "zmq", "trio", "numpy", "msgspec", "transformers"]
     code = f"import sys; import coordinator.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

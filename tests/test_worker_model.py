@@ -1,5 +1,5 @@
 """The executor with the real model classes: no hot size, mode, order of streams or retraction shows in tokens or
-logits, and tokens are those of the library's own generate() (DESIGN.md section 7, points 1 and 5)."""
+logits, and tokens are those of the library's own generate() (docs/architecture.md, how correctness is shown)."""
 
 from __future__ import annotations
 
