@@ -1,8 +1,8 @@
 """Every live request's tokens, in a few arrays: what workers report goes in, what clients read comes out.
 
 Tokens are not messages between actors (docs/architecture.md, section 2): 10,000 requests at 20 tokens a second would be
-200,000 task wake-ups. A report's arrays are appended here at numpy's speed, and each client connection keeps a cursor per
-request (coordinator.subscriptions). The log knows nothing of states, pages or clients.
+200,000 task wake-ups. A report's arrays are appended here at numpy's speed, and each client connection keeps a cursor
+per request (coordinator.subscriptions). The log knows nothing of states, pages or clients.
 
     slot      0..slots-1, one per request the coordinator knows; reused once closed, oldest first
     admission the stay whose reports count; what any other says is stale and dropped
