@@ -87,7 +87,7 @@ class FakeLink:
             return
         slot, admission, start, tokens, durable = said
         heard = self.rig.token_log.append(progress(Entry(slot, admission, start, tokens, durable)), self.number)
-        short = self.rig.token_log.report_short(heard.slots, AHEAD_TOKENS)
+        short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
             self.rig.scheduler.starving(short)
 
