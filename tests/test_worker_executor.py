@@ -144,3 +144,14 @@ def test_churn_over_50_requests_changes_no_output_and_leaks_nothing(backend: str
     assert counters.admitted > 60
     assert counters.parked > 10 or ahead_tokens
     assert counters.misses > 1_000
+
+
+def test_the_durable_length_counts_rows_that_were_written_and_no_more() -> None:
+    """I3: with copies done at once it catches up with the rows written, and it never runs ahead of them."""
+    rig = Rig(make_streams("inline"), SETTINGS)
+    assert rig.coordinator.admit(rig.coordinator.create(1, 100, 24), 64)
+    lags = set()
+    while not rig.executor.idle:
+        rig.turn()
+        lags |= {r.position - r.durable_rows for r in rig.executor.held() if r.durable_rows}
+    assert min(lags) == 0
