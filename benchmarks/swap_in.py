@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from kernels.cuda_launch import prepare, stream_of
-from kernels.cuda_swap_in import blocks_per_request, replay_misses, swap_in
-from kernels.jit import load
+from kernels.cuda.jit import load
+from kernels.cuda.launch import prepare, stream_of
+from kernels.cuda.parameters import Plan
+from kernels.cuda.swap_in import blocks_per_request, replay_misses, swap_in
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks
-from kernels.parameters import Plan
 from kernels.seat import init_managed
 from kernels.state import DeviceState, MissPlan, StepBatch
 
@@ -209,7 +209,7 @@ def null_us(setup: Setup) -> float:
 
 
 def defines(state: DeviceState) -> Any:
-    from kernels.cuda_launch import defines_of
+    from kernels.cuda.launch import defines_of
 
     return defines_of(state)
 

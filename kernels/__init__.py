@@ -8,7 +8,11 @@
     swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
     rows          a model's reads and writes of rows and index keys
     copy_rows     device rows to host pages and back
-    lru, check, integrity   eviction order; checks of arguments; consistency of a seat's tables
+    check, integrity   checks of arguments; consistency of a seat's tables
 
-A kernel runs inside one stream operation and orders nothing by itself: fences are the caller's (worker.streams).
+    reference/    all of them in torch; what runs on the CPU
+    cuda/         CUDA C++ and its launchers, compiled at worker start; compile.py does so for every architecture
+
+The functions here are the contracts: they check their arguments and hand over to one of the two (backend.py). A kernel
+runs inside one stream operation and orders nothing by itself: fences are the caller's (worker.streams).
 """

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kernels.jit import UNITS, Defines, Resources, compile_unit, row_defines
+from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
 from kernels.layout import Geometry
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")

@@ -1,4 +1,4 @@
-"""Rows between device memory and host pages, all layers and all index keys in one call. Reference in torch.
+"""Rows between device memory and host pages, all layers and all index keys in one call.
 
 One verb serves staging, eager backup, preload and resume: a list of places on either side, any of them, in any order,
 so that partial pages need no case of their own. Cost is proportional to the list; nothing depends on page boundaries.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import backend
 from kernels.check import Sizes
 from kernels.state import DeviceState
 
@@ -21,26 +22,16 @@ def copy_rows_to_host(
     `device_row` int32|int64[G, n], `index_row`, `host_page`, `host_offset` int32|int64[n]. Entries whose `host_page` is
     -1 are skipped, as BackupPlan marks its padding. Host places must differ. Raises BadInput before any change.
     """
-    places = _places(state, device_row, index_row, host_page, host_offset)
-    if places is None:
-        return
-    rows, keys, pages, offsets = places
-    state.host_row_words[pages, state.layer_ids, offsets] = state.row_words[state.layer_ids, rows]
-    if keys is not None:
-        state.host_key_words[pages, state.group_ids, offsets] = state.key_words[state.group_ids, keys]
+    check_places(state, device_row, index_row, host_page, host_offset)
+    backend(state).copy_rows_to_host(state, device_row, index_row, host_page, host_offset)
 
 
 def copy_rows_to_device(
     state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
 ) -> None:
     """The reverse of copy_rows_to_host; same arguments. Device places must differ."""
-    places = _places(state, device_row, index_row, host_page, host_offset)
-    if places is None:
-        return
-    rows, keys, pages, offsets = places
-    state.row_words[state.layer_ids, rows] = state.host_row_words[pages, state.layer_ids, offsets]
-    if keys is not None:
-        state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
+    check_places(state, device_row, index_row, host_page, host_offset)
+    backend(state).copy_rows_to_device(state, device_row, index_row, host_page, host_offset)
 
 
 def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor, host_offset: Tensor) -> None:
@@ -49,28 +40,13 @@ def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor
     All int32|int64[n]; entries whose `host_page` is -1 are skipped. Raises BadInput before any change.
     """
     check_places(state, None, index_row, host_page, host_offset)
-    wanted = (host_page >= 0).nonzero().flatten()
-    keys, pages, offsets = (tensor[wanted].long() for tensor in (index_row, host_page, host_offset))
-    state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
-
-
-def _places(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
-    """Rows by layer int64[L, n], key rows, pages and offsets int64[n]; None when there is nothing to copy."""
-    check_places(state, device_row, index_row, host_page, host_offset)
-    wanted = (host_page >= 0).nonzero().flatten()
-    if not len(wanted):
-        return None
-    rows = device_row[:, wanted].long()[state.group_of_layer]
-    keys = None if index_row is None else index_row[wanted].long()
-    return rows, keys, host_page[wanted].long(), host_offset[wanted].long()
+    backend(state).copy_keys_to_device(state, index_row, host_page, host_offset)
 
 
 def check_places(
     state: DeviceState, device_row: Tensor | None, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
-) -> int:
-    """How many places there are. Raises BadInput unless the tensors fit each other; for every backend."""
+) -> None:
+    """Raises BadInput unless the tensors fit each other."""
     sizes = Sizes(groups=state.geometry.groups)
     if device_row is not None:
         sizes.check("device_row", device_row, ("groups", "n"), torch.int32, torch.int64)
@@ -78,4 +54,3 @@ def check_places(
         sizes.check("index_row", index_row, ("n",), torch.int32, torch.int64)
     sizes.check("host_page", host_page, ("n",), torch.int32, torch.int64)
     sizes.check("host_offset", host_offset, ("n",), torch.int32, torch.int64)
-    return sizes["n"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coordinator.errors import InternalError
 from kernels.layout import PAGE_TOKENS, SLOT_ABSENT, managed_chunks, pages_for
-from kernels.lru import slot_rows
+from kernels.reference.lru import slot_rows
 from kernels.state import SLOT_MASK, DeviceState
 
 

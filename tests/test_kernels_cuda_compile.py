@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.errors import ConfigError, InternalError
 from kernels import compile as kernels_compile
-from kernels import jit, parameters
-from kernels.cuda_swap_in import blocks_per_request, shared_bytes
+from kernels.cuda import jit, parameters
+from kernels.cuda.swap_in import blocks_per_request, shared_bytes
 from kernels.layout import Geometry
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.errors import BadInput
-from kernels.index_topk import index_scores, index_topk, top_positions
+from kernels.index_topk import index_topk
+from kernels.reference.index_topk import index_scores, top_positions
 from kernels.state import Tripwire
 from tests.kernel_rig import Rig
 

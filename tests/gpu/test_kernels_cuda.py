@@ -13,8 +13,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernels import cuda_begin_step, cuda_swap_in  # noqa: E402
+from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
+from kernels.swap_in import swap_in  # noqa: E402
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 EXAMPLES = int(os.environ.get("HISPARSE_GPU_EXAMPLES", "100"))
@@ -131,7 +132,7 @@ def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
     batches = twin.begin([0])
     topk = torch.arange(200, 300).repeat(4, 1).int()
     out, plan = torch.empty_like(topk).cuda(), MissPlan.allocate(4, 100, "cuda")
-    cuda_swap_in.swap_in(twin.gpu, 0, topk.cuda(), batches[1], out, plan)
+    swap_in(twin.gpu, 0, topk.cuda(), batches[1], out, plan)
     assert int((out[0] >= 0).sum()) == 64
     assert int(twin.gpu.tripwires[2]) == 36
     assert int(plan.count[0]) == 64
@@ -178,11 +179,11 @@ def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
 
     def one() -> None:
         batch.lengths[0] += 1
-        cuda_begin_step.begin_step(state, batch, plan)
+        begin_step(state, batch, plan)
         state.row_words[0].index_copy_(0, batch.new_rows[0, :1].long(), truth[(batch.lengths[:1] - 1).long()])
         last = batch.lengths[0] - 1
         topk[0] = torch.where(window < 24, last - window * 3, (last * 7919 + window * 104729) % last).int()
-        cuda_swap_in.swap_in(state, 0, topk, batch, out, misses)
+        swap_in(state, 0, topk, batch, out, misses)
         loads.add_(misses.count[:1])
         wrong.add_((state.row_words[0][out[0].long()] != truth[topk[0].long()]).sum())
 
@@ -219,12 +220,12 @@ def test_steps_are_the_same_in_a_graph_and_without() -> None:
     saved = {name: getattr(twin.gpu, name).clone() for name in ("slot_of", "slot_token", "stamp", "hits", "misses")}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda_swap_in.swap_in(twin.gpu, 0, device, batches[1], out, plan)
+        swap_in(twin.gpu, 0, device, batches[1], out, plan)
     graph.replay()
     torch.cuda.synchronize()
     inside = (out < 0).cpu(), twin.gpu.stamp.cpu().clone()
     for name, tensor in saved.items():
         getattr(twin.gpu, name).copy_(tensor)
-    cuda_swap_in.swap_in(twin.gpu, 0, device, batches[1], out, plan)
+    swap_in(twin.gpu, 0, device, batches[1], out, plan)
     same("absent", inside[0], out < 0)
     same("stamp", inside[1], twin.gpu.stamp)

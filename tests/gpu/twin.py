@@ -12,16 +12,16 @@ from dataclasses import fields
 
 import torch
 
-from kernels import begin_step as cpu_begin_step
-from kernels import cuda_begin_step, cuda_copy_rows, cuda_swap_in
-from kernels import swap_in as cpu_swap_in
+from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
-from kernels.cuda_launch import prepare
+from kernels.cuda.launch import prepare
+from kernels.cuda.swap_in import swap_in as cuda_swap_in
 from kernels.integrity import check_state
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
 from kernels.rows import gather_rows
 from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from kernels.swap_in import replay_misses, swap_in
 
 TABLES = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires")
 GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots")
@@ -120,7 +120,7 @@ class Twin:
         padding = self.size - len(seats)
         ids = seats + [self.random.randint(-2, 5) for _ in range(padding)]
         lengths = [self.lengths[seat] for seat in seats] + [self.random.randint(-2, 99) for _ in range(padding)]
-        for state, run in ((self.cpu, cpu_begin_step.begin_step), (self.gpu, cuda_begin_step.begin_step)):
+        for state in (self.cpu, self.gpu):
             device = state.rows.device
             batch = StepBatch.allocate(self.size, self.geometry.groups, device)
             batch.seats = torch.tensor(ids, dtype=self.ids, device=device)
@@ -129,7 +129,7 @@ class Twin:
             plan = BackupPlan.allocate(self.size, self.geometry.groups, device)
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
-            run(state, batch, plan)
+            begin_step(state, batch, plan)
             batches.append(batch)
             plans.append(plan)
         for name in ("new_rows", "new_index_rows"):
@@ -160,14 +160,12 @@ class Twin:
             table = topk.to(state.rows.device)
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
-            run, replay = (cpu_swap_in.swap_in, cpu_swap_in.replay_misses)
             if cuda:
-                cuda_swap_in.swap_in(state, group, table, batch, out, plan, ranks=self.ranks)
-                replay = cuda_swap_in.replay_misses
+                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks)
             else:
-                run(state, group, table, batch, out, plan)
+                swap_in(state, group, table, batch, out, plan)
             for layer in self.geometry.layers_of_group(group)[1:]:
-                replay(state, layer, plan)
+                replay_misses(state, layer, plan)
             outs.append(out)
             plans.append(plan)
         for name in ("stamp", "tail", "now", "hits", "misses", "tripwires"):
@@ -206,12 +204,12 @@ class Twin:
     def copy(self, places: dict[str, torch.Tensor], direction: str) -> None:
         """One copy_rows call on both, compared over all memory."""
         verbs = {
-            "to_host": (copy_rows_to_host, cuda_copy_rows.copy_rows_to_host),
-            "to_device": (copy_rows_to_device, cuda_copy_rows.copy_rows_to_device),
-            "keys": (copy_keys_to_device, cuda_copy_rows.copy_keys_to_device),
+            "to_host": copy_rows_to_host,
+            "to_device": copy_rows_to_device,
+            "keys": copy_keys_to_device,
         }
-        for state, verb in zip((self.cpu, self.gpu), verbs[direction], strict=True):
-            verb(state, **{k: None if v is None else v.to(state.rows.device) for k, v in places.items()})
+        for state in (self.cpu, self.gpu):
+            verbs[direction](state, **{k: None if v is None else v.to(state.rows.device) for k, v in places.items()})
         torch.cuda.synchronize()
         for name in ("host", "rows", "index_keys"):
             same(f"{direction}: {name}", getattr(self.cpu, name), getattr(self.gpu, name))

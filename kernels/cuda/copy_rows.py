@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels import parameters
-from kernels.copy_rows import check_places
-from kernels.cuda_launch import kernel_of, processors, stream_of
+from kernels.cuda import parameters
+from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.state import DeviceState
 
 THREADS = 256  # copy_rows.cuh
@@ -17,7 +16,7 @@ ROWS_PER_TILE = 16  # about what one block holds in flight
 def copy_rows_to_host(
     state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
 ) -> None:
-    """As kernels.copy_rows.copy_rows_to_host; `state` has been through cuda_launch.prepare."""
+    """As kernels.copy_rows.copy_rows_to_host, unchecked; `state` has been through `prepare`."""
     _launch(state, device_row, index_row, host_page, host_offset, to_host=True)
 
 
@@ -42,7 +41,7 @@ def _launch(
     *,
     to_host: bool,
 ) -> None:
-    n = check_places(state, device_row, index_row, host_page, host_offset)
+    n = len(host_page)
     if n == 0:
         return
     geometry = state.geometry

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels import parameters
-from kernels.cuda_launch import RANKS_MAX, has_clusters, kernel_of, processors, slots_limit, stream_of
+from kernels.cuda import parameters
+from kernels.cuda.launch import RANKS_MAX, has_clusters, kernel_of, processors, slots_limit, stream_of
 from kernels.state import DeviceState, MissPlan, StepBatch
-from kernels.swap_in import check_swap_in
 
 AGE_BINS = 2048  # swap_in.cuh
 WARP = 32
@@ -29,11 +28,10 @@ def swap_in(
     *,
     ranks: int | None = None,
 ) -> None:
-    """As kernels.swap_in.swap_in; `state` has been through cuda_launch.prepare. `ranks` overrides blocks per request.
+    """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
-    Each row of `plan` is written by that row's blocks; nothing waits on the host. Raises BadInput before the launch.
+    Each row of `plan` is written by that row's blocks; nothing waits on the host.
     """
-    check_swap_in(state, group, topk, batch, out_rows, plan)
     rows, k = topk.shape
     ranks = ranks or blocks_per_request(rows, processors(topk.device), has_clusters(state))
     span = -(-k // (ranks * WARP)) * WARP

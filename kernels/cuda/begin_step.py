@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kernels import parameters
-from kernels.begin_step import check_begin_step
-from kernels.cuda_launch import kernel_of, stream_of
+from kernels.cuda import parameters
+from kernels.cuda.launch import kernel_of, stream_of
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
 OPEN_THREADS = 128
@@ -12,8 +11,7 @@ ROTATE_THREADS = 256  # begin_step.cuh
 
 
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
-    """As kernels.begin_step.begin_step; `state` has been through cuda_launch.prepare. Raises BadInput."""
-    check_begin_step(state, batch, plan)
+    """As kernels.begin_step.begin_step, unchecked; `state` has been through `prepare`."""
     rows = batch.seats.shape[0]
     block = parameters.BeginStep(
         state=parameters.state_parameters(state),

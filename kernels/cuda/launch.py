@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from coordinator.errors import BadInput
-from kernels.jit import Defines, Kernel, load, row_defines
+from kernels.cuda.jit import Defines, Kernel, load, row_defines
 from kernels.layout import PAGE_TOKENS, SLOTS_MAX
 from kernels.state import DeviceState
 
