@@ -336,16 +336,8 @@ class WorkerLinks:
 
     async def _watch_process(self, link: WorkerLink) -> None:
         """Until the process has exited, or its exit does not matter any more."""
-        try:
-            pidfd = os.pidfd_open(link.process)
-        except ProcessLookupError:
-            self._prove(link)
-            return
-        try:
-            with link.watch:
-                await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
+        with link.watch:
+            await wait_exit(link.process)
         if not link.watch.cancelled_caught:
             self._prove(link)
 
@@ -390,3 +382,15 @@ class WorkerLinks:
         """Acknowledgements, welcomes and questions may be lost: whoever misses one asks again."""
         if link.peer is not None:
             self._socket.send(link.peer, messages.encode(message))
+
+
+async def wait_exit(process: int) -> None:
+    """Until `process` has exited; one that is not there has."""
+    try:
+        pidfd = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    try:
+        await trio.lowlevel.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
