@@ -11,50 +11,57 @@ from coordinator.ledger import NO_PAGES, Ledger, Memory
 from coordinator.messages import WorkerCapacity
 
 
-class AddWorker(msgspec.Struct, frozen=True):
+class LedgerChange(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base: tagged, so that a change can be written down and read again."""
+
+
+class AddWorker(LedgerChange, frozen=True):
     worker: str
     epoch: int
     capacity: WorkerCapacity
 
 
-class LoseWorker(msgspec.Struct, frozen=True):
+class LoseWorker(LedgerChange, frozen=True):
     worker: str
     epoch: int
     proved_exit: bool
 
 
-class ProveExit(msgspec.Struct, frozen=True):
+class ProveExit(LedgerChange, frozen=True):
     worker: str
     epoch: int
 
 
-class Reserve(msgspec.Struct, frozen=True):
+class Reserve(LedgerChange, frozen=True):
     admission: int
     worker: str
     want: Memory
     take_over: int | None = None
 
 
-class Extend(msgspec.Struct, frozen=True):
+class Extend(LedgerChange, frozen=True):
     admission: int
     more: Memory
 
 
-class Shrink(msgspec.Struct, frozen=True):
+class Shrink(LedgerChange, frozen=True):
     admission: int
     less: Memory
 
 
-class Keep(msgspec.Struct, frozen=True):
+class Keep(LedgerChange, frozen=True):
     admission: int
     pages: int
 
 
-class Release(msgspec.Struct, frozen=True):
+class Release(LedgerChange, frozen=True):
     admission: int
 
 
 Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release
+
+#: Changes that give memory away: no command follows from one before it is committed (I4).
+GIVING: tuple[type[LedgerChange], ...] = (Reserve, Extend)
 
 
 def apply(ledger: Ledger, change: Change) -> Int32Array:

@@ -26,6 +26,8 @@ STEP_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0
 STAGE_BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 #: Command round trips over a local socket.
 COMMAND_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+#: Group commits: 0.1 ms (a disk with a safe cache) to 5 s (one that is dying).
+COMMIT_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 #: An executor whose loop has not turned for this long hangs; one prefill chunk of a large model on a CPU takes less.
 EXECUTOR_STALE_S: Final = 30.0
 #: A moving average over about the last 16 steps.
@@ -115,6 +117,18 @@ class LinkCounters:
 
 
 @dataclass(slots=True)
+class JournalCounters:
+    """What was written down. `bytes` are those of the records, without the file's own; `last_error` outlives it."""
+
+    commits: int = 0
+    records: int = 0
+    bytes: int = 0
+    errors: int = 0
+    last_error: str = ""
+    commit_s: Buckets = field(default_factory=lambda: Buckets(COMMIT_BOUNDS_S))
+
+
+@dataclass(slots=True)
 class CoordinatorCounters:
     """What went through the coordinator since it started."""
 
@@ -134,3 +148,4 @@ class CoordinatorCounters:
     reports: int = 0
     report_gaps: int = 0
     dropped_messages: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (socket, reason)
+    journal: JournalCounters = field(default_factory=JournalCounters)

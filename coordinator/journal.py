@@ -1,0 +1,268 @@
+"""The journal: facts are written down before anybody acts on them. One actor, one store, group commit.
+
+    append ──► pending ──┐
+                         ├── cut ──► store.write, in its thread ──► commits are done, tokens may be delivered
+    tokens arrived ──────┘   ▲                    │
+                             └──── the next one ──┘
+
+`append` takes records in order and never waits; the Commit that it returns is awaited by whoever must not go on before
+they are durable: a command that gives memory (I4), the acknowledgement of a submission or of a verb, the last word on
+a request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
+begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
+
+Tokens are not appended: a group takes whatever the token log has by then, in one row of arrays, ahead of its other
+records. So a record never becomes durable before the tokens on which it was decided, and nobody is woken per token.
+
+When the store fails (a full disk, a failing fsync) the group is tried again every RETRY_S until it succeeds, and
+`failing` says why: new work is refused with that. Running work goes on: workers decode on the pages they hold, and
+nothing is granted, acknowledged or delivered that is not durable. The store keeps a reserve for that time
+(coordinator.journal_store), so that it is long.
+
+Rejected: a commit per record (as many fsyncs as tokens); carrying on without the disk (what was granted or delivered
+then would be forgotten in a crash, and pages would be given out twice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import trio
+
+from coordinator.errors import InternalError, Unavailable
+from coordinator.journal_records import Record, Tokens
+from metrics.logs import fields, logger
+from metrics.state import JournalCounters
+
+#: Least time between the beginnings of two groups.
+INTERVAL_S: Final = 0.002
+#: How soon a group that could not be written is tried again.
+RETRY_S: Final = 0.5
+#: Records that wait; those who append wait for their commits, so only a defect gets here.
+PENDING_MAX: Final = 262_144
+#: Longest that the acknowledgement of a submission or a verb waits for its commit.
+COMMIT_LIMIT_S: Final = 30.0
+
+log = logger("coordinator.journal")
+
+
+class JournalError(Exception):
+    """The store could not write, and nothing of the group is durable as far as anybody may rely on."""
+
+
+class JournalStore(Protocol):
+    """Where records lie. Calls come one at a time."""
+
+    async def load(self) -> list[Record]:
+        """Every record that was committed and not replaced since, in order. Raises JournalError."""
+
+    async def write(self, records: Sequence[Record]) -> None:
+        """Make all of them durable, in order, or none: raises JournalError. Not cancellable."""
+
+    @property
+    def short(self) -> str:
+        """Why no new work should be taken although writing succeeds; empty: it may."""
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether so much was written that a Summary would save room."""
+
+    def close(self) -> None: ...
+
+
+class TokenSource(Protocol):
+    """The token log, as the journal sees it."""
+
+    def take_news(self) -> Tokens | None:
+        """Everything that was never taken before; None: nothing."""
+
+    def commit(self, news: Tokens) -> None:
+        """What `take_news` gave is durable and may be delivered."""
+
+
+class Commit:
+    """Records that are durable, or will be. Cheap to drop when nobody waits for it."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: trio.Event | None = None) -> None:
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        return self._event is None or self._event.is_set()
+
+    async def wait(self) -> None:
+        """Until they are durable; at once, without a checkpoint, when they are. Cancelled: they may become so."""
+        if self._event is not None and not self._event.is_set():
+            await self._event.wait()
+
+    async def wait_bounded(self, what: str) -> None:
+        """As `wait`; raises Unavailable, naming `what` may have happened, after COMMIT_LIMIT_S."""
+        if self.done:
+            return
+        with trio.move_on_after(COMMIT_LIMIT_S):
+            await self.wait()
+            return
+        raise Unavailable(
+            f"{what}, but the journal has not written it for {COMMIT_LIMIT_S:g} s",
+            field="coordinator.journal",
+            remedy="make room on its disk; then ask again, under the same request id",
+        )
+
+
+DONE: Final = Commit()
+
+
+class Journal(Protocol):
+    """What the actors need of it."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything survives this process."""
+
+    @property
+    def failing(self) -> str:
+        """Why new work is to be refused; empty: it need not be."""
+
+    @property
+    def wants_summary(self) -> bool: ...
+
+    def append(self, records: Sequence[Record]) -> Commit:
+        """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
+
+    def tokens_arrived(self) -> None:
+        """The token log has news."""
+
+
+class NoJournal:
+    """`--journal none`: everything counts at once, and nothing is left of it after a crash."""
+
+    is_kept = False
+    failing = ""
+    wants_summary = False
+
+    def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
+        self._on_tokens = on_tokens
+
+    def append(self, records: Sequence[Record]) -> Commit:
+        return DONE
+
+    def tokens_arrived(self) -> None:
+        self._on_tokens()
+
+
+class GroupCommit:
+    """The actor. `on_tokens` is called when tokens may be delivered; run it at Level.JOURNAL."""
+
+    name = "journal"
+    is_kept = True
+
+    def __init__(
+        self,
+        store: JournalStore,
+        tokens: TokenSource,
+        *,
+        on_tokens: Callable[[], None],
+        counters: JournalCounters | None = None,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._store = store
+        self._tokens = tokens
+        self._on_tokens = on_tokens
+        self._counters = counters or JournalCounters()
+        self._clock = clock
+        self._pending: list[Record] = []
+        self._committed = trio.Event()
+        self._news = trio.Event()
+        self._closing = False
+        self._error = ""
+
+    @property
+    def failing(self) -> str:
+        return self._error or self._store.short
+
+    @property
+    def wants_summary(self) -> bool:
+        return self._store.wants_summary
+
+    def append(self, records: Sequence[Record]) -> Commit:
+        if len(self._pending) + len(records) > PENDING_MAX:
+            raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
+        self._pending += records
+        self._news.set()
+        return Commit(self._committed)
+
+    def tokens_arrived(self) -> None:
+        self._news.set()
+
+    def close(self) -> None:
+        """Write what is there, then end. Idempotent."""
+        self._closing = True
+        self._news.set()
+
+    def story(self) -> tuple[str, ...]:
+        return (f"{len(self._pending)} records pending", f"failing: {self.failing or 'no'}")
+
+    async def run(self) -> None:
+        """Until closed. Cancelled: what was not committed is lost, and nobody was told otherwise."""
+        while True:
+            await self._news.wait()
+            began = self._clock()
+            self._news = trio.Event()
+            await self._commit_group()
+            if self._closing and not self._news.is_set():
+                return
+            if not self._closing:
+                await trio.sleep_until(began + INTERVAL_S)
+
+    async def _commit_group(self) -> None:
+        news = self._tokens.take_news()
+        group, self._pending = self._pending, []
+        committed, self._committed = self._committed, trio.Event()
+        if news is not None:
+            group = [news, *group]
+        if group:
+            await self._write(group)
+        committed.set()
+        if news is not None:
+            self._tokens.commit(news)
+            self._on_tokens()
+
+    async def _write(self, group: Sequence[Record]) -> None:
+        """Until it succeeds."""
+        while True:
+            began = self._clock()
+            try:
+                await self._store.write(group)
+            except JournalError as error:
+                self._note_failure(str(error))
+                await trio.sleep(RETRY_S)
+            else:
+                self._note_success(self._clock() - began, len(group))
+                return
+
+    def _note_failure(self, error: str) -> None:
+        self._counters.errors += 1
+        self._counters.last_error = error
+        if error != self._error:
+            log.error("cannot write; new work is refused until it can", extra=fields(error=error))
+        self._error = error
+
+    def _note_success(self, seconds: float, records: int) -> None:
+        if self._error:
+            log.warning("writes again", extra=fields(after=self._error))
+        self._error = ""
+        self._counters.commits += 1
+        self._counters.records += records
+        self._counters.commit_s.observe(seconds)
+
+
+def check_writes(journal: Journal) -> None:
+    """Raise Unavailable, with the reason, while no new work may be taken."""
+    if journal.failing:
+        raise Unavailable(
+            f"the journal cannot take more: {journal.failing}",
+            field="coordinator.journal",
+            remedy="make room on its disk; running requests go on, and this can be asked for again then",
+        )
