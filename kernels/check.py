@@ -16,6 +16,12 @@ from coordinator.errors import BadInput
 Dimension = int | str
 
 
+def check_number(name: str, value: int, size: int) -> None:
+    """Raises BadInput unless `value`, which numbers one of `size` things, names one of them."""
+    if not 0 <= value < size:
+        raise BadInput("out of range", field=name, value=value, remedy=f"0 to {size - 1}")
+
+
 class Sizes:
     """Symbolic sizes of one call. A name is bound by its first use, or up front by keyword."""
 

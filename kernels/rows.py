@@ -2,6 +2,10 @@
 
 Rows and keys cross this boundary as bytes, uint8[..., row_bytes]; `tensor.view(torch.uint8)` of a contiguous tensor of
 the model's dtype is free, and so is the way back.
+
+Nothing here waits for the device. What the host can know (shapes, seat, layer, the width of a table) raises BadInput
+before any change. What only the device knows, whether a page is granted, counts Tripwire.UNGRANTED there, once per
+position: such a row is not stored, and reads as zeros. The verbs of a step may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -9,25 +13,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coordinator.errors import BadInput
 from kernels.backend import backend
-from kernels.check import Sizes
+from kernels.check import Sizes, check_number
+from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
 
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor) -> None:
     """Store this step's KV row uint8[B, row_bytes] of each real request where begin_step placed it."""
+    check_number("layer", layer, state.geometry.layers)
     Sizes(batch=batch.seats.shape[0]).check("rows", rows, ("batch", state.geometry.row_bytes), torch.uint8)
     backend(state).write_new_rows(state, layer, batch, rows)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
     """Store this step's index key uint8[B, index_row_bytes] of each real request."""
+    check_number("group", group, state.geometry.groups)
     Sizes(batch=batch.seats.shape[0]).check("keys", keys, ("batch", state.geometry.index_row_bytes), torch.uint8)
     backend(state).write_index_keys(state, group, batch, keys)
 
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
     """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, row_bytes], zeros where -1."""
+    check_number("layer", layer, state.geometry.layers)
     Sizes().check("out_rows", out_rows, ("batch", "k"), torch.int32)
     rows: Tensor = backend(state).gather_rows(state, layer, out_rows)
     return rows
@@ -35,23 +44,44 @@ def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor) -> None:
     """Store prompt rows uint8[S, row_bytes] of positions start..start+S-1 in the seat's prefill slab."""
+    check_number("layer", layer, state.geometry.layers)
     Sizes().check("rows", rows, ("tokens", state.geometry.row_bytes), torch.uint8)
+    _check_span(state, "slab_table", seat, start, start + len(rows))
     backend(state).write_slab_rows(state, layer, seat, start, rows)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int) -> Tensor:
     """Prompt rows of positions 0..stop-1 from the prefill slab: uint8[stop, row_bytes]."""
+    check_number("layer", layer, state.geometry.layers)
+    _check_span(state, "slab_table", seat, 0, stop)
     rows: Tensor = backend(state).read_slab_rows(state, layer, seat, stop)
     return rows
 
 
 def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:
     """Store index keys uint8[S, index_row_bytes] of prompt positions start..start+S-1."""
+    check_number("group", group, state.geometry.groups)
     Sizes().check("keys", keys, ("tokens", state.geometry.index_row_bytes), torch.uint8)
+    _check_span(state, "index_table", seat, start, start + len(keys))
     backend(state).write_prompt_index_keys(state, group, seat, start, keys)
 
 
 def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
     """Index keys of positions 0..stop-1: uint8[stop, index_row_bytes]."""
+    check_number("group", group, state.geometry.groups)
+    _check_span(state, "index_table", seat, 0, stop)
     rows: Tensor = backend(state).read_index_keys(state, group, seat, stop)
     return rows
+
+
+def _check_span(state: DeviceState, table: str, seat: int, start: int, stop: int) -> None:
+    """Raises BadInput unless `table` is wide enough for positions start..stop-1 of `seat`."""
+    check_number("seat", seat, state.seats)
+    room = getattr(state, table).shape[1] * PAGE_TOKENS
+    if not 0 <= start <= stop <= room:
+        raise BadInput(
+            f"positions {start} to {stop - 1} lie outside the table's {room}",
+            field=table,
+            value=f"seat {seat}",
+            remedy="allocate the state with more pages per seat",
+        )

@@ -11,16 +11,25 @@ are `first_token..`), managed -> resident follows a copy of all rows into fresh 
 and miss counters alone: they belong to the request, not to the buffer.
 
 Rows are only ever dropped here, never saved: the caller waits until the newest row's backup completed (I3).
+
+Nothing here waits for the device. Sizes are the caller's: the present size of a buffer comes from its books, and what
+the host can know raises before any change. The device holds the tables against them when the work runs, and counts a
+tripwire, leaving the seat as it was: Tripwire.SEAT when its buffer is not of the size that the caller named,
+Tripwire.UNGRANTED when a chunk that the buffer needs, or a page of the tokens it begins with, is not granted.
 """
 
 from __future__ import annotations
 
+from coordinator.errors import BadInput, WrongState
 from kernels.backend import backend
+from kernels.check import check_number
+from kernels.layout import PAGE_TOKENS, SLOTS_MAX, managed_chunks
 from kernels.state import DeviceState
 
 
 def init_resident(state: DeviceState, seat: int) -> None:
     """Token t of `seat` is in row t % 64 of chunk `chunk_table[seat, t // 64]`, already or by the time it is read."""
+    check_number("seat", seat, state.seats)
     backend(state).init_resident(state, seat)
 
 
@@ -30,28 +39,68 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
     `chunk_table[seat]` names its managed_chunks(hot_slots) chunks and `index_table[seat]` the pages of the context. All
     other tokens become absent. The tokens count as used at step 0, before anything that decodes. Raises BadInput.
     """
+    check_number("seat", seat, state.seats)
+    _check_size(state, hot_slots)
+    room = state.index_table.shape[1] * PAGE_TOKENS
+    if first_token % PAGE_TOKENS or not 0 <= tokens <= hot_slots or not 0 <= first_token <= room - tokens:
+        raise BadInput(
+            f"{tokens} tokens from {first_token} do not lie in whole chunks of {hot_slots} slots, or not below {room}",
+            field="first_token, tokens",
+            value=f"{first_token}, {tokens}",
+            remedy=f"start at a multiple of {PAGE_TOKENS} and pass at most hot_slots tokens",
+        )
     backend(state).init_managed(state, seat, hot_slots, first_token, tokens)
 
 
-def shrink_managed(state: DeviceState, seat: int, hot_slots: int) -> None:
-    """Keep slots 0..hot_slots-1 as the ordinary slots; the tail starts anew at slots hot_slots..hot_slots+T-1.
+def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
+    """Keep slots 0..hot_slots-1 of `old_slots` as the ordinary ones; the tail starts anew at slots hot_slots..+T-1.
 
     Tokens in higher slots become absent; tail tokens that lie below keep their slot and count as used in the last step.
     The chunks beyond managed_chunks(hot_slots) are free afterwards: call while `chunk_table` still names them. Raises
     BadInput unless smaller, WrongState unless managed.
     """
-    backend(state).shrink_managed(state, seat, hot_slots)
+    _check_resize(state, seat, old_slots, hot_slots)
+    if hot_slots >= old_slots:
+        raise BadInput("not smaller", field="hot_slots", value=hot_slots, remedy=f"less than the present {old_slots}")
+    backend(state).shrink_managed(state, seat, old_slots, hot_slots)
 
 
-def grow_managed(state: DeviceState, seat: int, hot_slots: int) -> None:
+def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
     """Add empty slots up to hot_slots+T-1. Tail slots stay where they are; places not set yet move to hot_slots+r.
 
     Call when `chunk_table` names managed_chunks(hot_slots) chunks, the old ones first and unchanged. Raises BadInput
     unless larger by T at least, so that a moved place never meets a tail slot that stays; WrongState unless managed.
     """
-    backend(state).grow_managed(state, seat, hot_slots)
+    _check_resize(state, seat, old_slots, hot_slots)
+    if hot_slots < old_slots + state.tail_slots:
+        remedy = f"at least {state.tail_slots} more than the present {old_slots}"
+        raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=remedy)
+    backend(state).grow_managed(state, seat, old_slots, hot_slots)
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:
     """An empty seat: tables unset, counters zero. Rows and maps in the chunks and pages it held mean nothing now."""
+    check_number("seat", seat, state.seats)
     backend(state).clear_seat(state, seat)
+
+
+def _check_resize(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
+    check_number("seat", seat, state.seats)
+    if old_slots < 1:
+        raise WrongState(
+            "the hot buffer is not managed", field="seat", value=seat, remedy="set it up with init_managed first"
+        )
+    for slots in (old_slots, hot_slots):
+        _check_size(state, slots)
+
+
+def _check_size(state: DeviceState, hot_slots: int) -> None:
+    if not 1 <= hot_slots <= SLOTS_MAX - PAGE_TOKENS:
+        raise BadInput("out of range", field="hot_slots", value=hot_slots, remedy=f"1 to {SLOTS_MAX - PAGE_TOKENS}")
+    if managed_chunks(hot_slots) > state.chunk_table.shape[1]:
+        raise BadInput(
+            f"needs {managed_chunks(hot_slots)} chunks, the chunk table holds {state.chunk_table.shape[1]}",
+            field="hot_slots",
+            value=hot_slots,
+            remedy="allocate the state with a larger max_chunks",
+        )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coordinator.errors import BadInput
 from kernels.backend import backend
-from kernels.check import Sizes
+from kernels.check import Sizes, check_number
 from kernels.layout import TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
@@ -46,8 +46,7 @@ def check_swap_in(
     state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
 ) -> None:
     """Raises BadInput unless every tensor of a swap_in fits the others."""
-    if not 0 <= group < state.geometry.groups:
-        raise BadInput("no such group", field="group", value=group, remedy=f"0 to {state.geometry.groups - 1}")
+    check_number("group", group, state.geometry.groups)
     sizes = Sizes()
     sizes.check("topk", topk, ("batch", "k"), torch.int32)
     sizes.check("out_rows", out_rows, ("batch", "k"), torch.int32)

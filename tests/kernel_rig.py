@@ -190,9 +190,9 @@ class Rig:
         chunks = -(-hot_slots // 64) + 1
         if hot_slots > old:
             self.take_chunks(request, chunks)
-            grow_managed(self.state, request.seat, hot_slots)
+            grow_managed(self.state, request.seat, old, hot_slots)
         else:
-            shrink_managed(self.state, request.seat, hot_slots)
+            shrink_managed(self.state, request.seat, old, hot_slots)
             self.take_chunks(request, chunks)
         for naive in request.naive:
             (naive.grow if hot_slots > old else naive.shrink)(hot_slots)

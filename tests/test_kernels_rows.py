@@ -132,18 +132,44 @@ def test_prompt_reads_return_what_prompt_writes_stored() -> None:
         assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
 
 
-def test_pages_that_a_seat_does_not_hold_are_refused_by_table_name() -> None:
+def test_positions_on_pages_not_granted_trip_and_are_neither_stored_nor_read() -> None:
     rig = Rig(groups=(0,))
-    staged_prompt(rig, 0, 64, 64)
-    rows = torch.zeros(2, rig.geometry.row_bytes, dtype=torch.uint8)
-    for verb in (lambda: write_slab_rows(rig.state, 0, 0, 63, rows), lambda: read_slab_rows(rig.state, 0, 0, 65)):
-        with pytest.raises(BadInput, match="slab_table=seat 0"):
-            verb()
-    with pytest.raises(BadInput, match="index_table=seat 0"):
-        read_index_keys(rig.state, 0, 0, 64 * 16 + 1)
+    request = staged_prompt(rig, 0, 64, 64)
+    before = rig.state.rows.clone(), rig.state.index_keys.clone()
+    rows = torch.full((3, rig.geometry.row_bytes), 9, dtype=torch.uint8)
+    keys = torch.full((3, rig.geometry.index_row_bytes), 9, dtype=torch.uint8)
+    write_slab_rows(rig.state, 0, 0, 63, rows)
+    write_prompt_index_keys(rig.state, 0, 0, 63, keys)
+    assert rig.state.tripwires.tolist() == [0, 4, 0, 0]
+    changed = [
+        (old != new).any(-1).nonzero().tolist()
+        for old, new in zip(before, (rig.state.rows, rig.state.index_keys), strict=True)
+    ]
+    slab, page = int(rig.state.slab_table[0, 0]), request.pages[0][0]
+    assert changed == [[[0, slab * 64 + 63]], [[0, page * 64 + 63]]]
+    for got in (read_slab_rows(rig.state, 0, 0, 66), read_index_keys(rig.state, 0, 0, 66)):
+        assert (got[63] == 9).all()
+        assert not got[64:].any()
+    assert rig.state.tripwires.tolist() == [0, 8, 0, 0]
     clear_seat(rig.state, 0)
-    with pytest.raises(BadInput, match="slab_table=seat 0: positions 0 to 0"):
-        read_slab_rows(rig.state, 0, 0, 1)
+    assert not read_slab_rows(rig.state, 0, 0, 64).any()
+
+
+def test_what_the_host_can_know_is_refused_by_name() -> None:
+    rig = Rig(groups=(0,))
+    rows = torch.zeros(2, rig.geometry.row_bytes, dtype=torch.uint8)
+    for field, verb in (
+        ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, 64 * 16 - 1, rows)),
+        ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, -1, rows)),
+        ("slab_table", lambda: read_slab_rows(rig.state, 0, 0, -1)),
+        ("index_table", lambda: read_index_keys(rig.state, 0, 0, 64 * 16 + 1)),
+        ("seat", lambda: read_index_keys(rig.state, 0, 3, 1)),
+        ("layer", lambda: write_slab_rows(rig.state, 1, 0, 0, rows)),
+        ("group", lambda: read_index_keys(rig.state, -1, 0, 1)),
+    ):
+        with pytest.raises(BadInput) as caught:
+            verb()
+        assert caught.value.field == field
 
 
 def test_gather_gives_zeros_for_minus_one() -> None:

@@ -198,12 +198,16 @@ def test_counters_survive_a_resize_and_end_with_the_seat() -> None:
         ("hot_slots", lambda state: init_managed(state, 0, 0, 0, 0)),
         ("hot_slots", lambda state: init_managed(state, 0, 32_769, 0, 0)),
         ("hot_slots", lambda state: init_managed(state, 0, 16 * 64, 0, 0)),
-        ("chunk_table", lambda state: init_managed(state, 0, 129, 0, 0)),
         ("first_token, tokens", lambda state: init_managed(state, 0, 8, 0, 9)),
         ("first_token, tokens", lambda state: init_managed(state, 0, 8, 32, 4)),
-        ("hot_slots", lambda state: shrink_managed(state, 0, 8)),
-        ("hot_slots", lambda state: grow_managed(state, 0, 10)),
-        ("chunk_table", lambda state: grow_managed(state, 0, 300)),
+        ("first_token, tokens", lambda state: init_managed(state, 0, 8, -64, 4)),
+        ("first_token, tokens", lambda state: init_managed(state, 0, 8, 16 * 64, 1)),
+        ("hot_slots", lambda state: shrink_managed(state, 0, 8, 8)),
+        ("hot_slots", lambda state: grow_managed(state, 0, 8, 10)),
+        ("hot_slots", lambda state: grow_managed(state, 0, 8, 16 * 64)),
+        ("seat", lambda state: init_managed(state, 3, 8, 0, 0)),
+        ("seat", lambda state: grow_managed(state, -1, 8, 64)),
+        ("seat", lambda state: clear_seat(state, 3)),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[DeviceState], None]) -> None:
@@ -215,11 +219,46 @@ def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[Device
     rig.check()
 
 
+@pytest.mark.parametrize(
+    ("wire", "verb"),
+    [
+        (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 129, 0, 0)),
+        (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 8, 128, 4)),
+        (Tripwire.UNGRANTED, lambda state: grow_managed(state, 0, 8, 300)),
+        (Tripwire.SEAT, lambda state: grow_managed(state, 0, 9, 64)),
+        (Tripwire.SEAT, lambda state: shrink_managed(state, 0, 9, 4)),
+        (Tripwire.SEAT, lambda state: shrink_managed(state, 1, 8, 4)),
+    ],
+)
+def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
+    wire: Tripwire, verb: Callable[[DeviceState], None]
+) -> None:
+    """What only the device knows: chunks and pages granted, and the size that the buffer really has."""
+    rig, request = opened()
+    rig.begin([request])
+    rig.swap_in(0, [request], [[1, 2, 3, 4]])
+    tables = (rig.state.slot_of, rig.state.slot_token, rig.state.stamp, rig.state.tail, rig.state.hot_slots)
+    before = [table.clone() for table in tables]
+    verb(rig.state)
+    assert rig.state.tripwires.tolist() == [int(wire == place) for place in range(len(Tripwire))]
+    for old, new in zip(before, tables, strict=True):
+        assert torch.equal(old, new)
+    rig.check()
+
+
+def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:
+    rig, _ = opened()
+    rig.state.chunk_table[0, 1] = -1
+    shrink_managed(rig.state, 0, 8, 4)
+    assert rig.state.tripwires[Tripwire.UNGRANTED] == 1
+    assert rig.state.hot_slots[0] == 8
+
+
 def test_resizing_a_resident_seat_is_the_wrong_moment() -> None:
     rig, _ = opened(hot_slots=0)
     for verb in (shrink_managed, grow_managed):
         with pytest.raises(WrongState, match="not managed"):
-            verb(rig.state, 0, 64)
+            verb(rig.state, 0, 0, 64)
     init_resident(rig.state, 0)
     check_state(rig.state, 0, 100)
 

@@ -51,7 +51,7 @@ class SetUp(Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """`buffer` takes the place of the old one, `freed` chunks go. `first_token` and `tokens` concern SetUp.MANAGED."""
+    """`buffer` replaces one of `old_slots`; `freed` chunks go. `first_token` and `tokens` concern SetUp.MANAGED."""
 
     buffer: HotBuffer
     freed: tuple[int, ...]
@@ -59,6 +59,7 @@ class Change:
     first_token: int = 0
     tokens: int = 0
     reload: bool = False  # rows 0..length-1 come from host pages
+    old_slots: int = 0
 
 
 def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[int], chunks_max: int) -> None:
@@ -87,6 +88,7 @@ def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: 
         freed,
         _set_up(old.hot_slots, hot_slots),
         reload=bool(old.hot_slots) > bool(hot_slots),
+        old_slots=old.hot_slots,
     )
 
 

@@ -111,9 +111,9 @@ class Swap:
             case SetUp.MANAGED:
                 work = partial(init_managed, self._state, seat, hot_slots, change.first_token, change.tokens)
             case SetUp.GROW:
-                work = partial(grow_managed, self._state, seat, hot_slots)
+                work = partial(grow_managed, self._state, seat, change.old_slots, hot_slots)
             case SetUp.SHRINK:
-                work = partial(shrink_managed, self._state, seat, hot_slots)
+                work = partial(shrink_managed, self._state, seat, change.old_slots, hot_slots)
             case SetUp.NOTHING:
                 return
         self._streams.compute.launch(f"set up {change.set_up.value}", work)

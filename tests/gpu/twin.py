@@ -101,12 +101,13 @@ class Twin:
 
     def resize(self, seat: int, hot_slots: int) -> None:
         held = managed_chunks(hot_slots)
-        if hot_slots < int(self.cpu.hot_slots[seat]):
-            shrink_managed(self.cpu, seat, hot_slots)
+        old = int(self.cpu.hot_slots[seat])
+        if hot_slots < old:
+            shrink_managed(self.cpu, seat, old, hot_slots)
             self.cpu.chunk_table[seat, held:] = -1
         else:
             self.cpu.chunk_table[seat, :held] = self.chunks[seat, :held]
-            grow_managed(self.cpu, seat, hot_slots)
+            grow_managed(self.cpu, seat, old, hot_slots)
         self.upload()
 
     # -- one step
