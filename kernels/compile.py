@@ -19,7 +19,7 @@ ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 584: another fp8 layout,
 # 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment at all.
 LAYOUTS: Final = ((656, 132), (584, 132), (1152, 256), (13, 7))
-ROWLESS: Final = ("begin_step",)  # units that touch tables alone
+ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 
 
 def variants() -> Iterator[tuple[str, Defines]]:

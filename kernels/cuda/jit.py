@@ -30,7 +30,7 @@ from coordinator.errors import ConfigError, InternalError
 from kernels.layout import PAGE_TOKENS, Geometry
 
 SOURCE_DIR: Final = Path(__file__).parent
-UNITS: Final = ("swap_in", "begin_step", "copy_rows")
+UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
 LINE_BYTES: Final = 128
 

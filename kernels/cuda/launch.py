@@ -21,6 +21,12 @@ KERNELS = (
     ("begin_step", "rotate_tail"),
     ("copy_rows", "copy_rows"),
     ("copy_rows", "replay_misses"),
+    ("rows", "store_rows"),
+    ("rows", "fetch_rows"),
+    ("rows", "store_keys"),
+    ("rows", "fetch_keys"),
+    ("seat", "change_slots"),
+    ("seat", "close_change"),
 )
 CLUSTERS_SINCE = (9, 0)  # compute capability
 RANKS_MAX = 16  # blocks of a cluster, with the non-portable size allowed

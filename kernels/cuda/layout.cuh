@@ -39,7 +39,7 @@ struct State {
     const i32* index_table;
     const i32* host_table;
     const i32* chunk_table;
-    const i32* hot_slots;
+    i32* hot_slots;
     i32* tail;
     i32* now;
     i64* hits;
@@ -107,6 +107,26 @@ struct CopyRows {
     i32 n;
     i32 wide_device_row, wide_index_row, wide_host_page, wide_host_offset;  // 1 when int64
     i32 to_host;
+};
+
+struct MoveRows {
+    u8* section;        // rows of one layer, or keys of one group
+    void* data;         // [n, bytes]
+    const i32* places;  // [n] rows of the section, -1: none; null: by table
+    const i32* table;   // pages of one seat
+    i64* tripwires;
+    i64 start;          // position of the first row
+    i32 n, unused;
+};
+
+enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
+
+struct SeatChange {
+    State state;
+    i32 seat, verb;
+    i32 old_slots, hot_slots;
+    i32 first_slot, chunks;  // slots from here to the end of the last chunk are set
+    i32 first_token, tokens; // what slots 0.. hold from now on
 };
 
 }  // namespace hisparse

@@ -6,12 +6,22 @@ A parameter block is passed by value; tensors enter it as addresses, so whoever 
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 from typing import Final
 
 import torch
 
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOT_ABSENT, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire
+
+
+class SeatVerb(IntEnum):
+    """What change_slots does."""
+
+    INIT = 0
+    SHRINK = 1
+    GROW = 2
+
 
 CONSTANTS: Final = {
     "PAGE_TOKENS": PAGE_TOKENS,
@@ -20,7 +30,7 @@ CONSTANTS: Final = {
     "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
     "TOPK_MAX": TOPK_MAX,
     "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
-    **{wire.name: int(wire) for wire in Tripwire},
+    **{name.name: int(name) for kind in (Tripwire, SeatVerb) for name in kind},
 }
 _POINTERS = (
     "rows",
@@ -129,7 +139,44 @@ class CopyRows(ctypes.Structure):
     )
 
 
-STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (State, Batch, Plan, SwapIn, BeginStep, ReplayMisses, CopyRows)
+class MoveRows(ctypes.Structure):
+    _fields_ = (
+        ("section", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("tripwires", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("n", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class SeatChange(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("seat", ctypes.c_int32),
+        ("verb", ctypes.c_int32),
+        ("old_slots", ctypes.c_int32),
+        ("hot_slots", ctypes.c_int32),
+        ("first_slot", ctypes.c_int32),
+        ("chunks", ctypes.c_int32),
+        ("first_token", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+    )
+
+
+STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
+    State,
+    Batch,
+    Plan,
+    SwapIn,
+    BeginStep,
+    ReplayMisses,
+    CopyRows,
+    MoveRows,
+    SeatChange,
+)
 
 
 def state_parameters(state: DeviceState) -> State:

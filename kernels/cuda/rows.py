@@ -1,0 +1,99 @@
+"""rows on CUDA: the contracts of kernels/rows.py, each one launch on the current stream."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.cuda import parameters
+from kernels.cuda.launch import kernel_of, processors, stream_of
+from kernels.layout import PAGE_TOKENS
+from kernels.state import DeviceState, StepBatch
+
+THREADS = 256  # rows.cuh
+WORD_MAX = 16
+BLOCKS_PER_PROCESSOR = 8
+
+
+def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor) -> None:
+    """As kernels.rows.write_new_rows, unchecked; `state` has been through `prepare`."""
+    places = batch.new_rows[state.geometry.group_of_layer[layer]]
+    _launch(state, "store_rows", state.rows[layer], rows, places=places)
+
+
+def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
+    """As kernels.rows.write_index_keys."""
+    _launch(state, "store_keys", state.index_keys[group], keys, places=batch.new_index_rows)
+
+
+def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
+    """As kernels.rows.gather_rows."""
+    rows = _new(state, *out_rows.shape, state.geometry.row_bytes)
+    _launch(state, "fetch_rows", state.rows[layer], rows, places=out_rows)
+    return rows
+
+
+def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor) -> None:
+    """As kernels.rows.write_slab_rows."""
+    _launch(state, "store_rows", state.rows[layer], rows, table=state.slab_table[seat], start=start)
+
+
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int) -> Tensor:
+    """As kernels.rows.read_slab_rows."""
+    rows = _new(state, stop, state.geometry.row_bytes)
+    _launch(state, "fetch_rows", state.rows[layer], rows, table=state.slab_table[seat])
+    return rows
+
+
+def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:
+    """As kernels.rows.write_prompt_index_keys."""
+    _launch(state, "store_keys", state.index_keys[group], keys, table=state.index_table[seat], start=start)
+
+
+def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
+    """As kernels.rows.read_index_keys."""
+    keys = _new(state, stop, state.geometry.index_row_bytes)
+    _launch(state, "fetch_keys", state.index_keys[group], keys, table=state.index_table[seat])
+    return keys
+
+
+def _launch(
+    state: DeviceState,
+    kernel: str,
+    section: Tensor,
+    data: Tensor,
+    *,
+    places: Tensor | None = None,
+    table: Tensor | None = None,
+    start: int = 0,
+) -> None:
+    """Between `data` [..., bytes] and the rows of `section` named by `places`, or by positions start.. through `table`.
+
+    A caller's tensor that begins off a word's boundary is copied to one that does not.
+    """
+    n = data.numel() // data.shape[-1]
+    if not n:
+        return
+    if data.data_ptr() % WORD_MAX:
+        data = data.clone()
+    block = parameters.MoveRows(
+        section=section.data_ptr(),
+        data=data.data_ptr(),
+        places=None if places is None else places.data_ptr(),
+        table=None if table is None else table.data_ptr(),
+        tripwires=state.tripwires.data_ptr(),
+        start=start,
+        n=n,
+    )
+    words = data.numel() // math.gcd(data.shape[-1], WORD_MAX)
+    tiles = min(-(-words // THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))
+    kernel_of(state, "rows", kernel).launch((tiles, 1), block, stream_of(state), threads=THREADS)
+
+
+def _new(state: DeviceState, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=state.rows.device)
+
+
+assert PAGE_TOKENS % WORD_MAX == 0  # so that a section of any row size begins on a word's boundary
