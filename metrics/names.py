@@ -137,6 +137,20 @@ _WORKER: Final = (
         ("hisparse_worker_faulted_total", "", "requests", "Requests that could not go on.", "Do requests fail here?"),
         ("hisparse_worker_parked_total", "", "times", "Times a request ran out of granted pages.", "Are grants late?"),
         ("hisparse_worker_resized_total", "", "times", "Hot buffers resized.", "Does policy thrash?"),
+        (
+            "hisparse_worker_fence_wait_seconds_total",
+            "fence",
+            "seconds",
+            "Time in the waits for a fence that were measured; on CUDA alone.",
+            "What does a step wait for: the host, copies, compute?",
+        ),
+        (
+            "hisparse_worker_fence_waits_total",
+            "fence",
+            "waits",
+            "Waits measured: every one of the host, one in 16 of a stream, none inside a graph.",
+            "How long is one wait?",
+        ),
         ("hisparse_link_connects_total", "", "connections", "Connections made.", "Is the link stable?"),
         ("hisparse_link_welcomes_total", "", "connections", "Connections welcomed.", "Does it get in?"),
         (

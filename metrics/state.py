@@ -7,6 +7,7 @@ has no copy here.
 
     struct             writer                    readers
     WorkerCounters     executor thread           worker collector, link's heartbeats
+    FenceWaits         executor thread           worker collector
     LinkCounters       the worker's trio thread  worker collector
     CoordinatorCounters the coordinator's thread  coordinator collector
 """
@@ -50,6 +51,21 @@ class Buckets:
         self.total += value
 
 
+class FenceWaits:
+    """How long consumers waited for fences, by the fence's name: `seconds` in `samples` waits. Host waits are all
+    counted, waits between streams on a sample, and those inside a captured graph not at all."""
+
+    __slots__ = ("samples", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.samples: dict[str, int] = {}
+
+    def observe(self, fence: str, seconds: float) -> None:
+        self.seconds[fence] = self.seconds.get(fence, 0.0) + seconds
+        self.samples[fence] = self.samples.get(fence, 0) + 1
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Units of 64 tokens of one device memory, and the bytes of a unit; read from the allocator at scrape time."""
@@ -85,6 +101,7 @@ class WorkerCounters:
     faulted: int = 0
     parked: int = 0  # times a request ran out of granted pages
     resized: int = 0
+    fence_waits: FenceWaits = field(default_factory=FenceWaits)
 
     def beat(self) -> None:
         """The loop turned, busy or idle. A loop that does not for EXECUTOR_STALE_S hangs."""

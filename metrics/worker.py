@@ -65,6 +65,8 @@ class WorkerCollector(Collector):
             ("to_device", "preload"): counters.preloaded_bytes,
         }
         yield labelled("hisparse_worker_copied_bytes_total", copied)
+        yield labelled("hisparse_worker_fence_wait_seconds_total", dict(counters.fence_waits.seconds))
+        yield labelled("hisparse_worker_fence_waits_total", dict(counters.fence_waits.samples))
 
     def _memory(self) -> Iterator[Family]:
         memory = self._sources.memory()

@@ -45,6 +45,7 @@ class World:
     def __init__(self) -> None:
         self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, swapped_bytes=3, tokens=7)
         self.link = LinkCounters(welcomed=1, commands=4)
+        self.counters.fence_waits.observe("sampled", 0.5)
         self.link.drops["lost"] += 2
         self.stopping = False
         self.sources = WorkerSources(
@@ -172,6 +173,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     assert values(after["hisparse_worker_copied_bytes_total"])["to_host", "backup"] == 2
     assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
+    assert values(after["hisparse_worker_fence_waits_total"]) == {("sampled",): 1}
     steps = {
         sample.labels.get("le", sample.name): sample.value for sample in after["hisparse_worker_step_seconds"].samples
     }

@@ -1,0 +1,315 @@
+"""Streams and fences on a GPU: one CUDA stream per name, fences as events.
+
+| stream  | priority | why                                                                                       |
+|---------|----------|-------------------------------------------------------------------------------------------|
+| compute | high     | every other kernel in the way delays the next token of the whole batch                    |
+| swap    | high     | layers of the same step wait for the rows it replays, and admissions for what it loads    |
+| stage   | low      | a prompt's copies may fill the card for milliseconds; nobody in the batch waits for them   |
+| backup  | low      | has as many steps to finish as there are tail slots                                        |
+
+Streams are non-blocking: nothing waits for the legacy default stream, and nothing there is ordered with them. So a
+thread that launches adopts `compute` as its current stream, and what is made outside of `launch` (scratch memory,
+tables) is made there.
+
+Host waits poll the event and sleep in between, without the GIL. An event in blocking-sync mode would wake somewhat
+sooner (a tenth of a millisecond, which the step in flight hides) but could neither be bounded nor name what it waits
+for: a kernel that never ends would hold its thread, and with it the end of the process, for ever.
+
+Captures. A fence recorded inside becomes an edge of the graph; its event means nothing outside, so it is neither
+waited for outside nor used again. `compute` is captured from the start, another stream from its first wait for a fence
+of a captured one, and it must be waited for again before the capture ends. All graphs share one private pool: they run
+one after another on `compute`, and nothing in their memory lives from one replay to the next.
+
+What a fence costs is measured on a sample: around every SAMPLE_EVERY-th wait of a stream for a fence of that name, two
+timing events, read when they are complete. Waits inside a graph are not measured: their events would be edges too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import count
+from typing import Final
+
+import torch
+
+from coordinator.errors import ConfigError
+from metrics.state import FenceWaits
+from worker.streams.fences import (
+    FENCES,
+    HOST,
+    STREAM_NAMES,
+    Fence,
+    FenceError,
+    Stream,
+    Streams,
+    check_omitted,
+    check_record,
+    check_wait,
+)
+
+HIGH: Final = -1
+LOW: Final = 0
+PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW}
+#: Between two looks at an event that the host waits for.
+POLL_S: Final = 0.00005
+#: A fence that takes longer will not come: a step or prompt chunk takes seconds at most.
+HOST_WAIT_LIMIT_S: Final = 60.0
+#: What is queued at the end of the process gets this long; the thread that closes has JOIN_LIMIT_S (worker/process.py).
+CLOSE_LIMIT_S: Final = 4.0
+SAMPLE_EVERY: Final = 16
+#: Timed waits that were not read yet; beyond them, none is timed.
+SAMPLES_MAX: Final = 64
+#: Events kept for the next fence: more than steps and requests have in flight.
+EVENTS_MAX: Final = 1_024
+
+
+class CudaFence(Fence):
+    """An event, given back to the pool with the last reference. `capture` is the graph it is an edge of, or 0."""
+
+    def __init__(self, streams: CudaStreams, stream: str, name: str, point: int, event: torch.cuda.Event) -> None:
+        self.name = name
+        self.stream = stream
+        self.point = point
+        self.event = event
+        self.capture = streams.capturing
+        self._streams = streams
+        self._number = streams.next_number()
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self._number} of {self.stream}"
+
+    def __del__(self) -> None:
+        self._streams.give_event(self)
+
+    def done(self) -> bool:
+        """May be asked from any thread."""
+        check_wait(HOST, self.name)
+        return self.name in self._streams.omit or self.event.query()
+
+    def wait(self) -> None:
+        check_wait(HOST, self.name)
+        if self.name in self._streams.omit:
+            return
+        began = time.perf_counter()
+        self._streams.wait_on_host(self.event, began + HOST_WAIT_LIMIT_S, str(self))
+        self._streams.waits.observe(self.name, time.perf_counter() - began)
+
+
+class CudaStream(Stream):
+    def __init__(self, streams: CudaStreams, name: str, device: torch.device) -> None:
+        self.name = name
+        self.cuda = torch.cuda.Stream(device, priority=PRIORITIES[name])
+        self._streams = streams
+        self._points = count(1)
+        self.point = 0  # grows with whatever may still have to be waited for
+
+    def launch(self, label: str, work: Callable[[], object]) -> None:
+        self._streams.check_use(self)
+        self.point = next(self._points)
+        with torch.cuda.stream(self.cuda):
+            try:
+                work()
+            except Exception as error:
+                error.add_note(f"in {label} on {self.name}")
+                raise
+
+    def record(self, name: str) -> Fence:
+        check_record(self.name, name)
+        self._streams.check_use(self, name)
+        event = self._streams.take_event()
+        event.record(self.cuda)
+        return CudaFence(self._streams, self.name, name, self.point, event)
+
+    def wait(self, fence: Fence) -> None:
+        check_wait(self.name, fence.name)
+        if not isinstance(fence, CudaFence):
+            raise FenceError("a fence of another backend", field="fence", value=fence.name)
+        if fence.name in self._streams.omit:
+            return
+        self._streams.check_edge(self, fence)
+        self.point = next(self._points)
+        if self._streams.is_sampled(self.name, fence):
+            self._streams.time_wait(self.cuda, fence)
+        else:
+            self.cuda.wait_event(fence.event)
+
+
+class CudaStreams(Streams):
+    """Raises ConfigError when there is no such device."""
+
+    def __init__(self, device: str, omit: frozenset[str]) -> None:
+        super().__init__()
+        check_omitted(omit)
+        self.omit = omit
+        self._device = _device(device)
+        self._numbers = count(1)
+        self._events: list[torch.cuda.Event] = []
+        self._sampler = _WaitSampler(self.waits)
+        self._captures = count(1)
+        self.capturing = 0
+        self._joined: dict[str, int] = {}  # in a capture: up to which point of each stream compute has waited
+        self._memory = torch.cuda.graph_pool_handle()
+        self._closed = False
+        self._by_name = {name: CudaStream(self, name, self._device) for name in STREAM_NAMES}
+        self.compute, self.stage, self.backup, self.swap = self._by_name.values()
+
+    def adopt_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._by_name["compute"].cuda)
+
+    def close(self) -> None:
+        self._closed = True
+        give_up_at = time.perf_counter() + CLOSE_LIMIT_S
+        for stream in self._by_name.values():
+            event = torch.cuda.Event()
+            event.record(stream.cuda)
+            self.wait_on_host(event, give_up_at, f"the end of {stream.name}")
+
+    # ---------------------------------------------------------------- graphs
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        problem: Exception | None = None
+        self.capturing = next(self._captures)
+        self._joined = {"compute": 0}
+        compute = self._by_name["compute"].cuda
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=compute, capture_error_mode="thread_local"):
+                try:
+                    launch()
+                    self._check_joined()
+                except Exception as error:
+                    problem = error
+                    raise
+        except Exception as error:  # leaving a broken capture raises too, and says less
+            raise problem or error from None
+        finally:
+            self.capturing = 0
+        return graph.replay
+
+    def check_use(self, stream: CudaStream, fence: str = "") -> None:
+        """FenceError when `stream` may not be used now, or when `fence` has no place in a capture."""
+        if self._closed:
+            raise FenceError("the streams are closed", field="stream", value=stream.name)
+        if not self.capturing:
+            return
+        if fence:
+            _check_placement(fence)
+        if stream.name not in self._joined:
+            raise FenceError(
+                f"{stream.name} is not part of the capture: it has waited for no fence in it",
+                field="stream",
+                value=stream.name,
+            )
+
+    def check_edge(self, stream: CudaStream, fence: CudaFence) -> None:
+        """FenceError unless `stream` may wait for `fence` here; keeps account of forks and joins."""
+        if self._closed:
+            raise FenceError("the streams are closed", field="stream", value=stream.name)
+        if fence.capture != self.capturing:
+            raise FenceError(
+                f"{fence} was recorded {_place(fence.capture)} and is waited for {_place(self.capturing)}",
+                field="fence",
+                value=fence.name,
+            )
+        if not self.capturing:
+            return
+        _check_placement(fence.name)
+        if stream.name == "compute":
+            self._joined[fence.stream] = max(self._joined.get(fence.stream, 0), fence.point)
+        else:
+            self._joined.setdefault(stream.name, 0)
+
+    def _check_joined(self) -> None:
+        """FenceError when compute has not waited for all that other streams do in this capture."""
+        for name, point in self._joined.items():
+            if name != "compute" and point < self._by_name[name].point:
+                raise FenceError(f"{name} does not rejoin compute before the capture ends", field="stream", value=name)
+
+    # ---------------------------------------------------------------- events
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def take_event(self) -> torch.cuda.Event:
+        return self._events.pop() if self._events and not self.capturing else torch.cuda.Event()
+
+    def give_event(self, fence: CudaFence) -> None:
+        """A wait that was launched holds the moment it was for: the event may be recorded anew at once."""
+        if not fence.capture and len(self._events) < EVENTS_MAX:
+            self._events.append(fence.event)
+
+    def wait_on_host(self, event: torch.cuda.Event, give_up_at: float, what: str) -> None:
+        """Sleep until `event` is complete. FenceError naming `what` at `give_up_at` (time.perf_counter)."""
+        while not event.query():
+            if time.perf_counter() > give_up_at:
+                raise FenceError(f"the host gave up waiting for {what}", field="fence", value=what)
+            time.sleep(POLL_S)
+
+    def is_sampled(self, consumer: str, fence: CudaFence) -> bool:
+        return not self.capturing and self._sampler.is_due(consumer, fence.name)
+
+    def time_wait(self, stream: torch.cuda.Stream, fence: CudaFence) -> None:
+        self._sampler.wait(stream, fence)
+
+
+class _WaitSampler:
+    """Waits of streams, timed now and then."""
+
+    def __init__(self, waits: FenceWaits) -> None:
+        self._waits = waits
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._timed: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def is_due(self, consumer: str, name: str) -> bool:
+        self._seen[consumer, name] += 1
+        return self._seen[consumer, name] % SAMPLE_EVERY == 1
+
+    def wait(self, stream: torch.cuda.Stream, fence: CudaFence) -> None:
+        """Make `stream` wait between two timing events, unless too many are out."""
+        self._read()
+        if len(self._timed) >= SAMPLES_MAX:
+            stream.wait_event(fence.event)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(fence.event)
+        after.record(stream)
+        self._timed.append((fence.name, before, after))
+
+    def _read(self) -> None:
+        """Count those that are over. Never blocks."""
+        for _ in range(len(self._timed)):
+            name, before, after = self._timed.popleft()
+            if after.query():
+                self._waits.observe(name, before.elapsed_time(after) / 1e3)
+            else:
+                self._timed.append((name, before, after))
+
+
+def _device(name: str) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no CUDA device here", field="worker.device", value=name, remedy="use worker.device=cpu"
+        )
+    device = torch.device(name)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.type != "cuda" or index >= torch.cuda.device_count():
+        raise ConfigError(
+            "no such CUDA device",
+            field="worker.device",
+            value=name,
+            remedy=f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
+        )
+    return torch.device("cuda", index)
+
+
+def _check_placement(name: str) -> None:
+    if FENCES[name].placement != "inside capture":
+        raise FenceError(f"fence {name} lies between replays, and this is inside a capture", field="fence", value=name)
+
+
+def _place(capture: int) -> str:
+    return f"inside capture {capture}" if capture else "outside of captures"
