@@ -206,7 +206,7 @@ class Gateway:
 
     def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
         slot = self._scheduler.lookup(attach.request_id)
-        length = self._log.length(slot)
+        length = int(self._log.committed[slot])
         if not 0 <= attach.offset <= length:
             raise BadInput(
                 f"{attach.request_id} has {length} tokens so far",

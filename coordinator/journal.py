@@ -30,7 +30,9 @@ from typing import Final, Protocol
 import trio
 
 from coordinator.errors import InternalError, Unavailable
+from coordinator.journal_book import Book
 from coordinator.journal_records import Record, Tokens
+from coordinator.token_log import TokenLog
 from metrics.logs import fields, logger
 from metrics.state import JournalCounters
 
@@ -68,16 +70,6 @@ class JournalStore(Protocol):
         """Whether so much was written that a Summary would save room."""
 
     def close(self) -> None: ...
-
-
-class TokenSource(Protocol):
-    """The token log, as the journal sees it."""
-
-    def take_news(self) -> Tokens | None:
-        """Everything that was never taken before; None: nothing."""
-
-    def commit(self, news: Tokens) -> None:
-        """What `take_news` gave is durable and may be delivered."""
 
 
 class Commit:
@@ -126,7 +118,12 @@ class Journal(Protocol):
         """Why new work is to be refused; empty: it need not be."""
 
     @property
-    def wants_summary(self) -> bool: ...
+    def book(self) -> Book:
+        """What the records so far amount to; `ledgers` in it are the live ones."""
+
+    def summarize_if_long(self) -> None:
+        """Replace what was written by a summary, if that saves enough. Only between two turns of the Scheduler, when no
+        change of a ledger is under way."""
 
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
@@ -140,10 +137,13 @@ class NoJournal:
 
     is_kept = False
     failing = ""
-    wants_summary = False
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
+        self.book = Book()
         self._on_tokens = on_tokens
+
+    def summarize_if_long(self) -> None:
+        return
 
     def append(self, records: Sequence[Record]) -> Commit:
         return DONE
@@ -161,37 +161,55 @@ class GroupCommit:
     def __init__(
         self,
         store: JournalStore,
-        tokens: TokenSource,
+        book: Book,
+        token_log: TokenLog,
         *,
         on_tokens: Callable[[], None],
         counters: JournalCounters | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
+        self.book = book
         self._store = store
-        self._tokens = tokens
+        self._token_log = token_log
         self._on_tokens = on_tokens
         self._counters = counters or JournalCounters()
         self._clock = clock
         self._pending: list[Record] = []
+        self._taken: list[Tokens] = []  # in `_pending` already
+        self._news_at = 0  # where in `_pending` the next ones belong
         self._committed = trio.Event()
         self._news = trio.Event()
         self._closing = False
         self._error = ""
+        self._summary = DONE
 
     @property
     def failing(self) -> str:
         return self._error or self._store.short
 
-    @property
-    def wants_summary(self) -> bool:
-        return self._store.wants_summary
-
     def append(self, records: Sequence[Record]) -> Commit:
         if len(self._pending) + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
+        for record in records:
+            self.book.note(record)
         self._pending += records
         self._news.set()
         return Commit(self._committed)
+
+    def summarize_if_long(self) -> None:
+        """The tokens of the summary come before what was decided on them, later ones behind the summary."""
+        if self._store.wants_summary and self._summary.done:
+            self._summary = Commit(self._committed)
+            self._take_news()
+            self._pending += self.book.summarize(self._token_log)
+            self._news_at = len(self._pending)
+            self._news.set()
+
+    def _take_news(self) -> None:
+        news = self._token_log.take_news()
+        if news is not None:
+            self._pending.insert(self._news_at, news)
+            self._taken.append(news)
 
     def tokens_arrived(self) -> None:
         self._news.set()
@@ -217,16 +235,16 @@ class GroupCommit:
                 await trio.sleep_until(began + INTERVAL_S)
 
     async def _commit_group(self) -> None:
-        news = self._tokens.take_news()
-        group, self._pending = self._pending, []
+        self._take_news()
+        group, self._pending, self._news_at = self._pending, [], 0
+        taken, self._taken = self._taken, []
         committed, self._committed = self._committed, trio.Event()
-        if news is not None:
-            group = [news, *group]
         if group:
             await self._write(group)
         committed.set()
-        if news is not None:
-            self._tokens.commit(news)
+        for news in taken:
+            self._token_log.commit(news)
+        if taken:
             self._on_tokens()
 
     async def _write(self, group: Sequence[Record]) -> None:

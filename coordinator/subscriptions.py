@@ -1,8 +1,9 @@
 """Who reads which request, and how far: one cursor per (connection, request), in arrays over all connections.
 
 A flush compares every cursor with the token log at once and makes one Delivery per connection that has news; a
-connection without news costs nothing, however many there are. A client that does not read keeps its cursor where it
-is: nothing is queued for it, and it catches up in bounded pieces when it reads again.
+connection without news costs nothing, however many there are. Only committed tokens count: what is delivered is in the
+journal. A client that does not read keeps its cursor where it is: nothing is queued for it, and it catches up in
+bounded pieces when it reads again.
 
     handle      row of the subscription in these arrays, and its name on the wire
     connection  small integer given by the gateway
@@ -125,7 +126,7 @@ class Subscriptions:
 
         Cursors move by `advance` only. The consumer may remove subscriptions of connections it has been given.
         """
-        behind = np.flatnonzero(self._log.lengths[self._slots[: self._top]] > self._cursors[: self._top])
+        behind = np.flatnonzero(self._log.committed[self._slots[: self._top]] > self._cursors[: self._top])
         behind = behind[~is_blocked[self._connections[behind]]]
         if not len(behind):
             return
@@ -137,7 +138,7 @@ class Subscriptions:
 
     def _parcel(self, connection: int, rows: npt.NDArray[np.intp]) -> Parcel:
         slots, starts = self._slots[rows], self._cursors[rows]
-        counts = self._log.lengths[slots] - starts
+        counts = self._log.committed[slots] - starts
         total = np.cumsum(counts, dtype=np.int64)
         is_partial = bool(total[-1] > DELIVERY_TOKENS_MAX)
         if is_partial:
@@ -159,7 +160,7 @@ class Subscriptions:
     def complete(self, is_blocked: npt.NDArray[np.bool_]) -> list[Complete]:
         """Subscriptions to terminal requests that have delivered everything; `remove` each once Ended was sent."""
         slots, connections = self._slots[: self._top], self._connections[: self._top]
-        rows = np.flatnonzero(self._is_final[slots] & (self._cursors[: self._top] == self._log.lengths[slots]))
+        rows = np.flatnonzero(self._is_final[slots] & (self._cursors[: self._top] == self._log.committed[slots]))
         rows = rows[~is_blocked[connections[rows]]]
         return [Complete(int(connections[row]), int(row), int(slots[row])) for row in rows]
 
@@ -167,6 +168,6 @@ class Subscriptions:
         """Raise InternalError unless arrays and index agree and no cursor is ahead of its request."""
         used = np.flatnonzero(self._connections[: self._top] != NOBODY)
         index = {(int(self._connections[row]), int(self._slots[row])): int(row) for row in used}
-        behind = self._cursors[used] <= self._log.lengths[self._slots[used]]
+        behind = self._cursors[used] <= self._log.committed[self._slots[used]]
         if index != self._rows or len(used) + len(self._free) != self._top or not behind.all():
             raise InternalError(f"subscriptions: {len(self._rows)} indexed, {len(used)} in use, {len(self._free)} free")

@@ -8,6 +8,7 @@ per request (coordinator.subscriptions). The log knows nothing of states, pages 
     admission the stay whose reports count; what any other says is stale and dropped
     source    the worker link that may speak for the admission; a worker cannot write another's requests
     length    generated tokens known; position i of a request is `arena[base + i]`
+    committed those of them that are in the journal: nothing beyond is delivered. Without a journal, all of them
     durable   rows known to be in host memory (prompt included), never above prompt + length
     granted   tokens (prompt included) that fit the host pages granted so far
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +30,7 @@ import numpy.typing as npt
 
 from coordinator.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
 from coordinator.errors import CapacityError, InternalError, ProtocolError
+from coordinator.journal_records import Accepted, Output, Tokens
 from coordinator.messages import Progress
 
 #: Room for generated tokens of all requests: 1 GiB of virtual memory, resident as far as it is used.
@@ -101,10 +104,14 @@ class Extents:
 class TokenLog:
     """Owned by the coordinator's trio thread; every call is synchronous and completes or changes nothing."""
 
-    def __init__(self, slots: int, arena_tokens: int = ARENA_TOKENS) -> None:
+    def __init__(self, slots: int, arena_tokens: int = ARENA_TOKENS, *, journalled: bool = False) -> None:
         self.slots = slots
         self.arena_tokens = arena_tokens
         self.lengths: Int32Array = np.zeros(slots, np.int32)
+        self.committed: Int32Array = np.zeros(slots, np.int32) if journalled else self.lengths
+        self._taken: Int32Array = np.zeros(slots, np.int32)  # for the journal
+        self._durable_taken: Int32Array = np.zeros(slots, np.int32)
+        self._summed: Int32Array = np.zeros(slots, np.int32)  # in its summaries
         self._arena = _lazy_array(arena_tokens)
         self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)
         self._free = deque(range(slots))
@@ -137,7 +144,6 @@ class TokenLog:
         slot = self._free.popleft()
         self._base[slot] = base
         self._capacity[slot] = max_tokens
-        self.lengths[slot] = 0
         return slot
 
     def close(self, slot: int) -> None:
@@ -145,7 +151,8 @@ class TokenLog:
         self._extents.free(int(self._base[slot]), self._capacity_of(slot))
         self.end_admission(slot)
         self._capacity[slot] = -1
-        self.lengths[slot] = 0
+        for cursor in (self.lengths, self.committed, self._taken, self._summed, self._durable, self._durable_taken):
+            cursor[slot] = 0
         self._free.append(slot)
 
     def begin_admission(
@@ -267,6 +274,87 @@ class TokenLog:
         if np.count_nonzero(starts.astype(np.int64) + counts > self._capacity[slots]):
             raise ProtocolError("more tokens than the request asked for", field="counts")
 
+    # ------------------------------------------------------------ to and from the journal
+
+    def take_news(self) -> Tokens | None:
+        """Tokens and durable lengths that no call before gave; None: there are none."""
+        slots = np.flatnonzero((self.lengths > self._taken) | (self._durable != self._durable_taken)).astype(np.int32)
+        if not len(slots):
+            return None
+        starts, durables = self._taken[slots], self._durable[slots]
+        counts = self.lengths[slots] - starts
+        tokens = self.gather(slots, starts, counts)
+        self._taken[slots] = self.lengths[slots]
+        self._durable_taken[slots] = durables
+        return Tokens(slots.tobytes(), starts.tobytes(), counts.tobytes(), tokens.tobytes(), durables.tobytes())
+
+    def commit(self, news: Tokens) -> None:
+        """What `take_news` gave is in the journal."""
+        slots, starts, counts = (unpack_int32(part, "news") for part in (news.slots, news.starts, news.counts))
+        self.committed[slots] = starts + counts
+
+    def take_outputs(self, slots_with_rows: Sequence[int]) -> list[Output]:
+        """Tokens taken by `take_news` that no call of this gave before, a record for each request, for a summary;
+        and how many rows are durable of those whose pages are held."""
+        has_rows = np.zeros(self.slots, np.bool_)
+        has_rows[slots_with_rows] = True
+        slots = np.flatnonzero((self._taken > self._summed) | has_rows)
+        outputs = [self._output(int(slot)) for slot in slots]
+        self._summed[slots] = self._taken[slots]
+        return outputs
+
+    def _output(self, slot: int) -> Output:
+        start, stop, base = int(self._summed[slot]), int(self._taken[slot]), int(self._base[slot])
+        return Output(slot, start, self._arena[base + start : base + stop].tobytes(), int(self._durable_taken[slot]))
+
+    def reopen(self, accepted: Accepted) -> None:
+        """The slot and the room that a request had. Raises CapacityError when there are not as many any more."""
+        slot, max_tokens = accepted.slot, accepted.sampling.max_tokens
+        base = self._extents.allocate(max_tokens) if slot < self.slots else None
+        if base is None:
+            raise CapacityError(
+                f"{self.slots} slots do not hold the requests in the journal",
+                field="coordinator.live_requests_max",
+                value=slot,
+                remedy="raise live_requests_max or ended_keep_max to what they were",
+            )
+        self._base[slot] = base
+        self._capacity[slot] = max_tokens
+
+    def recover(self, news: Tokens) -> None:
+        """What an earlier life has taken in; of requests that are forgotten: nothing."""
+        slots, starts, counts, tokens, durables = (
+            unpack_int32(part, "news") for part in (news.slots, news.starts, news.counts, news.tokens, news.durables)
+        )
+        is_open = self._capacity[slots] >= 0
+        if not is_open.all():
+            tokens = tokens[np.repeat(is_open, counts)]
+            slots, starts, counts, durables = (it[is_open] for it in (slots, starts, counts, durables))
+        places = slots.astype(np.intp)
+        self._write(places, starts, counts, np.cumsum(counts) - counts, tokens, len(tokens))
+        self.lengths[places] = starts + counts
+        self._durable[places] = durables
+
+    def recover_output(self, output: Output) -> None:
+        """What a summary has of one request."""
+        slot, tokens = output.slot, unpack_int32(output.tokens, "tokens")
+        if self._capacity[slot] < 0:
+            return
+        base, stop = int(self._base[slot]), output.start + len(tokens)
+        self._arena[base + output.start : base + stop] = tokens
+        self.lengths[slot] = self._summed[slot] = stop
+        self._durable[slot] = output.durable_tokens
+
+    def recovered(self) -> None:
+        """All is in the journal: nothing of it is news."""
+        self._free = deque(np.flatnonzero(self._capacity < 0).tolist())
+        self.committed[:] = self._taken[:] = self.lengths
+        self._durable_taken[:] = self._durable
+
+    def set_durable(self, slot: int, durable_tokens: int) -> None:
+        """Rows known durable, as an earlier life knew."""
+        self._durable[slot] = durable_tokens
+
     # ------------------------------------------------------------ tokens out
 
     def length(self, slot: int) -> int:
@@ -298,6 +386,7 @@ class TokenLog:
             "every slot is open or free": len(opened) + len(self._free) == self.slots,
             "every token of the arena is free or in one extent": held + self._extents.free_units()
             == self._extents.size,
+            "what is committed is known": bool((self.committed <= self.lengths).all()),
             "no request is longer than it asked for": bool((self.lengths[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._admission >= 0].all()),
         }

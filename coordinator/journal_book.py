@@ -1,0 +1,166 @@
+"""The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
+appended, `summarize` writes it down in few records.
+
+    records ──replay──► Book and token log        at start (coordinator.recovery makes the actors' states of it)
+    append  ──note────► Book                      while running; ledgers and token log are the live ones, changed
+                                                  by their owners
+    Book    ──summarize► Summary, images, outputs  now and then, so that a journal is as long as what it tells
+
+A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coordinator.arrays import unpack_int32
+from coordinator.changes import apply
+from coordinator.journal_records import (
+    Accepted,
+    Admission,
+    Changed,
+    Departed,
+    Ended,
+    Forgotten,
+    Joined,
+    NodeImage,
+    Ordered,
+    Output,
+    PoolOpened,
+    Record,
+    Summary,
+    Tokens,
+)
+from coordinator.ledger import EpochKey, Ledger
+from coordinator.ledger_image import epochs_of, image_of, ledger_from
+from coordinator.sizing import NO_HOT_BUFFER
+from coordinator.token_log import TokenLog
+
+
+@dataclass(slots=True)
+class Known:
+    """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
+    of it, or nothing (then `stay` is None)."""
+
+    accepted: Accepted
+    ordered: Ordered
+    stay: Admission | None = None
+    on_worker: bool = False
+    kept_tokens: int = 0
+    ended: Ended | None = None
+
+
+@dataclass(slots=True)
+class Book:
+    """`ledgers` by node are the live ones; the highest numbers given out so far are for those who give out more."""
+
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    pools: dict[str, PoolOpened] = field(default_factory=dict)
+    workers: dict[EpochKey, Joined] = field(default_factory=dict)
+    requests: dict[int, Known] = field(default_factory=dict)
+    arrivals: int = 0
+    admissions: int = 0
+    submitted: int = 0
+
+    def note(self, record: Record) -> None:
+        """A record was appended. Ledgers and tokens are noted by their owners."""
+        match record:
+            case Accepted(slot):
+                self.requests[slot] = Known(record, Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER))
+                self.arrivals = max(self.arrivals, record.arrival)
+                self.submitted += 1
+            case Joined():
+                self.workers[record.worker, record.epoch] = record
+            case PoolOpened():
+                self.pools[record.node] = record
+            case Forgotten(slots):
+                for slot in unpack_int32(slots, "slots").tolist():
+                    self.requests.pop(slot, None)
+            case Admission():
+                self.admissions = max(self.admissions, record.admission)
+                self._note_of_request(record)
+            case Ordered() | Departed() | Ended():
+                self._note_of_request(record)
+
+    def _note_of_request(self, record: Ordered | Admission | Departed | Ended) -> None:
+        known = self.requests.get(record.slot)
+        if known is None:
+            return
+        match record:
+            case Ordered():
+                known.ordered = record
+            case Admission():
+                known.stay, known.on_worker, known.kept_tokens = record, True, 0
+            case Departed(_, kept_tokens):
+                known.stay = known.stay if kept_tokens else None
+                known.on_worker, known.kept_tokens = False, kept_tokens
+            case Ended():
+                known.ended = record
+
+    def joined(self, node: str) -> list[Joined]:
+        """Epochs of `node` of which anything is left."""
+        left = epochs_of(self.ledgers[node])
+        return [it for key, it in self.workers.items() if it.node == node and key in left]
+
+    def summarize(self, token_log: TokenLog) -> list[Record]:
+        """What `replay` makes this very book of, given the Accepted, Output and Ended records that are kept."""
+        self.workers = {(it.worker, it.epoch): it for node in self.ledgers for it in self.joined(node)}
+        records: list[Record] = [Summary(self.arrivals, self.admissions, self.submitted)]
+        records += [self.pools[node] for node in self.ledgers]
+        records += self.workers.values()
+        records += [image_of(node, ledger) for node, ledger in self.ledgers.items()]
+        for slot, known in self.requests.items():
+            if known.ended is None:
+                records.append(known.ordered)
+            if known.stay is not None:
+                records.append(known.stay)
+                records += [] if known.on_worker else [Departed(slot, known.kept_tokens)]
+        return records + token_log.take_outputs([slot for slot, it in self.requests.items() if it.stay is not None])
+
+
+def replay(records: Iterable[Record], token_log: TokenLog) -> Book:
+    """The state that `records` amount to; tokens go into `token_log`, which must be empty.
+
+    Raises CapacityError when the token log is too small for them.
+    """
+    book = Book()
+    for record in records:
+        _replay(record, book, token_log)
+    token_log.recovered()
+    return book
+
+
+def _replay(record: Record, book: Book, token_log: TokenLog) -> None:
+    match record:
+        case Accepted():
+            token_log.reopen(record)
+        case Forgotten(slots):
+            for slot in unpack_int32(slots, "slots").tolist():
+                if slot in book.requests:
+                    token_log.close(slot)
+        case Tokens():
+            token_log.recover(record)
+        case Output():
+            token_log.recover_output(record)
+        case Admission(slot) if slot in book.requests:
+            token_log.set_durable(slot, record.durable_tokens)
+        case PoolOpened():
+            book.ledgers[record.node] = Ledger(record.capacity.host_pages)
+        case NodeImage():
+            book.ledgers[record.node] = ledger_from(record)
+        case Changed(node, changes):
+            for change in changes:
+                apply(book.ledgers[node], change)
+        case Summary():
+            _begin_anew(record, book)
+    book.note(record)
+
+
+def _begin_anew(summary: Summary, book: Book) -> None:
+    """Everything but what the requests were and how they ended comes again."""
+    book.ledgers, book.pools, book.workers = {}, {}, {}
+    book.arrivals, book.admissions, book.submitted = summary.arrivals, summary.admissions, summary.submitted
+    for slot, known in book.requests.items():
+        known.ordered = Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
+        known.stay, known.on_worker, known.kept_tokens = None, False, 0
