@@ -71,6 +71,7 @@ class WorkerSettings(Settings, frozen=True):
     dtype: str = "auto"  # auto: the checkpoint's; float32, bfloat16
     stream_backend: str = ""  # default: inline on cpu; simulated; cuda
     stream_seed: int = 0  # of the simulated backend
+    graphs: bool = True  # replay decode steps from CUDA graphs; without effect on other stream backends
     seats: int = 8  # most requests in one decode batch
     device_mem: str = "256MiB"  # KV budget on the device: hot chunks, slab, index pages, bookkeeping
     host_mem: str = "1GiB"  # host pool of the node

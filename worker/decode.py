@@ -1,31 +1,36 @@
-"""Decode steps: launched one ahead of those that are read, at fixed addresses.
+"""Decode steps: launched one ahead of those that are read, at fixed addresses, replayed from graphs on a GPU.
 
 One step n of b requests, padded to a bucket of B rows:
 
     compute   upload inputs · wait backed_up of step n-T · begin_step · the runner's operations · download results
     backup    wait row_written · copy the new rows by the step's BackupPlan · backed_up, durable
 
-Everything a step touches is allocated once per bucket, so that a bucket's operations can be captured in a graph and
-replayed: between captures only the inputs, the backup plan's place in its ring and the results' place change, and all
-three are outside of what the runner launches. In deterministic mode there is one bucket, of all seats.
+Everything a step touches is allocated once per bucket, so that what the runner launches can be captured in a graph and
+replayed: between steps only the inputs, the backup plan's place in its ring and the results' place change, and all
+three are outside of it. `warm_up` runs each bucket on padding, so that scratch memory, compiled kernels and library
+workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
+mode there is one bucket, of all seats.
 
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns; positions are
 those of the moment of launch.
+
+Rejected: begin_step and the upload inside the graph (a graph for each of the T backup plans), and the backup in it (its
+fences lie between replays, since step n+T waits for them).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kernels.begin_step import begin_step
-from kernels.state import BackupPlan, DeviceState, StepBatch
+from kernels.state import BackupPlan, DeviceState
 from worker.batch import RunningRequest
-from worker.inputs import RING_BUFFERS, Ring, StepInputs
+from worker.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Fence, Streams
 from worker.swap import Swap
@@ -37,25 +42,32 @@ class _Bucket:
     def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs) -> None:
         groups, device = state.geometry.groups, state.rows.device
         self.rows = rows
-        self.batch = StepBatch.allocate(rows, groups, device)
-        self.ring = Ring([StepInputs(rows) for _ in range(RING_BUFFERS)])
+        self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        self.batch = StepInputs.batch(self.inputs, groups)
+        self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
         self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
         self.outputs = outputs
+        self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
 
 
 class _Results:
-    """Host memory that a step's results are downloaded to."""
+    """Host memory that a step's results are downloaded to; logits when they are kept."""
 
-    def __init__(self, seats: int) -> None:
-        self.tokens = torch.full((seats,), -1, dtype=torch.int32)
-        self.counts = torch.zeros(2, seats, dtype=torch.int64)
+    def __init__(self, state: DeviceState, vocab: int) -> None:
+        device = state.rows.device
+        self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
+        self.counts = host_tensor(2, state.seats, dtype=torch.int64, device=device)
+        self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
 
     def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
-        """Operation: keep the tokens, and the hits and misses of every seat when `state` is given."""
-        self.tokens[: len(outputs.tokens)].copy_(outputs.tokens)
+        """Operation: keep tokens and logits, and the hits and misses of every seat when `state` is given."""
+        rows = len(outputs.tokens)
+        self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
+        if outputs.logits is not None:
+            self.logits[:rows].copy_(outputs.logits, non_blocking=True)
         if state is not None:
-            self.counts[0].copy_(state.hits.sum(0))
-            self.counts[1].copy_(state.misses.sum(0))
+            self.counts[0].copy_(state.hits.sum(0), non_blocking=True)
+            self.counts[1].copy_(state.misses.sum(0), non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -70,13 +82,17 @@ class _Launched:
 
 @dataclass(slots=True)
 class StepTokens:
-    """A step that was read: requests, the row each wrote, the token each drew; hits and misses by seat if asked for."""
+    """A step that was read: requests, the row each wrote, the token each drew; hits and misses by seat if asked for.
+
+    `logits` float32[requests, vocab] if they are kept: true until as many steps have been launched as are in flight.
+    """
 
     requests: list[RunningRequest]
     positions: list[int]
     tokens: list[int]
     counts: list[list[int]] | None
     launched_s: float
+    logits: torch.Tensor
 
 
 class Decoder:
@@ -104,7 +120,7 @@ class Decoder:
             _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device))
             for rows in sorted(buckets)
         ]
-        self._results = [_Results(state.seats) for _ in range(lookahead + 1)]
+        self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._number = 0
         self._launched: deque[_Launched] = deque()
         self._backed_up: deque[Fence] = deque()
@@ -120,6 +136,17 @@ class Decoder:
         """Whether everything launched was read and seen durable."""
         return not self._launched and not self._undurable
 
+    def warm_up(self, *, graphs: bool) -> None:
+        """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
+        compute = self._streams.compute
+        for bucket in reversed(self._buckets):
+            self._upload(bucket, [], [])
+            compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
+            self._launch_runner(bucket)
+            compute.record("sampled").wait()
+            if graphs:
+                bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
+
     def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions."""
         bucket = next(bucket for bucket in self._buckets if bucket.rows >= len(requests))
@@ -130,7 +157,10 @@ class Decoder:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
-        self._runner.launch_decode(self._streams, self._state, self._sampler, bucket.batch, bucket.outputs)
+        if bucket.replay is None:
+            self._launch_runner(bucket)
+        else:
+            compute.launch("replay", bucket.replay)
         backed_up, durable = self._swap.backup(plan, len(requests))
         results = self._results[self._number % len(self._results)]
         compute.launch("download", partial(results.download, bucket.outputs, self._state if count else None))
@@ -148,7 +178,8 @@ class Decoder:
         step.sampled.wait()
         tokens = step.results.tokens[: len(step.requests)].tolist()
         counts = step.results.counts.tolist() if step.counted else None
-        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s)
+        logits = step.results.logits[: len(step.requests)]
+        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits)
 
     def note_durable(self) -> Iterator[RunningRequest]:
         """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
@@ -163,6 +194,9 @@ class Decoder:
         if self._backed_up:
             self._streams.compute.wait(self._backed_up[-1])
 
+    def _launch_runner(self, bucket: _Bucket) -> None:
+        self._runner.launch_decode(self._streams, self._state, self._sampler, bucket.batch, bucket.outputs)
+
     def _upload(self, bucket: _Bucket, requests: list[RunningRequest], positions: list[int]) -> None:
         inputs = bucket.ring.next()
         inputs.fill(
@@ -170,7 +204,7 @@ class Decoder:
             [position + 1 for position in positions],
             [request.next_input() for request in requests],
         )
-        self._streams.compute.launch("upload", partial(inputs.upload, bucket.batch))
+        self._streams.compute.launch("upload", partial(inputs.upload, bucket.inputs))
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
 
 

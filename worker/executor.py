@@ -78,8 +78,11 @@ class Executor:
         clock: Callable[[], float] = time.monotonic,
         keep_logits: bool = False,
     ) -> None:
-        """Allocates everything on the device once. `host` is the pool, uint8[host_pages, page_bytes]."""
+        """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
+        `host` is the pool, uint8[host_pages, page_bytes]."""
+        streams.adopt_thread()
         self.counters = counters or WorkerCounters()
+        self.counters.fence_waits = streams.waits
         self.state = allocate_state(runner, settings, sizing, host)
         self._runner = runner
         self._sizing = sizing
@@ -111,6 +114,8 @@ class Executor:
         self._commands: deque[Command] = deque()
         self._news = threading.Condition()
         self._stopped = False
+        if self.state.rows.is_cuda:
+            self._decoder.warm_up(graphs=settings.graphs)
         self._read_at = self._counted_at = clock()
 
     # ---------------------------------------------------------------- any thread
@@ -133,6 +138,7 @@ class Executor:
 
     def run(self) -> None:
         """Turn until `stop`. What it raises is fatal to the process."""
+        self._streams.adopt_thread()
         while not self._stopped:
             if not self.turn():
                 self._sleep()

@@ -1,16 +1,19 @@
 """What the host hands to operations: buffers at fixed addresses, reused in turn, never before they were read.
 
 The host fills a buffer and launches the operation that reads it; the operation runs later. `Ring` gives out buffers in
-turn and waits for `inputs_consumed` of a buffer's last use before it gives it out again. On a device the buffers are
-pinned memory and the operations that read them start with an upload.
+turn and waits for `inputs_consumed` of a buffer's last use before it gives it out again. For a GPU the buffers are
+pinned memory (`host_tensor`) and the operations that read them start with an upload: copies from pinned memory wait for
+nobody.
 
 Seat tables are edited the same way: changes are gathered on the host and applied by one operation per flush, before
-whatever is launched next on `compute`.
+whatever is launched next on `compute`. An entry set twice between two flushes travels once: writes to equal places
+would run in any order on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Generic, TypeVar
 
@@ -53,40 +56,53 @@ class Ring(Generic[B]):
         self._consumed[self._place] = consumed
 
 
-class StepInputs:
-    """Seats, lengths and inputs of one step of `rows` rows: int32[3, rows], and the number of real rows: int32[1]."""
+def host_tensor(*shape: int, dtype: torch.dtype, device: torch.device | str, fill: int = 0) -> Tensor:
+    """Host memory that operations on `device` read or write: pinned for a GPU, so that copies never block."""
+    return torch.full(shape, fill, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
 
-    def __init__(self, rows: int) -> None:
-        self.tensor = torch.zeros(3, rows, dtype=torch.int32)
-        self.count = torch.zeros(1, dtype=torch.int32)
-        self._array: Ids = self.tensor.numpy()
+
+class StepInputs:
+    """Seats, lengths and inputs of one step of `rows` rows, and the number of real rows: int32[3 * rows + 1], so that
+    they travel in one copy."""
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self._host = host_tensor(3 * rows + 1, dtype=torch.int32, device=device)
+        array: Ids = self._host.numpy()
+        self._rows, self._count = array[:-1].reshape(3, rows), array[-1:]
 
     def fill(self, seats: list[int], lengths: list[int], inputs: list[int]) -> None:
         real = len(seats)
-        self._array[:, :real] = (seats, lengths, inputs)
-        self._array[0::2, real:] = -1
-        self._array[1, real:] = 0
-        self.count[0] = real
+        self._rows[:, :real] = (seats, lengths, inputs)
+        self._rows[0::2, real:] = -1
+        self._rows[1, real:] = 0
+        self._count[0] = real
 
-    def upload(self, batch: StepBatch) -> None:
+    def upload(self, target: Tensor) -> None:
         """Operation: into the step's fixed addresses."""
-        for place, target in enumerate((batch.seats, batch.lengths, batch.inputs)):
-            target.copy_(self.tensor[place])
-        batch.num_real.copy_(self.count)
+        target.copy_(self._host, non_blocking=True)
+
+    @staticmethod
+    def batch(target: Tensor, groups: int) -> StepBatch:
+        """A batch whose inputs are the parts of `target`, int32[3 * rows + 1] on the device."""
+        rows = len(target) // 3
+        seats, lengths, inputs, num_real = target.split([rows, rows, rows, 1])
+        batch = StepBatch.allocate(rows, groups, target.device)
+        return replace(batch, seats=seats, lengths=lengths, inputs=inputs, num_real=num_real)
 
 
 class _Edits:
     """Entries of the seat tables to be written: flat places and values, table after table."""
 
-    def __init__(self, entries: int) -> None:
-        self.places = torch.zeros(entries, dtype=torch.int64)
-        self.values = torch.zeros(entries, dtype=torch.int32)
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self.places = host_tensor(entries, dtype=torch.int64, device=device)
+        self.values = host_tensor(entries, dtype=torch.int32, device=device)
 
     def apply(self, state: DeviceState, bounds: tuple[tuple[str, int, int], ...]) -> None:
         """Operation: write entries start..stop-1 into their table."""
         for table, start, stop in bounds:
-            target: Tensor = getattr(state, table)
-            target.view(-1)[self.places[start:stop]] = self.values[start:stop]
+            target: Tensor = getattr(state, table).view(-1)
+            places, values = self.places[start:stop], self.values[start:stop]
+            target[places.to(target.device, non_blocking=True)] = values.to(target.device, non_blocking=True)
 
 
 class SeatTables:
@@ -97,7 +113,7 @@ class SeatTables:
         self._state = state
         self._widths = {table: int(getattr(state, table).shape[1]) for table in TABLES}
         self._entries = sum(self._widths.values())
-        self._ring = Ring([_Edits(self._entries) for _ in range(EDIT_BUFFERS)])
+        self._ring = Ring([_Edits(self._entries, state.rows.device) for _ in range(EDIT_BUFFERS)])
         self._pending: dict[str, list[tuple[int, Ids]]] = {table: [] for table in TABLES}
         self._size = 0
 
@@ -129,12 +145,14 @@ class SeatTables:
         places, values = edits.places.numpy(), edits.values.numpy()
         bounds, stop = [], 0
         for table, pending in self._pending.items():
+            if not pending:
+                continue
             start = stop
-            for place, ids in pending:
-                places[stop : stop + len(ids)] = np.arange(place, place + len(ids))
-                values[stop : stop + len(ids)] = ids
-                stop += len(ids)
-            if stop > start:
-                bounds.append((table, start, stop))
+            set_places = np.concatenate([np.arange(place, place + len(ids)) for place, ids in reversed(pending)])
+            set_values = np.concatenate([ids for _, ids in reversed(pending)])
+            distinct, latest = np.unique(set_places, return_index=True)
+            stop += len(distinct)
+            places[start:stop], values[start:stop] = distinct, set_values[latest]
+            bounds.append((table, start, stop))
             pending.clear()
         return bounds

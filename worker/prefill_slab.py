@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.state import DeviceState
 from worker.batch import RunningRequest
-from worker.inputs import RING_BUFFERS, Ring
+from worker.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Streams
 from worker.swap import Swap
@@ -39,9 +39,11 @@ class Prefill:
         self._sampler = sampler
         self._swap = swap
         self._outputs = outputs
-        self._ring = Ring([torch.zeros(chunk_tokens, dtype=torch.int64) for _ in range(RING_BUFFERS)])
-        self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=state.rows.device)
-        self._first_tokens = torch.zeros(state.seats, dtype=torch.int32)
+        device = state.rows.device
+        buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
+        self._ring = Ring(buffers)
+        self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=device)
+        self._first_tokens = host_tensor(state.seats, dtype=torch.int32, device=device)
 
     def launch_chunk(self, request: RunningRequest) -> bool:
         """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
@@ -66,9 +68,10 @@ class Prefill:
     def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
         buffer, tokens = self._ring.next(), self._tokens[: stop - start]
         buffer.numpy()[: stop - start] = request.prompt[start:stop]
-        self._streams.compute.launch("upload prompt", partial(tokens.copy_, buffer[: stop - start]))
+        upload = partial(tokens.copy_, buffer[: stop - start], non_blocking=True)
+        self._streams.compute.launch("upload prompt", upload)
         self._ring.launched(self._streams.compute.record("inputs_consumed"))
         return tokens
 
     def _keep(self, seat: int) -> None:
-        self._first_tokens[seat] = self._outputs.tokens[0]
+        self._first_tokens[seat : seat + 1].copy_(self._outputs.tokens[:1], non_blocking=True)

@@ -33,7 +33,7 @@ from worker.arena import Arena
 from worker.batch import RunningRequest, Status
 from worker.decode import Decoder
 from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
-from worker.inputs import SeatTables
+from worker.inputs import SeatTables, host_tensor
 from worker.output import Output
 from worker.runners.base import Runner, SamplerState
 from worker.sizing import Sizing
@@ -42,9 +42,10 @@ from worker.swap import Swap
 
 
 def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
-    """The device memory that `sizing` has counted; hot chunks and slab pages are one arena."""
+    """The device memory that `sizing` has counted; hot chunks and slab pages are one arena. On a GPU, with its kernels
+    loaded; `host` is registered with it then."""
     capacity = sizing.capacity
-    return DeviceState.allocate(
+    state = DeviceState.allocate(
         runner.geometry,
         seats=capacity.seats,
         chunks=capacity.hot_chunks + capacity.slab_pages,
@@ -56,6 +57,11 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         host=host,
         device=settings.device,
     )
+    if state.rows.is_cuda:
+        from kernels.cuda import prepare  # needs CUDA's Python bindings
+
+        prepare(state)
+    return state
 
 
 def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
@@ -120,7 +126,7 @@ class Seats:
         self._decoder = decoder
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
-        self._final_counts = torch.zeros(2, capacity.seats, dtype=torch.int64)
+        self._final_counts = host_tensor(2, capacity.seats, dtype=torch.int64, device=state.rows.device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat an admission that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
@@ -277,6 +283,6 @@ class Seats:
 
     def _close(self, seat: int) -> None:
         """Operation: keep the seat's counters for `release` and empty it."""
-        self._final_counts[0, seat : seat + 1].copy_(self._state.hits[:, seat].sum())
-        self._final_counts[1, seat : seat + 1].copy_(self._state.misses[:, seat].sum())
+        for kept, counts in zip(self._final_counts, (self._state.hits, self._state.misses), strict=True):
+            kept[seat : seat + 1].copy_(counts[:, seat].sum(), non_blocking=True)
         clear_seat(self._state, seat)

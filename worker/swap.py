@@ -11,8 +11,8 @@
 Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py).
 
 Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
-computed on the host from page lists and travel with the operation: no stream but `compute` reads the seat tables, which
-only `compute` edits.
+computed on the host from page lists and travel with the operation, on its own stream: no stream but `compute` reads the
+seat tables, which only `compute` edits.
 
 Rejected: staging from the seat tables on the device (a fence more, for edits); loading a managed buffer in advance
 (which rows the model will select is not known, and the newest that fit may be none of them: it starts cold).
@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS
+from kernels.layout import PAGE_TOKENS, pages_for
 from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState
 from metrics.state import WorkerCounters
 from worker.hot_buffer import Change, SetUp
+from worker.inputs import host_tensor
 from worker.streams import Fence, Streams
 
 #: Tokens moved by one operation; a long context is many, so that others get their turn on the link.
@@ -57,14 +58,8 @@ class Swap:
         """Copy prompt rows start..stop-1 to the host once prefill, launched before this call, has written them."""
         self._streams.stage.wait(self._streams.compute.record("prefill_written"))
         for first, last in _pieces(start, stop):
-            copy = partial(
-                copy_rows_to_host,
-                self._state,
-                self._device_rows(slab, first, last),
-                _rows(index_pages, first, last),
-                *_host_places(host_pages, first, last),
-            )
-            self._streams.stage.launch(f"stage {first}", copy)
+            places = self._places(first, last, host_pages, slab, index_pages)
+            self._streams.stage.launch(f"stage {first}", partial(self._stage, places))
         self._counters.staged_bytes += (stop - start) * (self._row_bytes + self._key_bytes)
 
     def staged(self) -> Fence:
@@ -85,8 +80,8 @@ class Swap:
     def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
         """Load index keys of positions 0..tokens-1."""
         for first, last in _pieces(0, tokens):
-            places = (_rows(index_pages, first, last), *_host_places(host_pages, first, last))
-            self._streams.swap.launch(f"load keys {first}", partial(copy_keys_to_device, self._state, *places))
+            places = self._places(first, last, host_pages, index_pages)
+            self._streams.swap.launch(f"load keys {first}", partial(self._load_keys, places))
         self._counters.preloaded_bytes += tokens * self._key_bytes
         return self._streams.swap.record("index_loaded")
 
@@ -94,10 +89,8 @@ class Swap:
         """Load rows of positions 0..tokens-1 into `chunks`, once every step launched so far has done with them."""
         self._streams.swap.wait(self._streams.compute.record("chunk_reclaimed"))
         for first, last in _pieces(0, tokens):
-            rows, places = self._device_rows(chunks, first, last), _host_places(host_pages, first, last)
-            self._streams.swap.launch(
-                f"load rows {first}", partial(copy_rows_to_device, self._state, rows, None, *places)
-            )
+            places = self._places(first, last, host_pages, chunks)
+            self._streams.swap.launch(f"load rows {first}", partial(self._load_rows, places))
         self._counters.preloaded_bytes += tokens * self._row_bytes
         return self._streams.swap.record("preloaded")
 
@@ -122,23 +115,43 @@ class Swap:
         """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
         return [stream.record("quiesced") for stream in self._streams.all]
 
-    def _device_rows(self, chunks: Sequence[int], start: int, stop: int) -> Tensor:
-        """int64[G, stop-start]: every group keeps a prompt or resident context in the same chunks."""
-        return _rows(chunks, start, stop).expand(self._state.geometry.groups, -1).contiguous()
+    # ---------------------------------------------------------------- operations
+
+    def _stage(self, places: Tensor) -> None:
+        pages, offsets, rows, keys = self._upload(places)
+        copy_rows_to_host(self._state, self._in_all_groups(rows), keys, pages, offsets)
+
+    def _load_keys(self, places: Tensor) -> None:
+        pages, offsets, keys = self._upload(places)
+        copy_keys_to_device(self._state, keys, pages, offsets)
+
+    def _load_rows(self, places: Tensor) -> None:
+        pages, offsets, rows = self._upload(places)
+        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets)
+
+    def _upload(self, places: Tensor) -> tuple[Tensor, ...]:
+        return places.to(self._state.rows.device, non_blocking=True).unbind()
+
+    def _in_all_groups(self, rows: Tensor) -> Tensor:
+        """int32[G, n]: every group keeps a prompt or resident context in the same chunks."""
+        return rows.expand(self._state.geometry.groups, -1).contiguous()
+
+    # ---------------------------------------------------------------- places
+
+    def _places(self, first: int, last: int, host_pages: Sequence[int], *memories: Sequence[int]) -> Tensor:
+        """int32[2 + memories, last - first], on the host: where positions first..last-1 lie, given the 64-token pages
+        held in order. Host page and place in it; then the row in each of `memories`."""
+        positions = np.arange(first, last)
+        page, offset = positions // PAGE_TOKENS - first // PAGE_TOKENS, positions % PAGE_TOKENS
+        held = slice(first // PAGE_TOKENS, pages_for(last))
+        places = host_tensor(2 + len(memories), last - first, dtype=torch.int32, device=self._state.rows.device)
+        array = places.numpy()
+        array[0] = np.asarray(host_pages[held], dtype=np.int32)[page]
+        array[1] = offset
+        for row, pages in zip(array[2:], memories, strict=True):
+            row[:] = np.asarray(pages[held], dtype=np.int32)[page] * PAGE_TOKENS + offset
+        return places
 
 
 def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
     return ((first, min(first + PIECE_TOKENS, stop)) for first in range(start, stop, PIECE_TOKENS))
-
-
-def _rows(pages: Sequence[int], start: int, stop: int) -> Tensor:
-    """Rows of positions start..stop-1 in a memory of 64-token pages held in this order: int64."""
-    positions = np.arange(start, stop)
-    first = start // PAGE_TOKENS
-    held = np.asarray(pages[first : -(-stop // PAGE_TOKENS)], dtype=np.int64)
-    return torch.from_numpy(held[positions // PAGE_TOKENS - first] * PAGE_TOKENS + positions % PAGE_TOKENS)
-
-
-def _host_places(host_pages: Sequence[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-    rows = _rows(host_pages, start, stop)
-    return rows // PAGE_TOKENS, rows % PAGE_TOKENS

@@ -156,7 +156,9 @@ class CudaStreams(Streams):
         self.compute, self.stage, self.backup, self.swap = self._by_name.values()
 
     def adopt_thread(self) -> None:
+        """Blocks until the device is idle: what others launched before, on any stream, is done."""
         torch.cuda.set_device(self._device)
+        torch.cuda.synchronize()
         torch.cuda.set_stream(self._by_name["compute"].cuda)
 
     def close(self) -> None:
