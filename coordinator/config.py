@@ -27,6 +27,8 @@ import msgspec
 from coordinator.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
+#: `host_mem` that the worker works out for itself.
+AUTO: Final = "auto"
 #: The one variable that is not a setting: the path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
 
@@ -74,7 +76,7 @@ class WorkerSettings(Settings, frozen=True):
     graphs: bool = True  # replay decode steps from CUDA graphs; without effect on other stream backends
     seats: int = 8  # most requests in one decode batch
     device_mem: str = "256MiB"  # KV budget on the device: hot chunks, slab, index pages, bookkeeping
-    host_mem: str = "1GiB"  # host pool of the node
+    host_mem: str = "1GiB"  # host pool of the node; auto: what its memory limit allows (worker/host_memory.py)
     pool_dir: str = ""  # default: runtime_dir
     context_max_tokens: int = 0  # default: the model's
     slab_tokens: int = 0  # prefill slab; default: room for one longest prompt, within device_mem

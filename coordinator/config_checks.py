@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from coordinator.config import ClusterSettings, Config, CoordinatorSettings, WorkerSettings, parse_size
+from coordinator.config import AUTO, ClusterSettings, Config, CoordinatorSettings, WorkerSettings, parse_size
 from coordinator.errors import ConfigError
 from coordinator.messages import NAME_CHARS_MAX
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
@@ -141,9 +141,8 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
 def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
     for field in ("device_mem", "host_mem"):
         text = getattr(worker, field)
-        yield Check(
-            parse_size(text, f"worker.{field}") > 0, f"worker.{field}", text, "no memory at all", "give it a size"
-        )
+        sized = (field == "host_mem" and text == AUTO) or parse_size(text, f"worker.{field}") > 0
+        yield Check(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
     yield Check(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
     for slots in classes:

@@ -97,7 +97,8 @@ class WorkerCapacity(Part, frozen=True):
 
     A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
     hot chunk 64 device rows in every layer. Prefill slab pages hold 64 prompt tokens each. `hot_size_classes` are the
-    managed hot-buffer sizes in slots, ascending; `tail_slots` come on top in a chunk of their own.
+    managed hot-buffer sizes in slots, ascending; `tail_slots` come on top in a chunk of their own. `pool_id` is drawn
+    when the pool at `pool_path` is created: another id means that the rows of before are gone.
     """
 
     seats: int
@@ -110,6 +111,7 @@ class WorkerCapacity(Part, frozen=True):
     tail_slots: int
     overshoot_tokens: int
     pool_path: str
+    pool_id: int = 0
 
 
 # ---------------------------------------------------------------- client and admin -> gateway

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import pool_path
-from coordinator.errors import CapacityError, ConfigError
+from coordinator.errors import ConfigError
 from kernels.layout import Geometry
-from worker.host_pool import HEADER_BYTES, HostPool
+from worker.host_pool import HostPool
+from worker.pool_file import HEADER_BYTES
 
 GEOMETRY = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
 PAGES = 5
@@ -88,18 +88,6 @@ def test_an_unwritable_directory_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"worker\.pool_dir"):
         open_pool(tmp_path / "file" / "n.pool")
-
-
-def test_no_room_is_a_capacity_error_and_leaves_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    path = pool_path(str(tmp_path), "n")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(CapacityError, match="No space left"):
-            open_pool(path)
-    assert open_pool(path).created
 
 
 def test_unlinking_keeps_live_mappings(tmp_path: Path) -> None:

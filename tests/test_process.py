@@ -12,13 +12,11 @@ import pytest
 import trio
 
 from coordinator.arrays import pack_int32
-from coordinator.config import WorkerSettings
-from coordinator.errors import ConfigError
 from coordinator.messages import Admit, Finished, Refused, Released, Sampling, Started
 from kernels.layout import pages_for
 from tests.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.process_rig import Place
-from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, available_host_bytes, check_host_memory
+from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED
 from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
@@ -133,20 +131,3 @@ async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) ->
             code, log = await process.exit()
     assert code == 8, log
     assert "start with the same --model" in log.splitlines()[-1]
-
-
-def test_a_pool_larger_than_free_memory_is_refused() -> None:
-    settings = WorkerSettings(host_mem="2GiB")
-    check_host_memory(settings, 2 << 30)
-    with pytest.raises(ConfigError, match=r"worker\.host_mem=2GiB.*set it to 1024 MiB or less"):
-        check_host_memory(settings, 1 << 30)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [("max", 4096 << 10), ("1048576", 1048576 - 4096), (None, 4096 << 10)])
-def test_free_memory_minds_the_cgroup(tmp_path: Path, limit: str | None, expected: int) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 8192 kB\nMemAvailable:    4096 kB\n")
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("4096\n")
-    assert available_host_bytes(meminfo, tmp_path) == expected

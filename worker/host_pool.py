@@ -1,15 +1,11 @@
 """The host pool: one mapped file per node that holds every host page and outlives every worker.
 
-    0                 header: magic, version, tokens per page, bytes per page, pages, hash of geometry and model
-    HEADER_BYTES      page 0      (layout of a page: kernels/layout.py)
-    + page_bytes      page 1 ...
+The file, its header and who may use it: worker/pool_file.py. The first worker of a node creates it, later ones attach
+and must agree on its shape. Every byte is touched at creation, in parallel: a full disk or tmpfs is an error at start,
+never a SIGBUS in a step. A worker with a CUDA device registers its mapping, in parallel too (worker/registration.py).
+Who owns which page is the coordinator's ledger.
 
-The first worker of a node creates it under an exclusive lock on the file itself, later ones attach and must agree on
-every field of the header. The header is written last, so a creator that dies half-way leaves a file that the next one
-creates anew. Blocks are allocated at creation: a full disk or tmpfs is an error at start, never a SIGBUS in a step.
-The lock is held for the moment of creation only; who owns which page is the coordinator's ledger.
-
-Whoever started the workers unlinks the file at the end: a worker cannot know that it is the last. Mappings stay valid.
+Whoever started the workers removes the file at the end: a worker cannot know that it is the last. Mappings stay valid.
 
 Rejected: multiprocessing.shared_memory, which unlinks the segment when any attached process is killed.
 """
@@ -17,62 +13,95 @@ Rejected: multiprocessing.shared_memory, which unlinks the segment when any atta
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import mmap
 import os
-import struct
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from coordinator.errors import CapacityError, ConfigError
-from kernels.layout import PAGE_TOKENS, Geometry
+from coordinator.errors import CapacityError
+from kernels.layout import Geometry
+from metrics.logs import fields, logger
+from worker.pool_file import HEADER_BYTES, Header, OpenPool, open_pool_file, truncate
+from worker.progress import progress
+from worker.registration import (
+    TOUCH_BYTES,
+    FirstTouch,
+    Registrar,
+    Registration,
+    cut,
+    drop_mapping,
+    in_threads,
+    registration_bytes,
+    thread_count,
+)
 
-MAGIC: Final = b"HISPARSE"
-VERSION: Final = 1
-HEADER_BYTES: Final = 4_096  # one page of the mapping, so that host pages start aligned
-_HEADER: Final = struct.Struct("<8sIIQQ64s")
+#: An owner that nobody asked for: tests, benchmarks.
+NOBODY: Final[Mapping[str, object]] = {}
 
-assert _HEADER.size <= HEADER_BYTES
+log = logger("worker.host_pool")
 
 
 class HostPool:
     """A mapping of the pool. `pages` is uint8[host_pages, page_bytes], shared with every process of the node."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap, host_pages: int, page_bytes: int, *, created: bool) -> None:
+    def __init__(self, path: Path, mapping: mmap.mmap, header: Header, *, created: bool) -> None:
         self.path = path
         self.created = created
+        self.pool_id = header.pool_id
         self._mapping = mapping
-        body = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES, count=host_pages * page_bytes)
-        self.pages = body.view(host_pages, page_bytes)
+        body = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES, count=header.pages * header.page_bytes)
+        self.pages = body.view(header.pages, header.page_bytes)
+        self._registration: Registration | None = None
 
     @classmethod
-    def open(cls, path: Path, geometry: Geometry, host_pages: int, model_fingerprint: str = "") -> HostPool:
+    def open(
+        cls,
+        path: Path,
+        geometry: Geometry,
+        host_pages: int,
+        model_fingerprint: str = "",
+        *,
+        owner: Mapping[str, object] = NOBODY,
+        halted: threading.Event | None = None,
+        huge_pages: bool = False,
+    ) -> HostPool:
         """Create the pool at `path`, or attach to it.
 
-        Raises ConfigError when a pool of another shape or model lies there or the path cannot be opened, CapacityError
-        when the file system has not the room.
+        Raises ConfigError when a pool of another shape or model is in use there or the path cannot be opened,
+        CapacityError when the file system has not the room, Unavailable once `halted` is set, within about one piece.
+        A pool that could not be created is given back to the file system, in steps.
         """
-        header = _header(geometry, host_pages, model_fingerprint)
-        total = HEADER_BYTES + host_pages * geometry.page_bytes
-        descriptor = _open_file(path)
+        halted = halted or threading.Event()
+        header = Header.of(geometry, host_pages, model_fingerprint, owner)
+        opened = open_pool_file(path, header, halted)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            found = os.pread(descriptor, _HEADER.size, 0)
-            created = not found.startswith(MAGIC)
-            if created:
-                _create(descriptor, path, header, total)
-            else:
-                _check(path, found, header)
-            mapping = mmap.mmap(descriptor, total)
+            if opened.found is not None:
+                mapping = mmap.mmap(opened.descriptor, opened.found.file_bytes)
+                return cls(path, mapping, opened.found, created=False)
+            return cls(path, _create(opened, header, halted, huge_pages=huge_pages), header, created=True)
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # not left to close: the mapping keeps a duplicate open
-            os.close(descriptor)
-        return cls(path, mapping, host_pages, geometry.page_bytes, created=created)
+            os.close(opened.descriptor)  # the mapping has a duplicate, and with it the lock
+
+    def register(self, registrar: Registrar, halted: threading.Event) -> None:
+        """Register all pages with a device. Raises as `Registration.make` does; then nothing is registered."""
+        pages, page_bytes = self.pages.shape
+        pieces = cut(pages, page_bytes, registration_bytes(pages * page_bytes, thread_count()))
+        registration = Registration(registrar, self.pages.data_ptr())
+        with progress("host pool registered", pages * page_bytes, log) as advance:
+            registration.make(pieces, halted, advance)
+        self._registration = registration
 
     def close(self) -> None:
-        """Unmap, once the last tensor over the pool is gone; the file stays."""
+        """Unregister and unmap in pieces, once the last tensor over the pool is gone; the file stays."""
+        if self._registration is not None:
+            self._registration.undo()
+            self._registration = None
+        pages, page_bytes = self.pages.shape
+        in_threads(cut(pages, page_bytes, TOUCH_BYTES), drop_mapping(self.pages.data_ptr()), threading.Event())
         del self.pages
         try:
             self._mapping.close()
@@ -80,51 +109,34 @@ class HostPool:
             return
 
 
-def _open_file(path: Path) -> int:
+def _create(opened: OpenPool, header: Header, halted: threading.Event, *, huge_pages: bool) -> mmap.mmap:
+    """Size, map and touch the file, then write its header and share the lock. The file is empty when it fails."""
+    descriptor = opened.descriptor
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot open the host pool: {error.strerror}",
-            field="worker.pool_dir",
-            value=path,
-            remedy="name a directory this user may write",
-        ) from error
+        truncate(descriptor)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, header.file_bytes)
+        mapping = mmap.mmap(descriptor, header.file_bytes)
+        _touch(descriptor, mapping, header, halted, huge_pages=huge_pages)
+    except BaseException as error:
+        truncate(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # not left to close: a mapping that is still referenced has a duplicate
+        if isinstance(error, OSError):
+            raise CapacityError(
+                f"the host pool needs {header.file_bytes} bytes: {error.strerror}",
+                field="worker.host_mem",
+                value=header.file_bytes,
+                remedy="lower worker.host_mem or free space in worker.pool_dir",
+            ) from error
+        raise
+    header.write(descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    log.info("host pool created", extra=fields(pages=header.pages, bytes=header.file_bytes))
+    return mapping
 
 
-def _header(geometry: Geometry, host_pages: int, model_fingerprint: str) -> bytes:
-    digest = hashlib.sha256(f"{geometry!r} {model_fingerprint}".encode()).hexdigest()
-    return _HEADER.pack(MAGIC, VERSION, PAGE_TOKENS, geometry.page_bytes, host_pages, digest.encode())
-
-
-def _create(descriptor: int, path: Path, header: bytes, total: int) -> None:
-    try:
-        os.ftruncate(descriptor, 0)
-        os.posix_fallocate(descriptor, 0, total)
-    except OSError as error:
-        os.ftruncate(descriptor, 0)
-        raise CapacityError(
-            f"the host pool needs {total} bytes: {error.strerror}",
-            field="worker.host_mem",
-            value=path,
-            remedy="lower worker.host_mem or free space there",
-        ) from error
-    os.pwrite(descriptor, header, 0)
-
-
-def _check(path: Path, found: bytes, wanted: bytes) -> None:
-    """ConfigError naming the first header field in which the pool found differs from the one wanted."""
-    fields = ("magic", "version", "tokens per page", "bytes per page", "pages", "geometry and model")
-    for name, ours, theirs in zip(fields, _HEADER.unpack(wanted), _HEADER.unpack(found), strict=True):
-        if ours != theirs:
-            raise ConfigError(
-                f"the pool at {path} has {name} {_text(theirs)}, this worker {_text(ours)}",
-                field="worker.host_mem" if name == "pages" else "worker.model",
-                value=_text(ours),
-                remedy="start every worker of a node with the same model and host_mem, or remove the pool file",
-            )
-
-
-def _text(value: bytes | int) -> str:
-    return value.decode("ascii", "replace")[:16] if isinstance(value, bytes) else str(value)
+def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event, *, huge_pages: bool) -> None:
+    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES, huge_pages=huge_pages)
+    with progress("host pool touched", header.file_bytes, log) as advance:
+        in_threads(cut(header.pages, header.page_bytes, TOUCH_BYTES), touch, halted, advance)

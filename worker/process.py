@@ -4,8 +4,9 @@
     executor thread  the decode loop; when it fails, the process ends with it at once (exit code 70, one log line)
     metrics threads  /metrics, /healthz, /readyz
 
-Start, in an order that refuses before it allocates: model, sizing, free host memory, host pool, device memory. Then the
-executor turns, then the link says hello: a worker that is welcomed can work.
+Start, in an order that refuses before it allocates: model, sizing, host memory, host pool, device memory. Then the
+executor turns, then the link says hello: a worker that is welcomed can work. A signal during start ends it at once: the
+pool's threads finish the pieces they are at, what was registered is let go, and the process exits.
 
 End. SIGTERM, SIGINT and the coordinator's Stop withdraw what is held, wait for every stream to pass its fence, let the
 last reports go and leave with 0; each wait is bounded (worker.link). A second signal exits at once: the host pool is a
@@ -19,14 +20,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Final
 
+import msgspec
 import torch
 import trio
 
-from coordinator.config import Config, WorkerSettings, parse_size, pool_path
+from coordinator.config import Config, WorkerSettings, pool_path
 from coordinator.errors import ConfigError
 from coordinator.version import our_version
 from metrics import logs
@@ -35,10 +38,11 @@ from metrics.logs import fields
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from worker.executor import Executor
-from worker.host_pool import HostPool
 from worker.link import Link, Pace, connect_to
 from worker.link_state import Identity, LinkState
 from worker.outbox import Outbox
+from worker.pool_start import open_pool, size_pool
+from worker.runners.base import Runner
 from worker.runners.text import TokenizerFile, make_tokenizer, read_tokenizer
 from worker.runners.transformers_dsa import load_runner
 from worker.sizing import Sizing, size_worker
@@ -61,7 +65,12 @@ def run_worker(config: Config) -> int:
     logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    worker = Worker(config)
+    try:
+        with interruptible() as halted:
+            worker = Worker(config, halted)
+    except StartInterruptedError as stop:
+        log.info("stopped during start", extra=fields(signal=stop.name))
+        return EXIT_INTERRUPTED
     try:
         return worker.run()
     finally:
@@ -69,17 +78,24 @@ def run_worker(config: Config) -> int:
 
 
 class Worker:
-    """The parts of one worker, wired. Raises HiSparseError when they cannot be."""
+    """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, halted: threading.Event) -> None:
+        runner = load_runner(config.worker)
+        config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
-        runner = load_runner(settings)
-        path = pool_path(settings.pool_dir, settings.node)
-        sizing = size_worker(settings, runner.geometry, runner.info, str(path))
+        sizing = size_worker(settings, runner.geometry, runner.info, str(pool_path(settings.pool_dir, settings.node)))
         _announce(settings, sizing)
-        if not path.exists():
-            check_host_memory(settings, available_host_bytes())
-        self._pool = HostPool.open(path, runner.geometry, sizing.capacity.host_pages, runner.info.fingerprint)
+        host_pages = sizing.capacity.host_pages
+        self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted)
+        try:
+            self._wire(config, runner, sizing)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def _wire(self, config: Config, runner: Runner, sizing: Sizing) -> None:
+        settings = config.worker
         tokenizer = read_tokenizer(settings.model)
         self._outbox = Outbox(epoch=time.time_ns() // 1_000_000)
         self._executor = Executor(
@@ -92,7 +108,8 @@ class Worker:
             self._outbox,
         )
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
-        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, sizing.capacity)
+        capacity = msgspec.structs.replace(sizing.capacity, pool_id=self._pool.pool_id)
+        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, capacity)
         self._link_counters = LinkCounters()
         self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
         self._exporter = self._serve_metrics(settings)
@@ -204,6 +221,34 @@ def run_or_die(loop: Callable[[], None]) -> None:
         os._exit(EXIT_DEFECT)
 
 
+class StartInterruptedError(BaseException):
+    """A signal came before the worker was up. Not an Exception: nobody on the way may take it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Within it, the first SIGTERM or SIGINT sets the event given and raises StartInterruptedError in the main thread;
+    the second ends the process on the spot."""
+    halted = threading.Event()
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        if halted.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        halted.set()
+        raise StartInterruptedError(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield halted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 async def watch_signals(
     request_stop: Callable[[float], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
@@ -218,30 +263,3 @@ async def watch_signals(
             is_asked = True
             log.info("stopping", extra=fields(signal=signal.Signals(number).name))
             request_stop(0.0)
-
-
-# ---------------------------------------------------------------- host memory
-
-
-def check_host_memory(settings: WorkerSettings, available_bytes: int) -> None:
-    """ConfigError when the pool that is to be created would not fit the node's free memory."""
-    wanted = parse_size(settings.host_mem, "worker.host_mem")
-    if wanted > available_bytes:
-        raise ConfigError(
-            f"the host pool would take {wanted} bytes, this node has {available_bytes} free",
-            field="worker.host_mem",
-            value=settings.host_mem,
-            remedy=f"set it to {available_bytes // 2**20} MiB or less",
-        )
-
-
-def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: what the kernel calls available, within the cgroup's limit."""
-    kibibytes = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    available = int(kibibytes) * 1024
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)

@@ -24,7 +24,7 @@ WORKER_SETTINGS: Final = (
     Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
     Setting("--seats", "worker.seats", "Most requests in one decode batch."),
     Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB."),
-    Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB."),
+    Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
     Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default the runtime directory."),
     Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
     Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
