@@ -6,6 +6,8 @@
     begin_step    place a step's new tokens, plan their backup
     index_topk    score the context, choose the top-k
     swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
+    row_format    float32, bfloat16 and fp8 rows and index keys: encode, decode
+    attention     absorbed attention over the rows that swap_in named
     rows          a model's reads and writes of rows and index keys
     copy_rows     device rows to host pages and back
     check, integrity   checks of arguments; consistency of a seat's tables

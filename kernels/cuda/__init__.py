@@ -3,6 +3,7 @@
 `prepare` (launch.py) compiles and loads what a state needs, at worker start. No verb waits for the device.
 """
 
+from kernels.cuda.attention import attend_rows
 from kernels.cuda.begin_step import begin_step
 from kernels.cuda.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.cuda.launch import prepare
@@ -20,6 +21,7 @@ from kernels.cuda.swap_in import replay_misses, swap_in
 from kernels.reference.index_topk import index_topk
 
 __all__ = [
+    "attend_rows",
     "begin_step",
     "clear_seat",
     "copy_keys_to_device",

@@ -1,5 +1,6 @@
 """Every kernel in vectorised torch: what runs on the CPU, and what the CUDA kernels are compared with."""
 
+from kernels.reference.attention import attend_rows
 from kernels.reference.begin_step import begin_step
 from kernels.reference.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.reference.index_topk import index_topk
@@ -16,6 +17,7 @@ from kernels.reference.seat import clear_seat, grow_managed, init_managed, init_
 from kernels.reference.swap_in import replay_misses, swap_in
 
 __all__ = [
+    "attend_rows",
     "begin_step",
     "clear_seat",
     "copy_keys_to_device",

@@ -1,0 +1,27 @@
+"""attend_rows in torch: gather, decode, one softmax over all entries. Contract: kernels/attention.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention import row_format
+from kernels.reference.rows import gather_rows
+from kernels.state import DeviceState
+
+
+def attend_rows(state: DeviceState, layer: int, queries: Tensor, out_rows: Tensor, scaling: float, out: Tensor) -> None:
+    """See kernels.attention."""
+    rows = row_format(state, queries, out).decode(gather_rows(state, layer, out_rows))
+    out.copy_(attend(queries, rows, out_rows >= 0, scaling, out.shape[2]))
+
+
+def attend(queries: Tensor, rows: Tensor, held: Tensor, scaling: float, latent: int) -> Tensor:
+    """float32[B, H, latent] of `queries` [B, H, r + d] over float32 `rows` [B, k, r + d] where `held` bool[B, k].
+
+    Rows that are not held must be finite.
+    """
+    scores = torch.bmm(queries.float(), rows.transpose(1, 2)).mul_(scaling)
+    scores.masked_fill_(~held.unsqueeze(1), torch.finfo(torch.float32).min)
+    latents = torch.bmm(scores.softmax(-1), rows[..., :latent])
+    return latents.masked_fill_(~held.any(1).view(-1, 1, 1), 0)

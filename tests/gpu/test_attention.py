@@ -1,0 +1,78 @@
+"""Gather-attention on the GPU: against the definition in float64, and the same bits wherever rows lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernels.attention import attend_rows  # noqa: E402
+from kernels.cuda.attention import attend_rows as cuda_attend_rows  # noqa: E402
+from kernels.row_format import KINDS  # noqa: E402
+from tests.attention_rig import Case  # noqa: E402
+
+SHAPES = [
+    {"latent": 64, "rope": 16, "heads": 4, "k": 50},
+    {"latent": 64, "rope": 16, "heads": 3, "k": 1, "batch": 1},
+    {"latent": 512, "rope": 64, "heads": 128, "k": 2048, "batch": 2, "stored": 5_000},
+    {"latent": 512, "rope": 64, "heads": 64, "k": 100, "batch": 70},
+    {"latent": 256, "rope": 32, "heads": 20, "k": 300},
+]
+#: Largest error, in units of the largest latent of order 4: float32 sums, and bfloat16 shares and results.
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+
+
+def run(case: Case, splits: int | None = None) -> torch.Tensor:
+    case.out.fill_(float("nan"))
+    arguments = (case.state, 1, case.queries, case.out_rows, case.scaling, case.out)
+    if splits is None:
+        attend_rows(*arguments)
+    else:
+        cuda_attend_rows(*arguments, splits=splits)
+    return case.out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['heads']}x{shape['latent']}x{shape['k']}")
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_definition(kind: str, dtype: torch.dtype, shape: dict[str, int]) -> None:
+    case = Case(kind, dtype, device="cuda", **shape)  # type: ignore[arg-type]
+    expected = case.expected(1)
+    for splits in (None, 1, 2, 7):
+        torch.testing.assert_close(run(case, splits).double().cpu(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharp_attention_over_far_scores_is_exact_too(kind: str) -> None:
+    """Scores of order 1000: running maxima move, and most shares underflow."""
+    case = Case(kind, torch.float32, device="cuda", k=200)
+    case.queries *= 300
+    torch.testing.assert_close(run(case, 3).double().cpu(), case.expected(1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_places_nor_neighbours_nor_graphs_show(kind: str, dtype: torch.dtype) -> None:
+    shape = {"latent": 512, "rope": 64, "heads": 64, "k": 512, "batch": 5, "stored": 3_000}
+    case = Case(kind, dtype, device="cuda", **shape)  # type: ignore[arg-type]
+    before = run(case).clone()
+    case.relocate(7)
+    assert torch.equal(run(case), before)
+    order = torch.tensor([3, 1, 4, 0, 2], device="cuda")
+    case.queries, case.out_rows = case.queries[order].contiguous(), case.out_rows[order].contiguous()
+    assert torch.equal(run(case), before[order])
+    case.queries[1:], case.out_rows[1:] = 0, -1
+    assert torch.equal(run(case)[0], before[3])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(case)
+    graph.replay()
+    expected = case.out.clone()
+    case.relocate(8)
+    case.out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(case.out, expected)
+    assert torch.equal(case.out[0], before[3])
