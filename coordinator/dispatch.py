@@ -6,6 +6,8 @@ One turn of the Scheduler, which the tests drive without any actor:
                `plan` ──► decisions, each with its ledger change
     applied ─► `told`  ─► what to tell the Request concerned (I4: only after its change is committed)
 
+A ledger change comes with the fact to which it belongs (coordinator.journal_records): both are written down together.
+
 A Request is the owner of its life cycle, the dispatch of its memory. They hear of each other's decisions late, so every
 event names its admission, and one of an admission that has departed changes nothing.
 """
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from coordinator import decisions
+from coordinator import journal_records as journal
 from coordinator.arrays import Int32Array
 from coordinator.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.events import (
@@ -31,6 +34,7 @@ from coordinator.events import (
     Stage,
     Told,
 )
+from coordinator.journal_records import Record
 from coordinator.ledger import Ledger, Memory
 from coordinator.messages import Grant, Resize
 from coordinator.policy import Policy
@@ -39,10 +43,11 @@ from kernels.layout import PAGE_TOKENS, pages_for
 
 
 class Step(NamedTuple):
-    """A ledger change of `node`."""
+    """A ledger change of `node`, and what is true with it."""
 
     node: str
     change: Change
+    note: Record | None = None
 
 
 class Tell(NamedTuple):
@@ -104,7 +109,9 @@ class Dispatch:
         self.dirty = True
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         step = Step(
-            entry.node, Keep(entry.admission, pages_for(kept_tokens)) if kept_tokens else Release(entry.admission)
+            entry.node,
+            Keep(entry.admission, pages_for(kept_tokens)) if kept_tokens else Release(entry.admission),
+            journal.Departed(entry.slot, kept_tokens),
         )
         entry.generated = generated
         self.roster.depart(entry, kept_tokens, pages_for(kept_tokens))
@@ -128,7 +135,8 @@ class Dispatch:
     def worker_up(self, worker: Worker) -> Heard:
         self.roster.add_worker(worker)
         self.dirty = True
-        return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity)))
+        joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
+        return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
     def worker_down(self, worker: Worker, *, proved_exit: bool) -> Heard:
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
@@ -184,7 +192,7 @@ class Dispatch:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Heard((), (tell,))
-        step = Step(entry.node, Release(entry.admission))
+        step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
         self.roster.demote(entry)
         return Heard((step,), (tell, Tell(entry.slot, Demoted(reason))))
 
@@ -201,14 +209,15 @@ class Dispatch:
     def step(decision: decisions.Decision) -> Step | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case decisions.Admit(entry, worker, admission, take_over, _, memory):
-                return Step(worker.node, Reserve(admission, worker.name, memory, take_over))
+            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory):
+                stay = journal.Admission(entry.slot, admission, worker.node, worker.name, worker.epoch, durable_tokens)
+                return Step(worker.node, Reserve(admission, worker.name, memory, take_over), stay)
             case decisions.Grow(entry, more):
                 return Step(entry.node, Extend(entry.admission, more))
             case decisions.Resize(entry, _, more) if more:
                 return Step(entry.node, Extend(entry.admission, Memory(hot_chunks=more)))
-            case decisions.Demote(_, node, admission):
-                return Step(node, Release(admission))
+            case decisions.Demote(entry, node, admission):
+                return Step(node, Release(admission), journal.Departed(entry.slot, 0))
         return None
 
     @staticmethod

@@ -16,7 +16,7 @@ Tokens are not here: they go from the worker link into the token log, and from t
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from coordinator.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
+    from coordinator.journal import Commit
+
+T = TypeVar("T")
 
 
 class Handle(NamedTuple):
@@ -32,6 +35,13 @@ class Handle(NamedTuple):
 
     request_id: str
     slot: int
+
+
+class Promised(NamedTuple, Generic[T]):
+    """What was done in memory, and when it counts: to be told to nobody outside before."""
+
+    value: T
+    commit: Commit
 
 
 class LinkStats(NamedTuple):
@@ -92,7 +102,7 @@ class Verb(Enum):
 class SubmitAsk(msgspec.Struct, frozen=True):
     submit: messages.Submit
     owner: str
-    reply: Reply[Handle]
+    reply: Reply[Promised[Handle]]
 
 
 class VerbAsk(msgspec.Struct, frozen=True):
@@ -102,7 +112,7 @@ class VerbAsk(msgspec.Struct, frozen=True):
     verb: Verb
     request_ids: tuple[str, ...]
     owner: str
-    reply: Reply[tuple[str, ...]]
+    reply: Reply[Promised[tuple[str, ...]]]
     keep: bool = True
     hold: bool = True
     hot_slots: int = -1

@@ -31,9 +31,9 @@ GPU_COUNT_MAX: Final = 1 << 30
 
 
 class Fleet:
-    """`open_pool(node, host_pages)` starts a node's HostPool and returns its ledger; `ledgers` has them by node."""
+    """`open_pool(hello)` starts the HostPool of a worker's node with an empty ledger; `ledgers` has them by node."""
 
-    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], open_pool: Callable[[str, int], None]) -> None:
+    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], open_pool: Callable[[WorkerHello], None]) -> None:
         self._roster = roster
         self._ledgers = ledgers
         self._open_pool = open_pool
@@ -53,7 +53,7 @@ class Fleet:
         self._check_model(hello)
         self._check_pool(hello)
         if hello.node not in self._ledgers or self._pools[hello.node].host_pages != hello.capacity.host_pages:
-            self._open_pool(hello.node, hello.capacity.host_pages)
+            self._open_pool(hello)
         self._pools[hello.node] = hello.capacity
         self.model = hello.model
         self._epochs[hello.worker] = hello.epoch

@@ -1,6 +1,7 @@
 """The Scheduler's front: what the gateway and the worker links call. No decisions here.
 
-Asks wait for the Scheduler's turn. Queries read the pure states of actors between turns, which is safe in one thread
+Asks wait for the Scheduler's turn, and for what they did to be in the journal; while that cannot be, they are refused
+beforehand. Queries read the pure states of actors between turns, which is safe in one thread
 and saves a turn; they change nothing (I7). Worker events go straight to the Request concerned.
 """
 
@@ -14,8 +15,9 @@ from coordinator import events, messages
 from coordinator.actor import Actor
 from coordinator.arrays import Int32Array
 from coordinator.errors import ProtocolError
-from coordinator.events import Handle, Verb, WorkerPort
+from coordinator.events import Handle, Promised, Verb, WorkerPort
 from coordinator.fleet import Fleet
+from coordinator.journal import Journal, check_writes
 from coordinator.live import Requests, Swaps
 from coordinator.sizing import NO_HOT_BUFFER
 
@@ -45,17 +47,22 @@ class Front(Actor[Message]):
     _requests: Requests
     _fleet: Fleet
     _clock: Callable[[], float]
+    _journal: Journal
 
     # ---------------------------------------------------------------- for the gateway
 
     async def submit(self, submit: messages.Submit, owner: str) -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
 
-        Raises BadInput (field, value, remedy), WrongState for an id in use, CapacityError when it could never fit or
-        the queue is full, Unavailable while stopping or before the first worker has registered. Cancelled: it may have
-        been accepted; look the id up.
+        The same submission under the same id is the same request: whoever lost the answer may ask again. Raises
+        BadInput (field, value, remedy), WrongState for the id of another request, CapacityError when it could never
+        fit or the queue is full, Unavailable while stopping, before the first worker has registered, or while the
+        journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
+        check_writes(self._journal)
+        promised: Promised[Handle] = await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
+        await promised.commit.wait_bounded("the request was queued")
+        return promised.value
 
     async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
@@ -170,6 +177,9 @@ class Front(Actor[Message]):
         hold: bool = True,
         hot_slots: int = NO_HOT_BUFFER,
     ) -> tuple[str, ...]:
-        return await self.ask(
+        check_writes(self._journal)
+        promised: Promised[tuple[str, ...]] = await self.ask(
             lambda reply: events.VerbAsk(verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots)
         )
+        await promised.commit.wait_bounded(f"{verb.value} was begun")
+        return promised.value

@@ -61,7 +61,6 @@ class Book:
     requests: dict[int, Known] = field(default_factory=dict)
     arrivals: int = 0
     admissions: int = 0
-    submitted: int = 0
 
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
@@ -69,12 +68,12 @@ class Book:
             case Accepted(slot):
                 self.requests[slot] = Known(record, Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER))
                 self.arrivals = max(self.arrivals, record.arrival)
-                self.submitted += 1
             case Joined():
                 self.workers[record.worker, record.epoch] = record
             case PoolOpened():
                 self.pools[record.node] = record
-            case Forgotten(slots):
+            case Forgotten(slots, arrivals):
+                self.arrivals = max(self.arrivals, arrivals)
                 for slot in unpack_int32(slots, "slots").tolist():
                     self.requests.pop(slot, None)
             case Admission():
@@ -106,7 +105,7 @@ class Book:
     def summarize(self, token_log: TokenLog) -> list[Record]:
         """What `replay` makes this very book of, given the Accepted, Output and Ended records that are kept."""
         self.workers = {(it.worker, it.epoch): it for node in self.ledgers for it in self.joined(node)}
-        records: list[Record] = [Summary(self.arrivals, self.admissions, self.submitted)]
+        records: list[Record] = [Summary(self.arrivals, self.admissions)]
         records += [self.pools[node] for node in self.ledgers]
         records += self.workers.values()
         records += [image_of(node, ledger) for node, ledger in self.ledgers.items()]
@@ -160,7 +159,7 @@ def _replay(record: Record, book: Book, token_log: TokenLog) -> None:
 def _begin_anew(summary: Summary, book: Book) -> None:
     """Everything but what the requests were and how they ended comes again."""
     book.ledgers, book.pools, book.workers = {}, {}, {}
-    book.arrivals, book.admissions, book.submitted = summary.arrivals, summary.admissions, summary.submitted
+    book.arrivals, book.admissions = summary.arrivals, summary.admissions
     for slot, known in book.requests.items():
         known.ordered = Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
         known.stay, known.on_worker, known.kept_tokens = None, False, 0

@@ -87,21 +87,22 @@ class Ended(JournalEntry, frozen=True):
 
 
 class Forgotten(JournalEntry, frozen=True):
-    """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32."""
+    """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32; `arrivals` is
+    the highest number that any request had so far."""
 
     slots: bytes
+    arrivals: int
 
 
 # ---------------------------------------------------------------- of a node
 
 
 class PoolOpened(JournalEntry, frozen=True):
-    """A node's pool, as its workers describe it: a fresh ledger of `capacity.host_pages`. `pool_id` names the file."""
+    """A node's pool, as the first of its workers described it: a fresh ledger of `capacity.host_pages`."""
 
     node: str
     capacity: WorkerCapacity
     model: ModelInfo
-    pool_id: str
 
 
 class Joined(JournalEntry, frozen=True):
@@ -147,7 +148,6 @@ class Summary(JournalEntry, frozen=True):
 
     arrivals: int
     admissions: int
-    submitted: int
 
 
 class NodeImage(JournalEntry, frozen=True):

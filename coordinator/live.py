@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.arrays import unpack_int64
-from coordinator.errors import CapacityError, NotFound, ProtocolError
+from coordinator.errors import CapacityError, NotFound, ProtocolError, WrongState
 from coordinator.events import Told
-from coordinator.messages import Counters, RequestRow, Sampling, StoryLine
+from coordinator.messages import Counters, RequestRow, Sampling, StoryLine, Submit
 from coordinator.request_state import RequestState, WorkerEvent
 from coordinator.roster import Entry
 from coordinator.token_log import TokenLog
@@ -45,6 +46,7 @@ class Live:
     prompt: bytes
     sampling: Sampling
     submitted_at: float
+    prompt_digest: bytes = b""  # once it has ended: its prompt is gone
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier admissions
     swaps: Swaps = NO_SWAPS  # of this one, so far
@@ -95,7 +97,7 @@ class Requests:
 
     def end(self, live: Live, now: float) -> None:
         """It is over: only its state, its story and its tokens stay, for a while."""
-        live.prompt = b""
+        live.prompt, live.prompt_digest = b"", digest(live.prompt)
         self.ended[live.state.request_id] = Ended(live, now)
         del self.live[live.state.request_id], self.by_slot[live.entry.slot]
 
@@ -134,6 +136,20 @@ class Requests:
         if (live := self.live.get(request_id)) is not None:
             return live.entry.slot
         return self._ended(request_id).live.entry.slot
+
+    def slot_of_same(self, submit: Submit) -> int:
+        """The slot of the request whose id `submit` bears. Raises WrongState when it is another request."""
+        found = self.find(submit.request_id)
+        live = found.live if isinstance(found, Ended) else found
+        is_same_prompt = (live.prompt_digest or digest(live.prompt)) == digest(submit.prompt)
+        if not is_same_prompt or live.sampling != submit.sampling or -live.entry.rank[0] != submit.priority:
+            raise WrongState(
+                "is in use by another request",
+                field="request_id",
+                value=submit.request_id,
+                remedy="choose another, or attach to it",
+            )
+        return live.entry.slot
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
@@ -203,6 +219,11 @@ class Requests:
 
     def count_held(self) -> int:
         return sum(live.state.held for live in self.live.values())
+
+
+def digest(prompt: bytes) -> bytes:
+    """Tells one prompt from another."""
+    return blake2b(prompt, digest_size=16).digest()
 
 
 def _add(a: Swaps, b: Swaps) -> Swaps:

@@ -1,7 +1,8 @@
 """The Request actor: one task per live request, owner of its life cycle.
 
 It hears the Scheduler and its worker's events, and does what request_state.RequestState decides: commands to the worker
-link, tells to the Scheduler, the end to the gateway. It ends when the request is terminal and the gateway was told.
+link, tells to the Scheduler, the end to the gateway. It ends when the request is terminal and the gateway was told, and
+that is after its end was written to the journal.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+import msgspec
+
 from coordinator import messages
 from coordinator.actor import Actor
 from coordinator.events import Admitted, Closed, Departed, Ending, Listener, Progressed, Resized, Told, WorkerPort
+from coordinator.journal import Journal
+from coordinator.journal_records import Ended
 from coordinator.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
 from coordinator.token_log import TokenLog
 from metrics.logs import fields, logger
@@ -36,6 +41,9 @@ class Request(Actor[Told | WorkerEvent]):
         listener: Listener,
         tell_scheduler: Callable[[ToScheduler], None],
         clock: Callable[[], float],
+        journal: Journal,
+        wall_offset_s: float,
+        port: WorkerPort | None = None,
     ) -> None:
         super().__init__(f"request {state.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
         self.state = state
@@ -43,7 +51,9 @@ class Request(Actor[Told | WorkerEvent]):
         self._listener = listener
         self._tell_scheduler = tell_scheduler
         self._clock = clock
-        self._port: WorkerPort | None = None
+        self._journal = journal
+        self._wall_offset_s = wall_offset_s
+        self._port = port
 
     def story(self) -> tuple[str, ...]:
         return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
@@ -52,9 +62,9 @@ class Request(Actor[Told | WorkerEvent]):
         for event in batch:
             if isinstance(event, Admitted):
                 self._port = event.port
-            self._apply(event)
+            await self._apply(event)
 
-    def _apply(self, event: Told | WorkerEvent) -> None:
+    async def _apply(self, event: Told | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
         rows = Rows(token_log.length(state.slot), token_log.durable(state.slot))
         try:
@@ -63,7 +73,16 @@ class Request(Actor[Told | WorkerEvent]):
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
         for action in actions:
+            if isinstance(action, Ending):
+                await self._write_end(action)
             self._perform(action)
+
+    async def _write_end(self, ending: Ending) -> None:
+        """Its tokens go into the journal before it, or with it (I5)."""
+        at_s = self._clock() + self._wall_offset_s
+        _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
+        ended = Ended(self.state.slot, outcome, reason, generated_tokens, tail_text, at_s)
+        await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:
         match action:

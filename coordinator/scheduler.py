@@ -1,8 +1,9 @@
 """The Scheduler actor: the shell round coordinator.dispatch. What others call is in coordinator.front.
 
-One turn: hear a batch of messages; have the HostPools apply (and commit) what follows from them; plan; have the plan
-applied; tell the Requests. Nothing is told before it is committed (I4), and the accounts do not change while a plan is
-made, because only this actor asks for changes and it waits for each.
+One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
+committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
+be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
+asks for changes and it waits for each. Verbs and submissions are answered when they are in the journal (Front).
 
 Operators' verbs pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
 cross. A verb on several requests is checked for all of them before anything is told.
@@ -18,15 +19,18 @@ import trio
 
 from coordinator import decisions, events, messages
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.arrays import Int32Array
+from coordinator.arrays import Int32Array, pack_int32
+from coordinator.changes import GIVING
 from coordinator.config import CoordinatorSettings
 from coordinator.dispatch import Dispatch, Heard, Step, Tell
-from coordinator.errors import HiSparseError, Unavailable, WrongState
-from coordinator.events import Handle, Listener, Verb
+from coordinator.errors import HiSparseError, Unavailable
+from coordinator.events import Handle, Listener, Verb, WorkerPort
 from coordinator.fleet import Fleet
 from coordinator.front import Front, Message
-from coordinator.host_pool import HostPool
+from coordinator.host_pool import Applied, HostPool
 from coordinator.intake import check_deadline, check_fits, check_submit
+from coordinator.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal_records import Accepted, Forgotten, Ordered, PoolOpened
 from coordinator.ledger import NO_PAGES, Ledger
 from coordinator.live import Live, Requests
 from coordinator.request import Request
@@ -92,6 +96,7 @@ class Scheduler(Front):
         listener: Listener,
         supervisor: Supervisor,
         counters: CoordinatorCounters | None = None,
+        journal: Journal | None = None,
         clock: Callable[[], float] = trio.current_time,
         wall_offset_s: float = 0.0,
     ) -> None:
@@ -102,9 +107,11 @@ class Scheduler(Front):
         self._listener = listener
         self._supervisor = supervisor
         self._counters = counters or CoordinatorCounters()
+        self._journal = journal or NoJournal()
         self._clock = clock
+        self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool] = {}
-        self._ledgers: dict[str, Ledger] = {}
+        self._ledgers = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._roster = self._dispatch.roster
         self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
@@ -141,6 +148,7 @@ class Scheduler(Front):
             reply.set(None)
         if tick:
             self._forget_old(now)
+            self._journal.summarize_if_long()
         await self._decide(now, tick)
         if self._stop is not None:
             await self._wind_up(self._stop, now)
@@ -187,7 +195,7 @@ class Scheduler(Front):
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
                     turn.take(each)
-                ask.reply.set(lines)
+                ask.reply.set(events.Promised(lines, self._write_orders(ask)))
             case events.DrainAsk():
                 ask.reply.set(self._drain(ask, now))
             case events.StopAsk():
@@ -198,8 +206,12 @@ class Scheduler(Front):
 
     # ---------------------------------------------------------------- requests
 
-    def _submit(self, ask: events.SubmitAsk, now: float) -> Handle:
+    def _submit(self, ask: events.SubmitAsk, now: float) -> events.Promised[Handle]:
+        """A submission repeated under its id is the same request, whatever became of it: nothing is done again."""
         submit, sampling = ask.submit, ask.submit.sampling
+        if submit.request_id and self._requests.knows(submit.request_id):
+            slot = self._requests.slot_of_same(submit)
+            return events.Promised(Handle(submit.request_id, slot), self._journal.append(()))
         if self.stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
         if self._fleet.model is None:
@@ -209,24 +221,39 @@ class Scheduler(Front):
         check_fits(length, self._fleet.capacities())
         self._requests.check_room(len(self._roster.waiting))
         request_id = submit.request_id or self._new_id()
-        if self._requests.knows(request_id):
-            raise WrongState(
-                "is in use", field="request_id", value=request_id, remedy="choose another, or attach to it"
-            )
         slot = self._token_log.open(sampling.max_tokens)
         entry = self._roster.add(slot, submit.priority, length.prompt, length.max)
         self._dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
-        request = Request(
+        request = self._request_actor(state)
+        self._start_request(Live(state, request, entry, submit.prompt, sampling, now), request)
+        at_s = now + self._wall_offset_s
+        accepted = Accepted(slot, entry.rank[1], request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s)
+        return events.Promised(Handle(request_id, slot), self._journal.append([accepted]))
+
+    def _request_actor(self, state: RequestState, port: WorkerPort | None = None) -> Request:
+        return Request(
             state,
             token_log=self._token_log,
             listener=self._listener,
             tell_scheduler=self.tell,
             clock=self._clock,
+            journal=self._journal,
+            wall_offset_s=self._wall_offset_s,
+            port=port,
         )
-        self._requests.add(Live(state, request, entry, submit.prompt, sampling, now))
+
+    def _start_request(self, live: Live, request: Request) -> None:
+        self._requests.add(live)
         self._supervisor.start(request, Level.REQUEST)
-        return Handle(request_id, slot)
+
+    def _write_orders(self, ask: events.VerbAsk) -> Commit:
+        """What is now wanted of the requests that a verb named."""
+        ends = ("ABORTED", f"abort by {ask.owner}") if ask.verb is Verb.ABORT else ("", "")
+        lives = [self._requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
+        return self._journal.append(
+            [Ordered(it.entry.slot, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
+        )
 
     def _new_id(self) -> str:
         while True:
@@ -235,7 +262,9 @@ class Scheduler(Front):
                 return request_id
 
     def _forget_old(self, now: float) -> None:
-        for slot in self._requests.forget_old(now):
+        if slots := self._requests.forget_old(now):
+            self._journal.append([Forgotten(pack_int32(slots), self._journal.book.arrivals)])
+        for slot in slots:
             self._listener.forgotten(slot)
             self._token_log.close(slot)
 
@@ -246,12 +275,16 @@ class Scheduler(Front):
 
     # ---------------------------------------------------------------- workers
 
-    def _open_pool(self, node: str, host_pages: int) -> None:
-        if node in self._pools:
-            self._pools[node].close()
-        pool = HostPool(node, host_pages)
-        self._pools[node], self._ledgers[node] = pool, pool.ledger
-        self._supervisor.start(pool, Level.HOST_POOL)
+    def _open_pool(self, hello: messages.WorkerHello) -> None:
+        if hello.node in self._pools:
+            self._pools[hello.node].close()
+        self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
+        self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
+        self._start_pool(hello.node)
+
+    def _start_pool(self, node: str) -> None:
+        self._pools[node] = HostPool(node, self._ledgers[node], self._journal)
+        self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
     def _worker_down(self, message: events.WorkerDown, turn: _Turn) -> None:
         worker = self._roster.workers.get(message.worker)
@@ -280,14 +313,22 @@ class Scheduler(Front):
             self._announce(decision, NO_PAGES if step is None else next(given))
 
     async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
-        """Have each node's HostPool apply its changes, in order; returns what each gave out, in order."""
-        given = [NO_PAGES] * len(steps)
+        """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
+        was given out, it is committed, and all before it."""
+        given, commit = [NO_PAGES] * len(steps), DONE
         for node in dict.fromkeys(step.node for step in steps):
             places = [place for place, step in enumerate(steps) if step.node == node]
-            results = await self._pools[node].transact([steps[place].change for place in places])
-            for place, result in zip(places, results, strict=True):
+            applied = await self._transact_node(node, [steps[place] for place in places])
+            for place, result in zip(places, applied.given, strict=True):
                 given[place] = result
+            commit = applied.commit
+        if any(isinstance(step.change, GIVING) for step in steps):
+            await commit.wait()
         return given
+
+    async def _transact_node(self, node: str, steps: Sequence[Step]) -> Applied:
+        notes = [step.note for step in steps if step.note is not None]
+        return await self._pools[node].transact([step.change for step in steps], notes)
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator import journal_records as journal
 from coordinator.changes import Keep, Release, Shrink, apply
 from coordinator.decisions import Admit
 from coordinator.dispatch import NOTHING, Dispatch, Heard, Step
@@ -107,7 +108,7 @@ def test_an_abort_of_a_waiting_request_gives_its_kept_pages_back_at_once(desk: D
     admission = desk.entry.admission
     desk.depart(130)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
-    assert heard.steps == (Step("n0", Release(admission)),)
+    assert heard.steps == (Step("n0", Release(admission), journal.Departed(7, 0)),)
     assert [type(tell.event) for tell in heard.tells] == [End, Demoted]
     assert desk.ledger.pages_free == 32
 

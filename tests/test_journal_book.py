@@ -55,7 +55,7 @@ def picture_of(book: Book, log: TokenLog) -> Picture:
     orders = {slot: it.ordered for slot, it in book.requests.items() if it.ended is None}
     images = {node: image_of(node, ledger) for node, ledger in book.ledgers.items()}
     workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
-    return images, book.pools, workers, requests, orders, outputs, book.arrivals, book.admissions, book.submitted
+    return images, book.pools, workers, requests, orders, outputs, book.arrivals, book.admissions
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -71,7 +71,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.pictures: list[tuple[int, Picture]] = []
         self.epochs = 0
         self.names = 0
-        self.write(PoolOpened("n0", capacity(host_pages=PAGES), MODEL, "pool"))
+        self.write(PoolOpened("n0", capacity(host_pages=PAGES), MODEL))
         self.book.ledgers["n0"] = self.ledger = Ledger(PAGES)
 
     # ---------------------------------------------------------------- the journal's side
@@ -231,7 +231,7 @@ class JournalMachine(RuleBasedStateMachine):
     def forget(self, pick: int) -> None:
         slot = self.pick_slot(pick, ended=True)
         if slot is not None:
-            self.write(Forgotten(np.array([slot], np.int32).tobytes()))
+            self.write(Forgotten(np.array([slot], np.int32).tobytes(), self.book.arrivals))
             self.log.close(slot)
 
     @rule()
