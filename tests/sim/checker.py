@@ -1,0 +1,253 @@
+"""What must hold, looked at whenever every task of the simulation rests, and at each frame that a client gets.
+
+    I1  every ledger adds up, from scratch
+    I2  no page that a process may still touch is free, or somebody else's; GPU counts are never overdrawn
+        (tests.sim.fake_worker counts what a worker was given)
+    I3  rows below a durable length are in host memory and are the right ones, whatever was written since
+    I4  commands that give memory reach an executor once, in the order of the coordinator's log, from no coordinator
+        lower than one obeyed before
+    I5  each position once and in order on every connection; one end for each request, the same for everybody
+    I7  what only asks changes nothing
+    I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
+    output  what a request says is what the oracle says
+
+I6 is about kernels, and there are none here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import trio
+import trio._core._run
+
+from coordinator import messages
+from coordinator.arrays import unpack_int32
+from coordinator.errors import InternalError
+from coordinator.ledger import Ledger
+from coordinator.roster import Entry, Phase
+from tests.sim.oracle import Truth
+from tests.sim.trace import Violation
+from worker.outbox import REPORTS_UNACKED_MAX
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Cluster, CoordinatorLife, WorkerProcess
+
+#: Simulated seconds in which every request must have ended after the last fault.
+LIVE_LIMIT_S: Final = 150.0
+
+
+@dataclass
+class Readers:
+    """One client connection: offsets asked for by tag, and by handle the request and the position that comes next."""
+
+    asked: dict[int, int] = field(default_factory=dict)
+    handles: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+class Checker(trio.abc.Instrument):
+    """`violation` is the first one found by an instrument, which must not raise."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.violation: BaseException | None = None
+        self.checks = 0
+        self._cluster = cluster
+        self._endings: dict[str, messages.Ended] = {}
+        self._given: dict[tuple[str, int], list[messages.Command]] = defaultdict(list)
+        self._obeyed: dict[tuple[str, int], int] = defaultdict(int)
+        self._incarnations: dict[int, int] = defaultdict(int)
+        self.has_ledger_news = False
+        self._last_seen = -1
+
+    # ---------------------------------------------------------------- when
+
+    def before_io_wait(self, timeout: float) -> None:
+        """Look, when every task rests and something has happened since the last time."""
+        if trio._core._run.GLOBAL_RUN_CONTEXT.runner.runq:
+            return
+        if self.violation is not None or len(self._cluster.trace.entries) == self._last_seen:
+            return
+        try:
+            self.check()
+        except Exception as error:
+            self.violation = error
+            self._cluster.abandon()
+        self._last_seen = len(self._cluster.trace.entries)
+
+    def check(self) -> None:
+        self.checks += 1
+        life = self._cluster.coordinator
+        for pool in self._cluster.pools.values():
+            pool.settle()
+        if life is not None:
+            if self.has_ledger_news:
+                self._check_books(life)
+            for node, ledger in life.ledgers.items():
+                self._check_pages(node, ledger)
+            for entry in life.entries():
+                self._check_rows(life, entry)
+        for process in self._cluster.processes():
+            self._check_process(process)
+
+    def _check_books(self, life: CoordinatorLife) -> None:
+        """Changes are few, and whatever breaks a book is one of them."""
+        self.has_ledger_news = False
+        for ledger in life.ledgers.values():
+            _as_invariant("I1", ledger.check_invariants)
+        life.check_invariants()
+
+    # ---------------------------------------------------------------- memory
+
+    def _check_pages(self, node: str, ledger: Ledger) -> None:
+        holders: dict[int, tuple[str, int]] = {}
+        refcounts = ledger._refcounts
+        for process in self._cluster.processes_of(node):
+            for run in process.executor.runs.values():
+                for page in run.pages:
+                    if not refcounts[page]:
+                        raise Violation(
+                            "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.admission}"
+                        )
+                    other = holders.setdefault(page, (process.name, run.admission))
+                    if other != (process.name, run.admission):
+                        raise Violation(
+                            "I2", f"page {page} of {node} is given to {other} and to {process.name} {run.admission}"
+                        )
+
+    def _check_rows(self, life: CoordinatorLife, entry: Entry) -> None:
+        """What the coordinator counts as durable is there."""
+        truth = life.truth_of(entry.slot)
+        if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):
+            return
+        kept = entry.phase is Phase.WAITING
+        durable = entry.kept_tokens if kept else life.durable(entry.slot, entry.admission)
+        if not durable:
+            return
+        found = self._cluster.pools[entry.node].read(ledger.pages_of(entry.admission).tolist(), durable)
+        if not np.array_equal(found, truth.rows[:durable]):
+            wrong = int(np.flatnonzero(found != truth.rows[:durable])[0])
+            raise Violation("I3", f"row {wrong} of {truth.request_id} is below its durable length {durable} and wrong")
+
+    # ---------------------------------------------------------------- processes
+
+    def _check_process(self, process: WorkerProcess) -> None:
+        if process.outbox.in_flight > REPORTS_UNACKED_MAX:
+            raise Violation("I8", f"{process.name} has {process.outbox.in_flight} reports in flight")
+        process.state.check_invariants()
+        if process.state.incarnation < self._incarnations[process.pid]:
+            raise Violation(
+                "I4", f"{process.name} obeys coordinator {process.state.incarnation} after a later one was obeyed"
+            )
+        self._incarnations[process.pid] = process.state.incarnation
+
+    # ---------------------------------------------------------------- commands
+
+    def given(self, worker: str, epoch: int, command: messages.Command) -> None:
+        """The coordinator has numbered `command`."""
+        if not isinstance(command, (messages.Withdraw, messages.Stop)):
+            self._given[worker, epoch].append(command)
+
+    def obeyed(self, worker: str, epoch: int, command: messages.Command) -> None:
+        """An executor was handed `command`; Withdraw may be the link's own."""
+        if isinstance(command, (messages.Withdraw, messages.Stop)):
+            return
+        key = (worker, epoch)
+        given, place = self._given[key], self._obeyed[key]
+        if place >= len(given) or given[place] != command:
+            kind = type(command).__name__
+            raise Violation("I4", f"{worker} applies {kind} of {command.admission}, out of order or twice")
+        self._obeyed[key] += 1
+
+    # ---------------------------------------------------------------- clients
+
+    def asked(self, readers: Readers, frame: bytes) -> None:
+        match messages.decode_admin(frame):
+            case messages.Submit(tag=tag):
+                readers.asked[tag] = 0
+            case messages.Attach(tag=tag, offset=offset):
+                readers.asked[tag] = offset
+
+    def told(self, readers: Readers, frame: bytes) -> None:
+        match messages.decode_gateway(frame):
+            case messages.Accepted(tag=tag, request_id=request_id, handle=handle):
+                readers.handles[handle] = (request_id, readers.asked.pop(tag, 0))
+            case messages.Delivery() as delivery:
+                self._delivered(readers, delivery)
+            case messages.Ended() as ended:
+                self._ended(readers, ended)
+
+    def _delivered(self, readers: Readers, delivery: messages.Delivery) -> None:
+        tokens, at = unpack_int32(delivery.tokens, "tokens").tolist(), 0
+        arrays = map(_ints, (delivery.handles, delivery.starts, delivery.counts))
+        for handle, start, count in zip(*arrays, strict=True):
+            request_id, expected = readers.handles[handle]
+            if start != expected:
+                raise Violation("I5", f"{request_id} is delivered from position {start}, {expected} comes next")
+            self.check_output(self._cluster.truths[request_id], start, tokens[at : at + count])
+            readers.handles[handle] = (request_id, start + count)
+            at += count
+
+    @staticmethod
+    def check_output(truth: Truth, start: int, tokens: list[int]) -> None:
+        right = truth.tokens[start : start + len(tokens)]
+        if tokens != right:
+            place = next(
+                (i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right)
+            )
+            raise Violation(
+                "output",
+                f"{truth.request_id} says {tokens[place : place + 3]} at position {start + place}, "
+                f"the oracle {right[place : place + 3]}",
+            )
+
+    def _ended(self, readers: Readers, ended: messages.Ended) -> None:
+        request_id, position = readers.handles.pop(ended.handle)
+        truth = self._cluster.truths[request_id]
+        if position != ended.generated_tokens:
+            raise Violation("I5", f"{request_id} ends at {ended.generated_tokens} tokens, {position} were delivered")
+        first = self._endings.setdefault(request_id, ended)
+        if (first.outcome, first.generated_tokens) != (ended.outcome, ended.generated_tokens):
+            raise Violation("I5", f"{request_id} ended {first.outcome} and then {ended.outcome}")
+        if ended.outcome == "FINISHED" and (ended.generated_tokens, ended.reason) != (len(truth.tokens), truth.reason):
+            raise Violation(
+                "output",
+                f"{request_id} ends by {ended.reason} after {ended.generated_tokens} tokens, "
+                f"the oracle by {truth.reason} after {len(truth.tokens)}",
+            )
+        if ended.outcome != "FINISHED" and not self._cluster.may_end(request_id, ended):
+            raise Violation("I5", f"{request_id} ended {ended.outcome}: {ended.reason}")
+
+    # ---------------------------------------------------------------- the end
+
+    def check_end(self, unfinished: Iterable[str]) -> None:
+        """Faults stopped LIVE_LIMIT_S ago, or everything is over."""
+        if waiting := sorted(unfinished):
+            raise Violation("I8", f"{', '.join(waiting)} did not end within {LIVE_LIMIT_S:g} s after the last fault")
+        life = self._cluster.coordinator
+        assert life is not None
+        for node, ledger in life.ledgers.items():
+            if ledger.pages_free != ledger.pages_total:
+                raise Violation(
+                    "I1",
+                    f"{ledger.pages_total - ledger.pages_free} pages of {node} never came back: "
+                    f"{ledger.holdings_count} holdings, quarantined by {ledger.quarantines}",
+                )
+        for process in self._cluster.processes():
+            if process.executor.runs:
+                raise Violation("I1", f"{process.name} still holds {sorted(process.executor.runs)}")
+
+
+def _ints(data: bytes) -> list[int]:
+    values: list[int] = unpack_int32(data, "array").tolist()
+    return values
+
+
+def _as_invariant(invariant: str, check: object) -> None:
+    try:
+        check()  # type: ignore[operator]
+    except InternalError as error:
+        raise Violation(invariant, str(error)) from error

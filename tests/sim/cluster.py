@@ -1,0 +1,401 @@
+"""One simulated cluster: processes that live and die, on one clock, in one thread.
+
+    clients (the real Client) ─┐
+    operator (the real Client) ┼─ tests.sim.links ─► coordinator (all real actors) ◄─ links ─ workers (the real Link and
+                               │                                                      Outbox, tests.sim.fake_worker)
+    parent ── restarts what died, after a pause                                          └─ FakePool of their node
+
+Everything random is drawn from generators that are seeded by the run's seed, and trio runs its tasks in an order drawn
+from it, too; so a run is its seed. What the real code takes from the machine is replaced for the time of a run
+(`on_simulated_machine`): sockets, process ids, the number of the coordinator's life.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Final
+from unittest.mock import patch
+
+import trio
+import trio._core._run
+
+import coordinator.changes
+import coordinator.client
+import coordinator.host_pool
+import coordinator.policy
+import coordinator.service
+import coordinator.sizing
+import coordinator.worker_link
+from coordinator import messages
+from coordinator.actor import open_supervisor
+from coordinator.arrays import Int32Array
+from coordinator.changes import Change
+from coordinator.config import ClusterSettings, Config, CoordinatorSettings
+from coordinator.errors import HiSparseError
+from coordinator.ledger import Ledger
+from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
+from coordinator.roster import Entry
+from coordinator.scheduler import Scheduler
+from coordinator.service import Coordinator
+from metrics.state import LinkCounters
+from tests.sim.checker import Checker, Readers
+from tests.sim.fake_worker import FakeExecutor, FakePool
+from tests.sim.links import FakeDealer, Gate, Network
+from tests.sim.oracle import MODEL, Truth
+from tests.sim.trace import Trace
+from worker.link import Link, Pace
+from worker.link_state import Identity, LinkState
+from worker.outbox import Outbox
+
+#: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
+PAGE_TOKENS: Final = 8
+#: Modules that know how long a page is.
+PAGED: Final = ("coordinator.", "kernels.layout", "tests.sim.fake_worker")
+#: A process may begin so many epochs before its numbers meet those of the next one.
+EPOCHS_PER_PROCESS: Final = 1_000
+#: Exit of a process shows on its pidfd within this time.
+EXIT_SEEN_S: Final = 0.02
+#: The parent starts what died after a pause of this length.
+RESTART_S: Final = (0.1, 2.0)
+
+SETTINGS: Final = CoordinatorSettings(
+    live_requests_max=64,
+    queue_max=32,
+    ended_keep_max=64,
+    connections_max=16,
+    flush_interval_ms=5.0,
+    heartbeat_interval_s=0.25,
+    heartbeat_limit_s=1.5,
+    command_ack_limit_s=0.5,
+    grant_ahead_tokens=PAGE_TOKENS,
+    metrics_port=-1,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a seed's cluster looks like: workers by name with their nodes, and the memory of each."""
+
+    workers: dict[str, str]
+    capacity: WorkerCapacity
+    settings: CoordinatorSettings
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Shape:
+        nodes = rng.choice((["n0"], ["n0", "n0"], ["n0", "n0"], ["n0", "n1"], ["n0", "n0", "n1"]))
+        capacity = WorkerCapacity(
+            seats=rng.randint(2, 4),
+            hot_chunks=rng.randint(6, 14),
+            index_pages=rng.randint(9, 16),
+            slab_pages=rng.randint(4, 8),
+            host_pages=rng.randint(9, 24),
+            page_bytes=1024,
+            hot_size_classes=(PAGE_TOKENS, 2 * PAGE_TOKENS),
+            tail_slots=8,
+            overshoot_tokens=1,
+            pool_path="/sim",
+        )
+        ahead_tokens = rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS))
+        settings = CoordinatorSettings(
+            **{name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__ if name != "grant_ahead_tokens"},
+            grant_ahead_tokens=ahead_tokens,
+        )
+        return cls({f"w{i}": node for i, node in enumerate(nodes)}, capacity, settings)
+
+
+# ---------------------------------------------------------------- processes
+
+
+class WorkerProcess:
+    """One life of one worker."""
+
+    def __init__(self, cluster: Cluster, name: str, node: str, pid: int) -> None:
+        self.name, self.node, self.pid = name, node, pid
+        self.gate = Gate()
+        self.exited = trio.Event()
+        self.outbox = Outbox(epoch=pid * EPOCHS_PER_PROCESS)
+        self.state = LinkState(Identity(name, node, pid, MODEL, cluster.shape.capacity), self.outbox, LinkCounters())
+        self.executor = FakeExecutor(
+            pid,
+            cluster.shape.capacity,
+            cluster.pools[node],
+            self.outbox,
+            self.gate,
+            random.Random(f"{cluster.seed} executor {pid}"),
+            lambda command: cluster.checker.obeyed(name, self.outbox.epoch, command),
+        )
+        self._cluster = cluster
+        self._scope = trio.CancelScope()
+        pace = Pace(report_s=0.05, heartbeat_s=cluster.shape.settings.heartbeat_interval_s)
+        self._link = Link(self.state, self.executor, self._connect, pace=pace)
+
+    async def _connect(self) -> FakeDealer:
+        await self.gate.passed()
+        return self._cluster.network.connect("worker", self.name, self.pid, self.gate)
+
+    async def run(self) -> None:
+        """Until killed, told to stop, or refused for good."""
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.executor.run)
+                try:
+                    await self._link.run()
+                except HiSparseError as error:
+                    self._cluster.trace.note(self.name, "gives up", error.message)
+                nursery.cancel_scope.cancel()
+
+    def kill(self) -> None:
+        self._scope.cancel()
+
+
+class CoordinatorLife:
+    """One life of the coordinator: its actors, wired as coordinator.service wires them, and what the checker reads."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        config = Config(cluster=ClusterSettings(name="sim", runtime_dir="/sim"), coordinator=cluster.shape.settings)
+        bounds = {
+            "client": CLIENT_MESSAGE_BYTES_MAX,
+            "admin": CLIENT_MESSAGE_BYTES_MAX,
+            "worker": WORKER_MESSAGE_BYTES_MAX,
+        }
+        self._routers = [cluster.network.listen(role, bytes_max) for role, bytes_max in bounds.items()]
+        self._parts = Coordinator(config, *self._routers)  # type: ignore[arg-type]
+        self._cluster = cluster
+        self._scope = trio.CancelScope()
+        self._scheduler: Scheduler | None = None
+
+    @property
+    def incarnation(self) -> int:
+        return self._parts.incarnation
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    async def run(self) -> None:
+        with self._scope:
+            async with open_supervisor() as supervisor:
+                self._scheduler = self._parts._start_actors(supervisor)
+                await trio.sleep_forever()
+
+    def kill(self) -> None:
+        for router in self._routers:
+            router.close()
+        self._scope.cancel()
+
+    @property
+    def held(self) -> list[str]:
+        """Requests that wait for the operator."""
+        return [it.state.request_id for it in self.scheduler._requests.live.values() if it.state.held]
+
+    @property
+    def is_draining(self) -> bool:
+        return any(worker.drain for worker in self.scheduler._roster.workers.values())
+
+    # ------------------------------------------------------------ for the checker
+
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        return self._scheduler._ledgers if self._scheduler else {}
+
+    def entries(self) -> list[Entry]:
+        return list(self.scheduler._roster.entries.values()) if self._scheduler else []
+
+    def truth_of(self, slot: int) -> Truth | None:
+        live = self.scheduler._requests.by_slot.get(slot)
+        return self._cluster.truths[live.state.request_id] if live is not None else None
+
+    def durable(self, slot: int, admission: int) -> int:
+        log = self._parts.token_log
+        return log.durable(slot) if log._admission[slot] == admission else 0
+
+    def check_invariants(self) -> None:
+        if self._scheduler is None:
+            return
+        self._scheduler._roster.check_invariants(lambda node: self.ledgers[node])
+        for live in self._scheduler._requests.live.values():
+            live.state.check_invariants()
+        self._parts.token_log.check_invariants()
+        self._parts.deliveries._subscriptions.check_invariants()
+
+    def fingerprint(self) -> list[object]:
+        """Everything that a query must not change."""
+        return [
+            (ledger._free.tobytes(), ledger._refcounts.tobytes(), ledger.pages_free, repr(ledger._holdings))
+            for ledger in self.ledgers.values()
+        ] + [repr(self.entries())]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.entries() and all(
+            ledger.pages_free == ledger.pages_total and not ledger.holdings_count for ledger in self.ledgers.values()
+        )
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+@dataclass
+class Cluster:
+    """`run` starts everything; what happens then is up to tests.sim.clients and tests.sim.faults."""
+
+    seed: int
+    shape: Shape
+    trace: Trace
+    truths: dict[str, Truth] = field(default_factory=dict)
+    abortable: set[str] = field(default_factory=set)
+    coordinator: CoordinatorLife | None = None
+    pools: dict[str, FakePool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(f"{self.seed} cluster")
+        self.network = Network(random.Random(f"{self.seed} links"), self.trace)
+        self.checker = Checker(self)
+        self.scope = trio.CancelScope()
+        self.is_over = False
+        self._workers: dict[str, WorkerProcess] = {}
+        self._exits: dict[int, trio.Event] = {}
+        self._pids = 1000
+        self._lives = 0
+
+    def start(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        for node in sorted(set(self.shape.workers.values())):
+            self.pools[node] = FakePool(self.shape.capacity.host_pages, random.Random(f"{self.seed} pool {node}"))
+        self.start_coordinator()
+        for name in self.shape.workers:
+            self.start_worker(name)
+
+    def abandon(self) -> None:
+        """The checker has seen enough."""
+        self.scope.cancel()
+
+    # ------------------------------------------------------------ workers
+
+    def start_worker(self, name: str) -> None:
+        self._pids += 1
+        process = WorkerProcess(self, name, self.shape.workers[name], self._pids)
+        self._workers[name] = process
+        self._exits[process.pid] = process.exited
+        self.trace.note(name, "starts", process.pid)
+        self._nursery.start_soon(self._live, process, name=name)
+
+    async def _live(self, process: WorkerProcess) -> None:
+        """The process's life, what is left of it, and the parent's next try."""
+        await process.run()
+        if self.is_over:
+            return
+        process.gate.open()
+        self.trace.note(process.name, "exits", process.pid)
+        self.pools[process.node].end_process(process.pid)
+        del self._workers[process.name]
+        await trio.sleep(self.rng.uniform(0.0, EXIT_SEEN_S))
+        process.exited.set()
+        await trio.sleep(self.rng.uniform(*RESTART_S))
+        self.start_worker(process.name)
+
+    def worker(self, name: str) -> WorkerProcess | None:
+        return self._workers.get(name)
+
+    def processes(self) -> list[WorkerProcess]:
+        return list(self._workers.values())
+
+    def processes_of(self, node: str) -> list[WorkerProcess]:
+        return [process for process in self._workers.values() if process.node == node]
+
+    async def wait_exit(self, process: int) -> None:
+        await self._exits[process].wait()
+
+    # ------------------------------------------------------------ the coordinator
+
+    def start_coordinator(self) -> None:
+        self.coordinator = CoordinatorLife(self)
+        self.trace.note("coordinator", "starts", self.coordinator.incarnation)
+        self._nursery.start_soon(self.coordinator.run, name="coordinator")
+
+    def next_incarnation(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody holds memory."""
+        processes = self.processes()
+        return (
+            self.coordinator is not None
+            and self.coordinator.is_empty
+            and not any(process.executor.runs for process in processes)
+        )
+
+    # ------------------------------------------------------------ what clients may be told
+
+    def may_end(self, request_id: str, ended: messages.Ended) -> bool:
+        return ended.outcome == "ABORTED" and request_id in self.abortable
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@contextmanager
+def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
+    """Replace what the real code takes from the machine; the order of tasks is drawn from the seed."""
+    random.seed(f"{cluster.seed} code")  # pauses before reconnecting
+    trio._core._run._r.seed(f"{cluster.seed} tasks")
+    queue, apply = coordinator.worker_link.WorkerLinks.queue, coordinator.changes.apply
+
+    def tapped_queue(
+        links: coordinator.worker_link.WorkerLinks,
+        link: coordinator.worker_link.WorkerLink,
+        command: messages.Command,
+    ) -> None:
+        if not link.is_down:
+            cluster.checker.given(link.name, link.state.epoch, command)
+        queue(links, link, command)
+
+    def tapped_apply(ledger: Ledger, change: Change) -> Int32Array:
+        cluster.trace.note("ledger", "changes", change)
+        cluster.checker.has_ledger_news = True
+        return apply(ledger, change)
+
+    async def connect(endpoint: str, *, message_bytes_max: int) -> FakeDealer:
+        role, owner = endpoint.split(":")
+        dealer = cluster.network.connect(role, owner, 0, Gate())
+        readers = Readers()
+        dealer.on_send = partial(cluster.checker.asked, readers)
+        dealer.on_receive = partial(cluster.checker.told, readers)
+        return dealer
+
+    replacements = (
+        (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
+        (coordinator.client, "DealerSocket", SimpleNamespace(connect=connect)),
+        (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
+        (coordinator.worker_link, "wait_exit", cluster.wait_exit),
+        (coordinator.worker_link.WorkerLinks, "queue", tapped_queue),
+        (coordinator.host_pool, "apply", tapped_apply),
+    )
+    pages = [
+        module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")
+    ]
+    with ExitStack() as stack:
+        for place, name, replacement in replacements:
+            stack.enter_context(patch.object(place, name, replacement))
+        for module in pages:
+            stack.enter_context(patch.object(module, "PAGE_TOKENS", PAGE_TOKENS))
+        stack.enter_context(patch.object(coordinator.policy, "URGENT_TOKENS", PAGE_TOKENS))
+        stack.callback(coordinator.sizing._managed.cache_clear)
+        coordinator.sizing._managed.cache_clear()
+        logger = logging.getLogger("hisparse")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL + 1)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -1,0 +1,514 @@
+"""A worker process without a device: the real link and outbox, and an executor that is a model of the real one.
+
+`FakeExecutor` obeys the protocol as worker/executor.py does, turn by turn: commands at step boundaries, one prompt
+chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
+observed, `Released` only when nothing of the admission is under way any more. Tokens, ends and held-back output are the
+real worker.output. What is modelled is the device:
+
+    prefill   rows of the prompt are known at once; their pages are written one by one, in any order
+    step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
+              token (tests.sim.oracle); its row is written a little later
+    write     lands at a moment of its own, whether or not the process that started it still runs: a stopped process
+              goes on writing, a killed one has landed what it had begun or has not
+
+`FakePool` is the node's host memory. It outlives every process, and nobody guards it: a page that is handed out too
+early is simply overwritten.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+
+from coordinator.arrays import Int32Array, unpack_int32
+from coordinator.messages import (
+    Admit,
+    Command,
+    Event,
+    Finished,
+    Grant,
+    Parked,
+    Released,
+    Resize,
+    Resized,
+    Staged,
+    Started,
+    Stop,
+    Withdraw,
+    WorkerCapacity,
+)
+from kernels.layout import PAGE_TOKENS, pages_for
+from metrics.state import WorkerCounters
+from tests.sim.links import Gate
+from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
+from tests.sim.trace import Violation
+from worker.output import Output
+from worker.runners.text import ByteTokenizer
+
+#: Seconds of one decode step, of one prompt chunk, of loading a resumed context, and until a write lands.
+STEP_S: Final = (0.02, 0.08)
+CHUNK_S: Final = (0.01, 0.05)
+LOAD_S: Final = (0.0, 0.05)
+WRITE_S: Final = (0.0, 0.15)
+CHUNK_TOKENS: Final = 16
+#: How long an idle executor sleeps.
+IDLE_S: Final = 0.2
+#: Steps launched before the oldest is read.
+LOOKAHEAD: Final = 1
+
+_DETOKENIZER: Final = ByteTokenizer().detokenizer
+
+
+class Reports(Protocol):
+    """What worker.outbox.Outbox takes from an executor."""
+
+    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_event(self, event: Event) -> None: ...
+
+
+# ---------------------------------------------------------------- host memory
+
+
+@dataclass(eq=False)
+class Write:
+    """Rows that one process is about to write into one page. `landed` once they are there."""
+
+    process: int
+    page: int
+    offset: int
+    rows: Rows
+    lands_at: float
+    landed: bool = False
+
+
+class FakePool:
+    """Host pages of a node: uint64[pages, PAGE_TOKENS]. `version` grows with every row that changes."""
+
+    def __init__(self, pages: int, rng: random.Random) -> None:
+        self.rows = np.full((pages, PAGE_TOKENS), rng.getrandbits(63), dtype=np.uint64)
+        self.version = 0
+        self._rng = rng
+        self._under_way: list[tuple[float, int, Write]] = []
+        self._sequence = 0
+
+    def write(self, process: int, page: int, offset: int, rows: Rows) -> Write:
+        """Begin a write; it lands within WRITE_S."""
+        write = Write(process, page, offset, rows, trio.current_time() + self._rng.uniform(*WRITE_S))
+        self._sequence += 1
+        heapq.heappush(self._under_way, (write.lands_at, self._sequence, write))
+        return write
+
+    def settle(self) -> None:
+        """Let land what is due."""
+        now = trio.current_time()
+        while self._under_way and self._under_way[0][0] <= now:
+            self._land(heapq.heappop(self._under_way)[2])
+
+    def end_process(self, process: int) -> None:
+        """Of what a killed process had begun, some has landed and the rest never will."""
+        self.settle()
+        for _, _, write in sorted(self._under_way):
+            if write.process == process and self._rng.random() < 0.5:
+                self._land(write)
+        self._under_way = [entry for entry in self._under_way if entry[2].process != process]
+        heapq.heapify(self._under_way)
+
+    def read(self, pages: list[int], rows: int) -> Rows:
+        """Rows 0..rows-1 of a context in `pages`, as they are at this moment."""
+        self.settle()
+        context: Rows = self.rows[pages[: pages_for(rows)]].reshape(-1)[:rows]
+        return context
+
+    def _land(self, write: Write) -> None:
+        self.rows[write.page, write.offset : write.offset + len(write.rows)] = write.rows
+        write.landed = True
+        self.version += 1
+
+
+# ---------------------------------------------------------------- one admission
+
+
+@dataclass(eq=False)
+class Run:
+    """One admission on this worker, as worker.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
+
+    admit: Admit
+    prompt: Int32Array
+    output: Output
+    pages: list[int]
+    index_pages: int
+    slab_pages: int
+    hot_slots: int
+    hot_chunks: int
+    status: str  # prefilling, staging, loading, running, parked, leaving
+    position: int
+    durable_rows: int
+    prefilled: int
+    ready_at: float = 0.0
+    started: bool = False
+    resize: Resize | None = None
+    has_first_token: bool = False
+    last_token: int = -1
+    in_steps: int = 0
+    tail: dict[int, int] = field(default_factory=dict)
+    writes: deque[tuple[int, Write]] = field(default_factory=deque)
+
+    @property
+    def admission(self) -> int:
+        return self.admit.admission
+
+    @property
+    def rows_wanted(self) -> int:
+        return len(self.prompt) + self.output.max_tokens - 1
+
+    @property
+    def rows_max(self) -> int:
+        pages = len(self.pages) if self.hot_slots else min(len(self.pages), self.hot_chunks)
+        return min(self.rows_wanted, pages * PAGE_TOKENS)
+
+    @property
+    def is_starved(self) -> bool:
+        return self.rows_max <= self.position < self.rows_wanted
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that was launched for it is under way."""
+        return not self.in_steps and all(write.landed for _, write in self.writes)
+
+    @property
+    def wakes_at(self) -> float:
+        """When the next thing that was launched for it completes; 0 when that waits for nothing but to be observed."""
+        if self.status == "loading":
+            return self.ready_at
+        if not self.writes:
+            return float("inf")
+        return min((write.lands_at for _, write in self.writes if not write.landed), default=0.0)
+
+    def input_token(self) -> int | None:
+        """The token that the next step takes, if it is known: else the one drawn last."""
+        place = self.position - len(self.prompt)
+        return self.output.tokens[place] if place < self.output.forced else None
+
+    def durable(self, rows: int) -> int:
+        """What of `rows` a successor may build on: rows of published tokens alone."""
+        published, prompt = self.output.published, len(self.prompt)
+        return min(rows, prompt + published - 1) if published and rows >= prompt else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Launched: a request, the row it writes, and the token it takes (None: the one drawn last) of each."""
+
+    places: list[tuple[Run, int, int | None]]
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class FakeExecutor:
+    """`submit` is called by the link; `run` is the process's other task. `hang` keeps it from turning."""
+
+    def __init__(
+        self,
+        process: int,
+        capacity: WorkerCapacity,
+        pool: FakePool,
+        reports: Reports,
+        gate: Gate,
+        rng: random.Random,
+        on_submit: Callable[[Command], None],
+    ) -> None:
+        self.counters = WorkerCounters()
+        self.runs: dict[int, Run] = {}
+        self.admitted: set[int] = set()
+        self._process = process
+        self._capacity = capacity
+        self._pool = pool
+        self._reports = reports
+        self._gate = gate
+        self._rng = rng
+        self._on_submit = on_submit
+        self._commands: deque[Command] = deque()
+        self._news = trio.Event()
+        self._prompts: deque[Run] = deque()
+        self._steps: deque[Step] = deque()
+        self._hung_until = 0.0
+
+    def submit(self, command: Command) -> None:
+        self._on_submit(command)
+        self._commands.append(command)
+        self._news.set()
+
+    def hang(self, until: float) -> None:
+        self._hung_until = until
+
+    async def run(self) -> None:
+        """Until cancelled: the process is killed."""
+        while True:
+            await self._pause(self._turn())
+
+    async def _pause(self, busy_s: float) -> None:
+        """The turn took `busy_s`; with nothing to do, wait for a command, for a write to land, or a while."""
+        if not busy_s:
+            self._news = trio.Event()
+            idle_until = trio.current_time() + IDLE_S
+            with trio.move_on_at(min([idle_until, *(run.wakes_at for run in self.runs.values())])):
+                await self._news.wait()
+        else:
+            await trio.sleep(busy_s)
+        if self._hung_until > trio.current_time():
+            await trio.sleep_until(self._hung_until)
+        await self._gate.passed()
+
+    def _turn(self) -> float:
+        """One turn of the loop; the seconds that the device takes for what it launched."""
+        self.counters.beats += 1
+        while self._commands:
+            self._apply(self._commands.popleft())
+        self._pool.settle()
+        for run in list(self.runs.values()):
+            self._observe(run)
+        busy_s = self._launch_chunk() + self._launch_step()
+        while len(self._steps) > (LOOKAHEAD if busy_s else 0):
+            self._read(self._steps.popleft())
+        return busy_s
+
+    # ---------------------------------------------------------------- commands
+
+    def _apply(self, command: Command) -> None:
+        if isinstance(command, Admit):
+            self._admit(command)
+        elif not isinstance(command, Stop):
+            run = self.runs.get(command.admission)
+            if run is None or run.status == "leaving":
+                return
+            match command:
+                case Grant():
+                    self._grant(run, command)
+                case Resize():
+                    self._resize(run, command)
+                case Withdraw():
+                    self._leave(run)
+        self._check_memory()
+
+    def _admit(self, admit: Admit) -> None:
+        if admit.admission in self.admitted:
+            raise Violation("I4", f"admission {admit.admission} came twice to one worker")
+        self.admitted.add(admit.admission)
+        prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
+        output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER)
+        if output.finished:
+            self._reports.add_event(Finished(admit.admission, output.reason, output.generated_tokens, output.tail_text))
+            self._reports.add_event(Released(admit.admission, admit.durable_tokens, 0, 0))
+            return
+        durable = admit.durable_tokens
+        if durable and not len(prompt) <= durable < len(prompt) + len(generated):
+            raise Violation(
+                "I3",
+                f"admission {admit.admission} resumes at {durable} rows: "
+                f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
+            )
+        run = Run(
+            admit=admit,
+            prompt=prompt,
+            output=output,
+            pages=unpack_int32(admit.host_pages, "host_pages").tolist(),
+            index_pages=admit.index_pages,
+            slab_pages=admit.slab_pages,
+            hot_slots=admit.hot_slots,
+            hot_chunks=admit.hot_chunks,
+            status="loading" if durable else "prefilling",
+            position=durable or len(prompt),
+            durable_rows=durable,
+            prefilled=len(prompt) if durable else 0,
+            ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
+        )
+        self.runs[admit.admission] = run
+        if not durable:
+            self._prompts.append(run)
+
+    def _grant(self, run: Run, grant: Grant) -> None:
+        run.pages += unpack_int32(grant.host_pages, "host_pages").tolist()
+        run.index_pages += grant.index_pages
+        if run.resize is not None:  # granted for the buffer that is to come
+            more = run.resize.hot_chunks + grant.hot_chunks
+            run.resize = Resize(grant.admission, run.resize.hot_slots, more)
+        else:
+            run.hot_chunks += grant.hot_chunks
+        self._unpark(run)
+
+    def _resize(self, run: Run, resize: Resize) -> None:
+        if run.status == "loading":
+            run.resize = resize
+            return
+        reloads = bool(run.hot_slots) and not resize.hot_slots and run.status in ("running", "parked")
+        run.hot_slots, run.hot_chunks = resize.hot_slots, resize.hot_chunks
+        if reloads:
+            run.status, run.ready_at = "loading", trio.current_time() + self._rng.uniform(*LOAD_S)
+        else:
+            self._unpark(run)
+        self._reports.add_event(Resized(run.admission, run.hot_slots, run.hot_chunks))
+
+    def _unpark(self, run: Run) -> None:
+        if run.status == "parked" and not run.is_starved:
+            run.status = "running"
+
+    def _leave(self, run: Run) -> None:
+        run.status = "leaving"
+        if run in self._prompts:
+            self._prompts.remove(run)
+
+    # ---------------------------------------------------------------- what is observed
+
+    def _observe(self, run: Run) -> None:
+        if run.status != "staging":
+            self._note_durable(run)
+        match run.status:
+            case "leaving" if run.is_quiet:
+                self._release(run)
+            case "staging" if run.has_first_token:
+                self._take_first_token(run)
+            case "staging" if all(write.landed for _, write in run.writes):
+                self._take_over(run)
+            case "loading" if run.ready_at <= trio.current_time():
+                resize, run.resize = run.resize, None
+                self._join(run)
+                if resize is not None:
+                    self._resize(run, resize)
+
+    def _note_durable(self, run: Run) -> None:
+        while run.writes and run.writes[0][1].landed:
+            position, _ = run.writes.popleft()
+            if position >= len(run.prompt):
+                run.durable_rows = position + 1
+                run.tail.pop(position, None)
+                if run.status == "parked":
+                    self._report_durable(run)
+
+    def _take_first_token(self, run: Run) -> None:
+        run.has_first_token = False
+        if not run.output.forced:
+            run.last_token = next_token(digest_of(prompt_rows(run.prompt)))
+            self._take_token(run, run.last_token)
+
+    def _take_over(self, run: Run) -> None:
+        run.writes.clear()
+        run.durable_rows = len(run.prompt)
+        run.slab_pages = 0
+        self._report_durable(run)
+        self._reports.add_event(Staged(run.admission, 1.0, 1.0, 0))
+        self._join(run)
+
+    def _join(self, run: Run) -> None:
+        run.status = "running"
+        if not run.started:
+            run.started = True
+            self._reports.add_event(Started(run.admission))
+
+    def _release(self, run: Run) -> None:
+        rows = run.position if run.prefilled == len(run.prompt) else 0
+        del self.runs[run.admission]
+        self._reports.add_event(Released(run.admission, run.durable(rows), 0, 0))
+
+    def _report_durable(self, run: Run) -> None:
+        self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
+
+    # ---------------------------------------------------------------- launches
+
+    def _launch_chunk(self) -> float:
+        if not self._prompts:
+            return 0.0
+        run = self._prompts[0]
+        run.prefilled = min(run.prefilled + CHUNK_TOKENS, len(run.prompt))
+        if run.prefilled == len(run.prompt):
+            self._prompts.popleft()
+            run.status, run.has_first_token = "staging", True
+            rows = prompt_rows(run.prompt)
+            for place in range(pages_for(len(rows))):
+                first = place * PAGE_TOKENS
+                write = self._pool.write(self._process, run.pages[place], 0, rows[first : first + PAGE_TOKENS])
+                run.writes.append((first, write))
+        return self._rng.uniform(*CHUNK_S)
+
+    def _launch_step(self) -> float:
+        places: list[tuple[Run, int, int | None]] = []
+        for run in self.runs.values():
+            if run.status != "running":
+                continue
+            if run.position < run.rows_max:
+                places.append((run, run.position, run.input_token()))
+                run.position += 1
+                run.in_steps += 1
+            elif run.is_starved:
+                run.status = "parked"
+                self._report_durable(run)
+                self._reports.add_event(Parked(run.admission))
+        if not places:
+            return 0.0
+        self._steps.append(Step(places))
+        self.counters.steps += 1
+        return self._rng.uniform(*STEP_S)
+
+    # ---------------------------------------------------------------- results
+
+    def _read(self, step: Step) -> None:
+        for run, position, token in step.places:
+            run.in_steps -= 1
+            drawn = self._decode(run, position, run.last_token if token is None else token)
+            is_drawn = position + 1 - len(run.prompt) >= run.output.forced
+            if run.status != "leaving" and is_drawn:
+                self._take_token(run, drawn)
+
+    def _decode(self, run: Run, position: int, token: int) -> int:
+        """The device's part: read the context, write the new row, draw."""
+        settled = position - len(run.tail)
+        digest = digest_of(self._pool.read(run.pages, settled))
+        for place in range(settled, position):
+            digest = extend_digest(digest, run.tail[place], place)
+        row = run.tail[position] = decode_row(token, position, digest)
+        page, offset = run.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+        write = self._pool.write(self._process, page, offset, np.array([row], dtype=np.uint64))
+        run.writes.append((position, write))
+        run.last_token = next_token(extend_digest(digest, row, position))
+        return run.last_token
+
+    def _take_token(self, run: Run, token: int) -> None:
+        run.output.push(token)
+        start, ids = run.output.take_publishable()
+        if ids:
+            durable = run.durable(run.durable_rows)
+            self._reports.add_tokens(run.admit.slot, run.admission, start, ids, durable)
+        if run.output.finished:
+            output = run.output
+            self._reports.add_event(Finished(run.admission, output.reason, output.generated_tokens, output.tail_text))
+            self._leave(run)
+
+    # ---------------------------------------------------------------- what it was given
+
+    def _check_memory(self) -> None:
+        """What is given to this worker is never more than it has (I2), nor given twice (I1)."""
+        runs, capacity = self.runs.values(), self._capacity
+        rows = (
+            ("seats", len(runs), capacity.seats),
+            ("hot chunks", sum(_chunks(run) for run in runs), capacity.hot_chunks),
+            ("index pages", sum(run.index_pages for run in runs), capacity.index_pages),
+            ("slab pages", sum(run.slab_pages for run in runs), capacity.slab_pages),
+        )
+        for what, given, total in rows:
+            if given > total:
+                raise Violation("I2", f"{given} {what} were handed out, there are {total}")
+        for run in runs:
+            if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
+                raise Violation("I1", f"admission {run.admission} has pages {run.pages}, {run.index_pages} index pages")
+
+
+def _chunks(run: Run) -> int:
+    return max(run.hot_chunks, run.resize.hot_chunks if run.resize else 0)

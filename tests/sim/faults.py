@@ -1,0 +1,252 @@
+"""What goes wrong, and when: one list, drawn from the seed.
+
+Each fault is a small change of the cluster or of a wire at one moment; most end by a second one a little later, which
+is not counted. `heal` ends all that has not ended by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import trio
+
+from coordinator.client import Client
+from tests.sim.clients import SimClient, Workload
+from tests.sim.cluster import Cluster
+from tests.sim.links import Connection
+from tests.sim.trace import Violation
+
+#: Faults in one run, and the seconds over which they are spread.
+FAULTS: Final = (20, 30)
+SPREAD_S: Final = 5.0
+
+
+class Faults:
+    """Draws and does them. `done` counts those that found something to harm."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, nursery: trio.Nursery) -> None:
+        self.done = 0
+        self._cluster = cluster
+        self._workload = workload
+        self._nursery = nursery
+        self._rng = random.Random(f"{cluster.seed} faults")
+        self._is_healed = False
+
+    async def run(self) -> None:
+        """All of them, then `heal`."""
+        rng = self._rng
+        moments = sorted(rng.uniform(0.2, SPREAD_S) for _ in range(rng.randint(*FAULTS)))
+        kinds, weights = zip(*self._kinds(), strict=True)
+        for moment in moments:
+            await trio.sleep_until(moment)
+            kind = rng.choices(kinds, weights)[0]
+            what = kind()
+            if what is not None:
+                self.done += 1
+                self._cluster.trace.note("fault", kind.__name__.strip("_"), what)
+        self.heal()
+
+    def _kinds(self) -> list[tuple[Callable[[], str | None], float]]:
+        return [
+            (self._kill_worker, 3),
+            (self._stop_worker, 3),
+            (self._hang_executor, 1),
+            (self._cut, 3),
+            (self._mute, 2),
+            (self._lose, 2),
+            (self._lag, 2),
+            (self._kill_client, 2),
+            (self._slow_client, 2),
+            (self._retract, 3),
+            (self._resume, 1),
+            (self._resize, 1),
+            (self._drain, 1),
+            (self._undrain, 1),
+            (self._abort, 1),
+            (self._look, 1),
+        ]
+
+    def heal(self) -> None:
+        """Nothing new goes wrong from here on, and what is wrong ends."""
+        self._is_healed = True
+        self._cluster.trace.note("fault", "heal")
+        self._cluster.network.cut_off.clear()
+        for process in self._cluster.processes():
+            process.gate.open()
+        for connection in list(self._cluster.network.connections):
+            for pipe in (connection.up, connection.down):
+                pipe.lag_s, pipe.lose_frames = 0.0, 0
+            if connection.up.is_mute or connection.down.is_mute:
+                self._cluster.network.cut(connection, losing=True)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        async def wait() -> None:
+            await trio.sleep(seconds)
+            action()
+
+        self._nursery.start_soon(wait)
+
+    # ---------------------------------------------------------------- processes
+
+    def _kill_worker(self) -> str | None:
+        processes = self._cluster.processes()
+        if not processes:
+            return None
+        process = self._rng.choice(processes)
+        process.kill()
+        return process.name
+
+    def _stop_worker(self) -> str | None:
+        processes = [process for process in self._cluster.processes() if process.gate.is_open]
+        if not processes:
+            return None
+        process, seconds = self._rng.choice(processes), self._rng.choice((0.2, 1.0, 2.5, 5.0))
+        process.gate.shut()
+        self._later(seconds, process.gate.open)
+        return f"{process.name} for {seconds} s"
+
+    def _hang_executor(self) -> str | None:
+        processes = self._cluster.processes()
+        if not processes:
+            return None
+        process, seconds = self._rng.choice(processes), self._rng.uniform(0.2, 3.0)
+        process.executor.hang(trio.current_time() + seconds)
+        return f"{process.name} for {seconds:.2f} s"
+
+    # ---------------------------------------------------------------- wires
+
+    def _connection(self, *roles: str) -> Connection | None:
+        found = [it for it in self._cluster.network.connections if it.role in roles]
+        return self._rng.choice(found) if found else None
+
+    def _cut(self) -> str | None:
+        connection = self._connection("worker", "worker", "client")
+        if connection is None:
+            return None
+        away_s = self._rng.choice((0.0, 0.0, 0.5, 3.0))
+        self._cluster.network.cut_off[connection.owner] = trio.current_time() + away_s
+        self._cluster.network.cut(connection, losing=self._rng.random() < 0.5)
+        return f"{connection.owner}, away for {away_s} s"
+
+    def _mute(self) -> str | None:
+        """Half-open, one way or both, until somebody finds out or the wire breaks."""
+        connection = self._connection("worker", "client")
+        if connection is None:
+            return None
+        way = self._rng.choice(("up", "down", "both"))
+        connection.up.is_mute |= way != "down"
+        connection.down.is_mute |= way != "up"
+        seconds, losing = self._rng.uniform(0.5, 6.0), self._rng.random() < 0.5
+        self._later(seconds, lambda: self._cluster.network.cut(connection, losing=losing))
+        return f"{connection.owner} {way} for {seconds:.2f} s"
+
+    def _lose(self) -> str | None:
+        """Frames vanish between a router and a worker; clients' wires keep what they take."""
+        connection = self._connection("worker")
+        if connection is None:
+            return None
+        frames, way = self._rng.randint(1, 5), self._rng.choice(("up", "down"))
+        getattr(connection, way).lose_frames += frames
+        return f"{frames} {way} of {connection.owner}"
+
+    def _lag(self) -> str | None:
+        connection = self._connection("worker", "client", "admin")
+        if connection is None:
+            return None
+        lag_s, way = self._rng.choice((0.03, 0.2, 1.0)), self._rng.choice(("up", "down"))
+        pipe = getattr(connection, way)
+        pipe.lag_s = lag_s
+
+        def end() -> None:
+            pipe.lag_s = 0.0
+
+        self._later(self._rng.uniform(0.5, 3.0), end)
+        return f"{connection.owner} {way} {lag_s} s"
+
+    # ---------------------------------------------------------------- clients
+
+    def _client(self) -> SimClient | None:
+        clients = [client for client in self._workload.clients if client.unfinished]
+        return self._rng.choice(clients) if clients else None
+
+    def _kill_client(self) -> str | None:
+        client = self._client()
+        if client is None:
+            return None
+        client.kill()
+        return client.name
+
+    def _slow_client(self) -> str | None:
+        """It takes nothing for a while: its pipe fills."""
+        connection = self._connection("client")
+        if connection is None or connection.dealer is None:
+            return None
+        seconds = self._rng.uniform(0.3, 3.0)
+        connection.dealer.hold(trio.current_time() + seconds)
+        return f"{connection.owner} for {seconds:.2f} s"
+
+    # ---------------------------------------------------------------- the operator
+
+    def _order(self, verb: Callable[[Client], Awaitable[object]]) -> None:
+        self._nursery.start_soon(self._workload.operator.order, verb)
+
+    def _request(self) -> str | None:
+        ids = self._workload.unfinished
+        return self._rng.choice(ids) if ids else None
+
+    def _retract(self) -> str | None:
+        request_id = self._request()
+        if request_id is None:
+            return None
+        keep, hold = self._rng.random() < 0.6, self._rng.random() < 0.5
+        self._order(lambda client: client.retract([request_id], keep=keep, hold=hold))
+        return f"{request_id} {'keep' if keep else 'drop'}{' hold' if hold else ''}"
+
+    def _resume(self) -> str | None:
+        ids = self._workload.unfinished
+        for request_id in ids:
+            self._order(lambda client, it=request_id: client.resume([it]))  # type: ignore[misc]
+        return "all" if ids else None
+
+    def _resize(self) -> str | None:
+        request_id = self._request()
+        if request_id is None:
+            return None
+        hot_slots = self._rng.choice((-1, 0, *self._cluster.shape.capacity.hot_size_classes))
+        self._order(lambda client: client.resize([request_id], hot_slots))
+        return f"{request_id} to {hot_slots}"
+
+    def _drain(self) -> str | None:
+        name = self._rng.choice(sorted(self._cluster.shape.workers))
+        handover, deadline_s = self._rng.random() < 0.5, self._rng.uniform(0.0, 2.0)
+        self._order(lambda client: client.drain([name], handover=handover, deadline_s=deadline_s))
+        return f"{name}{' handover' if handover else ''} within {deadline_s:.2f} s"
+
+    def _undrain(self) -> str | None:
+        self._order(lambda client: client.undrain())
+        return "all"
+
+    def _abort(self) -> str | None:
+        request_id = self._request()
+        if request_id is None:
+            return None
+        self._cluster.abortable.add(request_id)
+        self._order(lambda client: client.abort([request_id]))
+        return request_id
+
+    def _look(self) -> str | None:
+        """I7: whoever only asks changes nothing."""
+        life = self._cluster.coordinator
+        if life is None:
+            return None
+        before = life.fingerprint()
+        life.scheduler.request_rows(100)
+        life.scheduler.worker_rows()
+        life.scheduler.pool_rows()
+        for request_id in self._workload.ids:
+            life.scheduler.describe(request_id)
+        if life.fingerprint() != before:
+            raise Violation("I7", "a query changed the books")
+        return "at everything"

@@ -1,0 +1,129 @@
+"""One seed from its start to its verdict."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from trio.testing import MockClock
+
+from tests.sim import workload as workloads
+from tests.sim.checker import LIVE_LIMIT_S
+from tests.sim.clients import Workload
+from tests.sim.cluster import Cluster, Shape, on_simulated_machine
+from tests.sim.faults import Faults
+from tests.sim.trace import Trace, Violation
+
+#: Simulated time advances by multiples of this.
+GRAIN_S: Final = 0.005
+#: Pauses between looks at whether everything is over.
+LOOK_S: Final = 0.25
+#: After the last request has ended, memory has this long to come back.
+SETTLE_S: Final = 40.0
+
+
+def coarse_clock() -> MockClock:
+    """A clock that jumps to multiples of GRAIN_S: what is due within one grain happens in one round, in any order.
+
+    A third of the rounds are left of a clock that stops at each deadline, and more things meet in each.
+    """
+    clock = MockClock(autojump_threshold=0.0)
+
+    def jump() -> None:
+        due_s = trio.lowlevel.current_statistics().seconds_to_next_deadline
+        if 0 < due_s < math.inf:
+            grains = math.ceil((clock.current_time() + due_s) / GRAIN_S - 1e-6)
+            clock.jump(max(grains * GRAIN_S - clock.current_time(), due_s))
+
+    clock._autojump = jump  # type: ignore[method-assign]
+    return clock
+
+
+@dataclass
+class Result:
+    """`violation` is None when all invariants held; what is not a Violation is a defect too, but a nameless one."""
+
+    seed: int
+    faults: int
+    violation: BaseException | None
+    trace: Trace
+    seconds: float
+    simulated_s: float
+
+    @property
+    def name(self) -> str:
+        """What is broken: an invariant, or the type of what was raised."""
+        it = self.violation
+        return "" if it is None else it.invariant if isinstance(it, Violation) else type(it).__name__
+
+
+def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[object] | None = None) -> Result:
+    """Run `seed`, with a planted defect if one is given."""
+    began = time.perf_counter()
+    clock = coarse_clock()
+    trace = Trace(clock.current_time)
+    cluster = Cluster(seed, Shape.draw(random.Random(f"{seed} shape")), trace)
+    tally: list[Faults] = []
+
+    async def main() -> None:
+        with cluster.scope:
+            async with trio.open_nursery() as nursery:
+                await _play(cluster, nursery, tally, faults=faults)
+                cluster.is_over = True
+                nursery.cancel_scope.cancel()
+
+    violation: BaseException | None = None
+    with on_simulated_machine(cluster), mutant or nullcontext():
+        try:
+            trio.run(main, clock=clock, instruments=[cluster.checker])
+        except BaseException as error:
+            violation = _first(error)
+    return Result(
+        seed,
+        sum(it.done for it in tally),
+        cluster.checker.violation or violation,
+        trace,
+        time.perf_counter() - began,
+        clock.current_time(),
+    )
+
+
+async def _play(cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *, faults: bool) -> None:
+    workload = workloads.draw(cluster)
+    cluster.start(nursery)
+    nursery.start_soon(workload.operator.run)
+    for client in workload.clients:
+        nursery.start_soon(client.run)
+    if faults:
+        tally.append(Faults(cluster, workload, nursery))
+        await tally[0].run()
+    await _finish(cluster, workload)
+
+
+async def _finish(cluster: Cluster, workload: Workload) -> None:
+    """Let what is held go on until everything has ended and all memory is back."""
+    give_up_at = trio.current_time() + LIVE_LIMIT_S
+    while workload.unfinished and trio.current_time() < give_up_at:
+        life = cluster.coordinator
+        if life is not None and life.is_draining:
+            await workload.operator.order(lambda client: client.undrain())
+        if life is not None and (held := life.held):
+            await workload.operator.order(lambda client: client.resume(held))
+        await trio.sleep(LOOK_S)
+    with trio.move_on_after(SETTLE_S):
+        while not cluster.is_settled and not workload.unfinished:  # noqa: ASYNC110
+            await trio.sleep(LOOK_S)
+    cluster.checker.check_end(workload.unfinished)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Of several that were raised, a Violation, or the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [_first(it) for it in error.exceptions]
+    return next((it for it in leaves if isinstance(it, Violation)), leaves[0])

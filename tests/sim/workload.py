@@ -1,0 +1,47 @@
+"""What clients ask for, drawn from a seed: sizes that fill the small pools of tests.sim.cluster several times over."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import numpy as np
+
+from coordinator.messages import Sampling
+from coordinator.sizing import Length, misfit
+from tests.sim.clients import Operator, Pending, SimClient, Workload
+from tests.sim.cluster import Cluster
+from tests.sim.oracle import Truth
+
+REQUESTS: Final = (7, 12)
+CLIENTS: Final = (2, 3)
+#: Requests come within this many seconds.
+SPREAD_S: Final = 4.0
+TRIES_MAX: Final = 50
+
+
+def draw(cluster: Cluster) -> Workload:
+    """Clients and their requests; every request fits the cluster alone."""
+    rng = random.Random(f"{cluster.seed} workload")
+    truths = [_draw_request(cluster, rng, f"r{i}") for i in range(rng.randint(*REQUESTS))]
+    cluster.truths = {truth.request_id: truth for truth in truths}
+    clients = [
+        SimClient(cluster, f"c{i}", [], random.Random(f"{cluster.seed} client {i}"))
+        for i in range(rng.randint(*CLIENTS))
+    ]
+    for truth in truths:
+        rng.choice(clients).pending.append(Pending(truth, rng.uniform(0.0, SPREAD_S)))
+    return Workload(clients, Operator(cluster))
+
+
+def _draw_request(cluster: Cluster, rng: random.Random, request_id: str) -> Truth:
+    for _ in range(TRIES_MAX):
+        prompt = np.array([rng.randint(32, 126) for _ in range(rng.choice((1, 5, 8, 9, 14, 25)))], np.int32)
+        sampling = Sampling(
+            rng.choice((1, 7, 8, 16, 24, 33)),
+            stop=tuple("".join(chr(rng.randint(32, 126)) for _ in range(2)) for _ in range(rng.choice((0, 0, 3)))),
+            ignore_eos=rng.random() < 0.5,
+        )
+        if not misfit(Length(len(prompt), 0, sampling.max_tokens), cluster.shape.capacity, ""):
+            return Truth(request_id, prompt, sampling, rng.choice((0, 0, 0, 1)))
+    raise AssertionError("no request fits this cluster")
