@@ -13,7 +13,7 @@ import torch
 from coordinator.config import WorkerSettings
 from tests.fakes.coordinator import Life
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
-from tests.worker_rig import SETTINGS, Rig
+from tests.worker_rig import SETTINGS, Logits, Rig
 from worker.streams import Streams, make_streams
 
 replace = msgspec.structs.replace
@@ -22,15 +22,12 @@ SIZES = (0, *SETTINGS.hot_size_classes)
 DETERMINISTIC = replace(SETTINGS, deterministic=True)
 EAGER = replace(SETTINGS, lookahead_steps=0)
 
-Logits = dict[tuple[int, int], torch.Tensor]
-
 
 def run_mixed(
     sizes: tuple[int, ...], settings: WorkerSettings = SETTINGS, streams: Streams | None = None
 ) -> tuple[Rig, Logits]:
     """Five requests of mixed lengths on four seats, each with its hot size; the fifth takes a seat that became free."""
-    logits: Logits = {}
-    rig = Rig(streams, settings, runner=FakeRunner(logits=logits), keep_logits=True)
+    rig = Rig(streams, settings, keep_logits=True)
     lives = [
         rig.coordinator.create(number, prompt, count, seed=number)
         for number, (prompt, count) in enumerate(((33, 30), (64, 12), (250, 20), (7, 9), (100, 16)))
@@ -42,7 +39,7 @@ def run_mixed(
     rig.run()
     assert not rig.wrong()
     rig.check_end()
-    return rig, logits
+    return rig, rig.logits
 
 
 @cache

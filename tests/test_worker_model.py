@@ -16,8 +16,7 @@ import torch
 import worker.oracle
 from coordinator.config import WorkerSettings
 from tests.fakes.coordinator import Life
-from tests.worker_rig import Rig
-from worker.runners.base import SamplerState, StepOutputs
+from tests.worker_rig import Logits, Rig
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Streams, make_streams
@@ -40,8 +39,6 @@ SETTINGS = WorkerSettings(
 TEXT = Path(worker.oracle.__file__).read_bytes()
 PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
 
-Logits = dict[tuple[int, int], torch.Tensor]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
@@ -49,28 +46,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class LogitsSpy:
-    """A runner that keeps the logits of every step, by sampling seed and position."""
-
-    def __init__(self, runner: TransformersRunner) -> None:
-        self.runner = runner
-        self.info, self.geometry = runner.info, runner.geometry
-        self.launch_prefill_chunk = runner.launch_prefill_chunk
-        self.logits: Logits = {}
-
-    def launch_decode(
-        self, streams: Streams, state: object, sampler: SamplerState, batch: object, outputs: StepOutputs
-    ) -> None:
-        self.runner.launch_decode(streams, state, sampler, batch, outputs)  # type: ignore[arg-type]
-        streams.compute.launch("spy", lambda: self._keep(sampler, batch, outputs))
-
-    def _keep(self, sampler: SamplerState, batch: object, outputs: StepOutputs) -> None:
-        assert outputs.logits is not None
-        for row in range(int(batch.num_real)):  # type: ignore[attr-defined]
-            seat, length = int(batch.seats[row]), int(batch.lengths[row])  # type: ignore[attr-defined]
-            self.logits[int(sampler.seed[seat]), length] = outputs.logits[row].clone()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -86,14 +61,13 @@ def runner_of(path: Path) -> TransformersRunner:
 
 
 def start(path: Path, streams: Streams | None = None) -> tuple[Rig, list[Life], Logits]:
-    spy = LogitsSpy(runner_of(path))
-    rig = Rig(streams, SETTINGS, runner=spy, keep_logits=True)  # type: ignore[arg-type]
+    rig = Rig(streams, SETTINGS, runner=runner_of(path), keep_logits=True)
     lives = []
     for number, prompt in enumerate(PROMPTS):
         life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number)
         life.prompt = tuple(prompt)
         lives.append(life)
-    return rig, lives, spy.logits
+    return rig, lives, rig.logits
 
 
 def run(path: Path, sizes: tuple[int, ...], streams: Streams | None = None) -> tuple[list[list[int]], Logits, int]:

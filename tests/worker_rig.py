@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from coordinator.config import WorkerSettings
@@ -12,11 +13,16 @@ from kernels.integrity import check_state
 from tests.fakes.coordinator import FakeCoordinator
 from tests.fakes.hash_runner import FakeRunner
 from worker.batch import Status
+from worker.decode import Decoder, StepTokens
 from worker.executor import Executor
+from worker.inputs import host_tensor
 from worker.runners.base import Runner
 from worker.runners.text import make_tokenizer
 from worker.sizing import size_worker
 from worker.streams import InlineStreams, Streams, make_streams
+from worker.streams.cuda import CudaStreams
+
+Logits = dict[tuple[int, int], torch.Tensor]
 
 SETTINGS = WorkerSettings(
     seats=4,
@@ -33,7 +39,8 @@ TURNS_MAX = 200_000
 
 
 class Rig:
-    """One executor, turned by hand."""
+    """One executor, turned by hand; on a GPU when its streams are. With `keep_logits`, `logits` has those of every step
+    by sampling seed and position of the token drawn."""
 
     def __init__(
         self,
@@ -46,11 +53,13 @@ class Rig:
         keep_logits: bool = False,
     ) -> None:
         self.runner = runner = runner or FakeRunner()
-        self.settings = settings
         self.streams = streams or make_streams("inline")
+        device = "cuda" if isinstance(self.streams, CudaStreams) else "cpu"
+        self.settings = settings = msgspec.structs.replace(settings, device=device)
         self.sizing = size_worker(settings, runner.geometry, runner.info)
         capacity = self.sizing.capacity
-        self.host = torch.zeros(capacity.host_pages, capacity.page_bytes, dtype=torch.uint8) if host is None else host
+        shape = (capacity.host_pages, capacity.page_bytes)
+        self.host = host_tensor(*shape, dtype=torch.uint8, device=device) if host is None else host
         self.coordinator = FakeCoordinator(self.sizing, ahead_tokens=ahead_tokens)
         self.executor = Executor(
             runner,
@@ -63,6 +72,9 @@ class Rig:
             keep_logits=keep_logits,
         )
         self.coordinator.submit = self.executor.submit
+        self.logits: Logits = {}
+        if keep_logits:
+            self._keep_logits(self.executor._decoder)
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):
@@ -77,6 +89,17 @@ class Rig:
 
     def run(self) -> None:
         self.run_until(lambda: self.executor.idle)
+
+    def _keep_logits(self, decoder: Decoder) -> None:
+        read = decoder.read
+
+        def read_and_keep() -> StepTokens:
+            step = read()
+            for request, position, logits in zip(step.requests, step.positions, step.logits, strict=True):
+                self.logits[request.sampling.seed, position + 1] = logits.clone()
+            return step
+
+        decoder.read = read_and_keep  # type: ignore[method-assign]
 
     def wrong(self) -> list[int]:
         """Numbers of the requests whose tokens are not the oracle's, as far as they went; none may have faulted."""

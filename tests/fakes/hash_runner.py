@@ -3,6 +3,8 @@
 Hidden states, rows and keys are 64-bit hashes. A row depends on its token and on everything attended to so far; a
 layer's output depends on every selected row and on its rank; the selection on every index key of the context. The
 same arithmetic over plain lists, without any memory of ours, is `expected_tokens`: the oracle.
+
+It runs where its tensors are, and on a GPU without waiting for it, so that its steps may be captured.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import ModelInfo
-from kernels.layout import PAGE_TOKENS, Geometry, pages_for
+from kernels.layout import PAGE_TOKENS, Geometry
 from kernels.rows import (
     gather_rows,
     read_index_keys,
@@ -64,7 +66,8 @@ def keys_of(hidden: Tensor, group: int) -> Tensor:
 def select(hidden: Tensor, keys: Tensor, held: Tensor) -> Tensor:
     """int64[B, k] positions, ascending, -1 padded, of keys [B, n] of which `held` exist."""
     patterns = mix(hidden.abs() % PATTERNS).unsqueeze(1)
-    scores = (mix(keys ^ patterns ^ torch.arange(keys.shape[1])) >> 1).masked_fill(~held, torch.iinfo(torch.int64).min)
+    places = torch.arange(keys.shape[1], device=keys.device)
+    scores = (mix(keys ^ patterns ^ places) >> 1).masked_fill(~held, torch.iinfo(torch.int64).min)
     count = min(TOPK, keys.shape[1])
     chosen = scores.topk(count, dim=1).indices
     absent = torch.iinfo(torch.int64).max
@@ -75,7 +78,8 @@ def select(hidden: Tensor, keys: Tensor, held: Tensor) -> Tensor:
 
 def attend(hidden: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     """Hidden states after the rows int64[B, k, 2] that `held` marks, in their order."""
-    ranks = torch.arange(rows.shape[1]).unsqueeze(-1) * 5 + torch.arange(2)
+    ranks = torch.arange(2 * rows.shape[1], device=rows.device).view(-1, 2)
+    ranks = ranks // 2 * 5 + ranks % 2
     return mix(hidden + mix(rows + ranks).sum(-1).masked_fill(~held, 0).sum(1))
 
 
@@ -90,7 +94,7 @@ def draw(hidden: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def logits_of(hidden: Tensor) -> Tensor:
-    return (mix(hidden.unsqueeze(1) + torch.arange(VOCAB)).abs() % 1_000_003).float()
+    return (mix(hidden.unsqueeze(1) + torch.arange(VOCAB, device=hidden.device)).abs() % 1_000_003).float()
 
 
 @dataclass(eq=False)
@@ -102,8 +106,7 @@ class _Scratch:
 
 
 class FakeRunner:
-    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`. With `logits` (and an
-    executor that keeps them) every step's are recorded, by sampling seed and position."""
+    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
 
     def __init__(
         self,
@@ -111,7 +114,6 @@ class FakeRunner:
         *,
         poison: int | None = None,
         eos: tuple[int, ...] = (EOS,),
-        logits: dict[tuple[int, int], Tensor] | None = None,
     ) -> None:
         self.geometry = geometry_of(groups)
         self.info = ModelInfo(
@@ -126,7 +128,6 @@ class FakeRunner:
             tokenizer_hash="",
         )
         self.poison = poison
-        self.logits = logits
         self._scratch: dict[int, _Scratch] = {}
 
     def launch_prefill_chunk(
@@ -146,7 +147,7 @@ class FakeRunner:
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
     ) -> None:
-        scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
+        scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         prefetched: dict[int, Fence] = {}
         for layer, group in enumerate(self.geometry.group_of_layer):
@@ -179,7 +180,7 @@ class FakeRunner:
                 hidden = mix(hidden + read_index_keys(state, group, seat, stop).view(torch.int64).sum())
             hidden = attend_prompt(hidden, start, read_slab_rows(state, layer, seat, stop).view(torch.int64))
         if outputs is not None:
-            token = draw(hidden[-1:], sampler.seed[seat : seat + 1], torch.tensor([stop]))
+            token = draw(hidden[-1:], sampler.seed[seat : seat + 1], torch.full_like(hidden[-1:], stop))
             outputs.tokens[:1] = token
             sampler.last_token[seat : seat + 1] = token
 
@@ -196,10 +197,10 @@ class FakeRunner:
             swap_in(state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
 
     def _select(self, hidden: Tensor, state: DeviceState, batch: StepBatch, group: int) -> Tensor:
-        lengths = batch.lengths.long()
-        pages = state.index_table[batch.seats.long().clamp(min=0), : pages_for(int(lengths.max()))].long().clamp(min=0)
+        lengths = batch.lengths.unsqueeze(1)
+        pages = state.index_table[batch.seats.long().clamp(min=0)].long().clamp(min=0)
         keys = state.key_words[group].view(-1, PAGE_TOKENS)[pages].flatten(1)
-        return select(hidden, keys, torch.arange(keys.shape[1]) < lengths.unsqueeze(1))
+        return select(hidden, keys, torch.arange(keys.shape[1], device=keys.device) < lengths)
 
     def _attend(self, scratch: _Scratch, state: DeviceState, layer: int) -> None:
         rows = gather_rows(state, layer, scratch.out_rows).view(torch.int64)
@@ -209,19 +210,17 @@ class FakeRunner:
         real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
         tokens = draw(scratch.hidden, sampler.seed[seats], batch.lengths.long())
         outputs.tokens.copy_(tokens.masked_fill(~real, -1))
-        sampler.last_token[seats[real]] = tokens[real]
+        owners = torch.arange(len(sampler.seed), device=seats.device).unsqueeze(1) == batch.seats.masked_fill(~real, -1)
+        drawn = (owners * tokens).sum(1).int()
+        sampler.last_token.copy_(torch.where(owners.any(1), drawn, sampler.last_token))
         if outputs.logits is not None:
             outputs.logits.copy_(logits_of(scratch.hidden))
-            if self.logits is not None:
-                for row in real.nonzero().flatten().tolist():
-                    self.logits[int(sampler.seed[seats[row]]), int(batch.lengths[row])] = outputs.logits[row].clone()
 
-    def _scratch_for(self, rows: int) -> _Scratch:
+    def _scratch_for(self, rows: int, device: torch.device) -> _Scratch:
         if rows not in self._scratch:
-            topk = torch.full((rows, TOPK), -1, dtype=torch.int32)
-            self._scratch[rows] = _Scratch(
-                torch.zeros(rows, dtype=torch.int64), topk, topk.clone(), MissPlan.allocate(rows, TOPK)
-            )
+            topk = torch.full((rows, TOPK), -1, dtype=torch.int32, device=device)
+            hidden = torch.zeros(rows, dtype=torch.int64, device=device)
+            self._scratch[rows] = _Scratch(hidden, topk, topk.clone(), MissPlan.allocate(rows, TOPK, device))
         return self._scratch[rows]
 
 

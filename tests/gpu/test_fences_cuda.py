@@ -1,0 +1,57 @@
+"""The fence stories of tests/test_worker_fences.py on a GPU, with the producer of one fence held back.
+
+Whoever waits for the fence gets right tokens however late its producer is; whoever does not gets wrong ones, or, where
+a mutant reads what was right by chance, wrong ones in another story. A crash of the process is not played here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests import test_worker_fences as stories  # noqa: E402
+from tests.gpu.delay import hold_back  # noqa: E402
+from tests.worker_rig import Rig  # noqa: E402
+from worker.streams import FENCES, make_streams  # noqa: E402
+from worker.streams.cuda import CudaStreams  # noqa: E402
+
+DELAY_S = 0.002
+#: Whom to hold back: the producer whose memory the story's consumer must not touch too early.
+LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}
+PLAYED = [name for name in FENCES if name != "durable"]
+
+
+def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:
+    def make() -> CudaStreams:
+        streams = make_streams("cuda", omit=omit)
+        assert isinstance(streams, CudaStreams)
+        hold_back(streams._by_name[LATE[name]], DELAY_S)
+        return streams
+
+    return make
+
+
+def play(name: str, omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Without graphs, inside which a fence is an edge that cannot be left out."""
+    monkeypatch.setattr(CudaStreams, "capture", lambda streams, launch: None)
+    return stories.STORIES[name](late(name, omit))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_a_late_producer_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = play(name, (), monkeypatch)
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", PLAYED)
+def test_an_omitted_fence_gives_wrong_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert play(name, (name,), monkeypatch).wrong()
+    torch.cuda.synchronize()

@@ -1,0 +1,105 @@
+"""The executor on a GPU: graphs, streams and kernels show in no token, and no decode turn waits for the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests import test_worker_executor as cpu  # noqa: E402
+from tests import test_worker_fences as stories  # noqa: E402
+from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
+from tests.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
+from worker.streams import Streams, make_streams  # noqa: E402
+
+replace = msgspec.structs.replace
+EAGER = replace(SETTINGS, graphs=False)
+
+
+def cuda() -> Streams:
+    return make_streams("cuda")
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    """Within it, whatever makes the host wait for the device, but for fences, raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def same(left: Logits, right: Logits) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[step], right[step]) for step in left)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, EAGER, cpu.DETERMINISTIC], ids=["graphs", "no graphs", "deterministic"])
+@pytest.mark.parametrize("sizes", [(0,) * 5, (64,) * 5, (0, 64, 128, 192, 64)], ids=str)
+def test_tokens_and_logits_are_those_of_the_cpu(sizes: tuple[int, ...], settings: object) -> None:
+    _, logits = cpu.run_mixed(sizes, settings, cuda())  # type: ignore[arg-type]
+    assert same(logits, cpu.resident())
+
+
+@pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])
+def test_a_day_of_resizes_retractions_and_parking(groups: tuple[int, ...]) -> None:
+    """The story of the fence tests: chunks of prompts, resizes every way, keep and drop, parking."""
+    rig = stories.a_day(cuda, groups)  # type: ignore[arg-type]
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_churn_over_50_requests(seed: int) -> None:
+    settings = replace(
+        SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, prefill_chunk_tokens=256
+    )
+    runner, ahead_tokens = FakeRunner((SHARED, SEPARATE)[seed % 2]), (0, 8)[seed % 2]
+    rig = Rig(cuda(), settings, runner=runner, ahead_tokens=ahead_tokens)
+    chance = random.Random(seed)
+    sizes = [(chance.randrange(1, 150), chance.randrange(1, 50)) for _ in range(50)]
+    lives = [rig.coordinator.create(number, *sizes[number], seed=number) for number in range(50)]
+    cpu.churn(rig, lives, seed, aborts=5)
+    assert not rig.wrong()
+    rig.check_end()
+    assert rig.executor.counters.resized > 30
+    assert rig.executor.counters.parked > 10 or ahead_tokens
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, EAGER], ids=["graphs", "no graphs"])
+def test_no_turn_waits_for_the_device(settings: object) -> None:
+    """Prompts, decode steps, a resize, a retraction and a resume: only fences are waited for, and those by polling."""
+    rig = Rig(cuda(), settings)  # type: ignore[arg-type]
+    coordinator = rig.coordinator
+    lives = [coordinator.create(number, 70, 40, seed=number) for number in range(3)]
+    with no_syncs():
+        for life, hot_slots in zip(lives, (0, 64, 128), strict=True):
+            assert coordinator.admit(life, hot_slots)
+        rig.run_until(lambda: all(len(life.tokens) > 4 for life in lives))
+        assert coordinator.resize(lives[2], 64)
+        coordinator.withdraw(lives[1], "keep")
+        rig.run_until(lambda: not lives[1].admission)
+        assert coordinator.admit(lives[1], 0)
+        rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+def test_the_probe_for_syncs_works() -> None:
+    with no_syncs(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
+
+
+def test_waits_are_measured() -> None:
+    rig = stories.a_batch(cuda)  # type: ignore[arg-type]
+    waits = rig.executor.counters.fence_waits
+    assert waits.samples["sampled"] > 10
+    assert {"row_written", "backed_up"} & waits.samples.keys()
