@@ -251,7 +251,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The worker is gone. `proved_exit`: rows it reported durable can be kept."""
+    """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
 
     admission: int
     proved_exit: bool

@@ -129,6 +129,13 @@ class Ledger:
         """A copy of the page list."""
         return self._holding(admission).all_pages()
 
+    def freeable(self, admission: int) -> int:
+        """How many pages its release would free: those that no quarantine and no other admission holds too."""
+        holding = self._holding(admission)
+        if not self._quarantines:
+            return holding.page_count
+        return int(np.count_nonzero(self._refcounts[holding.all_pages()] == 1))
+
     @property
     def holdings_count(self) -> int:
         return len(self._holdings)
@@ -269,17 +276,20 @@ class Ledger:
     def keep(self, admission: int, pages: int) -> int:
         """Give back the seat, the GPU counts and all but the first `pages` pages; returns pages freed.
 
-        Only after the worker's Released or its proved exit (I2): otherwise raises InternalError.
+        After a loss without proof of exit all of its pages are quarantined (I2), the kept ones too: they are shared
+        with the lost process, so they must be full of durable rows, which never change (I3).
         """
         holding, budget = self._active(admission)
-        if budget.lost and not budget.exited:
-            raise InternalError(f"admission {admission} cannot keep pages that epoch {budget.key} may still write")
         if not 0 <= pages <= holding.page_count:
             raise InternalError(f"admission {admission} cannot keep {pages} of {holding.page_count} pages")
-        all_pages = holding.all_pages()
+        all_pages, is_suspect = holding.all_pages(), budget.lost and not budget.exited
         self._close(holding)
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
-        return self._let_go(all_pages[pages:])
+        if not is_suspect:
+            return self._let_go(all_pages[pages:])
+        self._refcounts[holding.pages[0]] += 1
+        self._quarantine(budget, all_pages)
+        return 0
 
     def release(self, admission: int) -> int:
         """Give back everything; returns pages freed. Those of an epoch lost without proof are quarantined (I2)."""
@@ -290,8 +300,7 @@ class Ledger:
         pages = holding.all_pages()
         if budget is None or not budget.lost or budget.exited:
             return self._let_go(pages)
-        if pages.size:
-            self._quarantines.setdefault(budget.key, []).append(pages)
+        self._quarantine(budget, pages)
         return 0
 
     # ---------------------------------------------------------------- invariants
@@ -378,6 +387,11 @@ class Ledger:
         self._free[self.pages_free : self.pages_free + freed.size] = freed
         self.pages_free += freed.size
         return int(freed.size)
+
+    def _quarantine(self, budget: GpuBudget, pages: Int32Array) -> None:
+        """Make the lost epoch the holder of what an admission of it held."""
+        if pages.size:
+            self._quarantines.setdefault(budget.key, []).append(pages)
 
     def _close(self, holding: Holding) -> None:
         """End the holding's part in its budget."""

@@ -111,6 +111,7 @@ class _Plan:
     def __init__(self, policy: Policy, now: float) -> None:
         self.roster = policy.roster
         self.ahead_tokens = policy.ahead_tokens
+        self.ledgers = policy.ledgers
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: set[str] = set()
@@ -120,6 +121,9 @@ class _Plan:
             worker.name: Space(policy.ledgers[worker.node], worker.name, hosts[worker.node])
             for worker in self.roster.workers.values()
         }
+
+    def frees(self, entry: Entry) -> int:
+        return self.ledgers[entry.node].freeable(entry.admission)
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -267,7 +271,9 @@ class _Plan:
         found = [
             (remedy.cost, at, remedy)
             for at, (worker, ask) in enumerate(asks)
-            if (remedy := find_remedy(self.roster, worker, self.spaces[worker.name].free(), ask.need, entry))
+            if (
+                remedy := find_remedy(self.roster, worker, self.spaces[worker.name].free(), ask.need, entry, self.frees)
+            )
         ]
         if not found:
             return None
@@ -287,7 +293,7 @@ class _Plan:
         return worker, ask
 
     def _demote(self, entry: Entry, reason: str) -> None:
-        self.hosts[entry.node].pages += entry.pages
+        self.hosts[entry.node].pages += self.frees(entry)
         self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
         self.roster.demote(entry)
 
@@ -331,7 +337,7 @@ class _Plan:
                 continue
             ask = self._with_margin(entry, target, ask) if entry.displaced else ask
             space = self.spaces[target.name]
-            remedy = find_remedy(self.roster, target, space.free(), ask.need, entry)
+            remedy = find_remedy(self.roster, target, space.free(), ask.need, entry, self.frees)
             if remedy is not None and not any(remedy.cost[:3]):
                 space.claim(remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")

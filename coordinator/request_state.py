@@ -40,6 +40,7 @@ from coordinator.lifecycle import (
     State,
     Target,
 )
+from kernels.layout import PAGE_TOKENS
 
 #: Lines of a request's story; older ones are dropped, the first (how it came) stays.
 STORY_LINES_MAX: Final = 64
@@ -202,7 +203,9 @@ class RequestState:
         return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now)
 
     def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
-        durable = rows.durable if event.proved_exit else 0
+        """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
+        after them, whose rows are therefore decoded again."""
+        durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
         return self._depart(Kind.LOST, target, durable, rows, now, event.reason)
 
     def _depart(

@@ -6,11 +6,11 @@ vain. The order in which room is made, and why, is told in coordinator.policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from operator import add, sub
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from coordinator.roster import Entry, Phase, Roster, Worker
 from coordinator.sizing import NO_HOT_BUFFER, Rung, can_force, ladder
@@ -61,7 +61,17 @@ class Remedy:
         return len(self.drop), len(self.retract), len(self.demote), len(self.shrink)
 
 
-def find_remedy(roster: Roster, worker: Worker, free: Needs, need: Needs, asker: Entry) -> Remedy | None:
+#: How many host pages the end of a request's stay would free: fewer than it holds when a quarantine has them too.
+Frees: TypeAlias = Callable[[Entry], int]
+
+
+def all_pages(entry: Entry) -> int:
+    return entry.pages
+
+
+def find_remedy(
+    roster: Roster, worker: Worker, free: Needs, need: Needs, asker: Entry, frees: Frees = all_pages
+) -> Remedy | None:
     """How `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
 
     The remedy may be empty: then what is on its way suffices, and waiting is all there is to do.
@@ -69,15 +79,15 @@ def find_remedy(roster: Roster, worker: Worker, free: Needs, need: Needs, asker:
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at everybody on it
     lower = sorted(_lower(roster, worker, asker), key=lambda entry: entry.rank, reverse=True)
-    remedy = Remedy(worker, free.plus(_on_its_way(roster, worker)))
+    remedy = Remedy(worker, free.plus(_on_its_way(roster, worker, frees)))
     victims = _relieve_gpu(roster, remedy, need, lower, asker)
-    if victims is None or not _relieve_host(roster, remedy, need, victims, asker):
+    if victims is None or not _relieve_host(roster, remedy, need, victims, asker, frees):
         return None
     remedy.retract = [victim for victim in victims if victim not in remedy.drop]
     return remedy
 
 
-def _on_its_way(roster: Roster, worker: Worker) -> Needs:
+def _on_its_way(roster: Roster, worker: Worker, frees: Frees) -> Needs:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
@@ -89,7 +99,7 @@ def _on_its_way(roster: Roster, worker: Worker) -> Needs:
         index_pages=sum(entry.pages for entry in leaving),
         slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
         host_pages=sum(
-            entry.pages
+            frees(entry)
             for other in roster.of_node(worker.node)
             for entry in other.leaving.values()
             if entry.frees_pages
@@ -150,14 +160,16 @@ def _shrink_largest(roster: Roster, remedy: Remedy, chunks: int, shrinkable: dic
     remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
 
 
-def _relieve_host(roster: Roster, remedy: Remedy, need: Needs, victims: list[Entry], asker: Entry) -> bool:
+def _relieve_host(
+    roster: Roster, remedy: Remedy, need: Needs, victims: list[Entry], asker: Entry, frees: Frees
+) -> bool:
     """Choose kept requests to demote, then victims to drop, worst first; False: not enough."""
     missing = need.host_pages - remedy.will_be_free.host_pages
     if missing <= 0:
         return True
     node = remedy.worker.node
     will_be_kept = [e for w in roster.of_node(node) for e in w.leaving.values() if not e.frees_pages]
-    missing -= sum(entry.pages for entry in will_be_kept if _may_demote(entry, asker))
+    missing -= sum(frees(entry) for entry in will_be_kept if _may_demote(entry, asker))
     kept = [e for e in roster.kept.values() if e.node == node and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in roster.of_node(node) for e in _lower(roster, w, asker) if e not in victims]
@@ -167,7 +179,7 @@ def _relieve_host(roster: Roster, remedy: Remedy, need: Needs, victims: list[Ent
             if missing <= 0:
                 break
             chosen.append(entry)
-            missing -= entry.pages
+            missing -= frees(entry)
     remedy.will_be_free = remedy.will_be_free._replace(host_pages=need.host_pages - missing)
     return missing <= 0
 

@@ -91,8 +91,6 @@ def test_pages_of_a_lost_epoch_are_quarantined_until_its_exit_is_proved() -> Non
     accounts = ledger()
     accounts.reserve(1, "w0", Memory(host_pages=30))
     accounts.lose_worker("w0", 1, proved_exit=False)
-    with pytest.raises(InternalError):
-        accounts.keep(1, 10)
     assert accounts.release(1) == 0
     assert accounts.count_pages() == (10, 0, 30, 0)
     accounts.add_worker("w0", 2, capacity())
@@ -124,6 +122,29 @@ def test_a_shared_page_stays_quarantined_after_its_other_holder_left() -> None:
     assert accounts.release(2) == 1
     assert accounts.count_pages() == (POOL_PAGES - 5, 0, 5, 0)
     accounts.check_invariants()
+
+
+def test_a_successor_shares_full_pages_of_a_process_not_proved_gone() -> None:
+    """I2, I3: they never change; whoever shares them may leave before or after the proof, and nothing else is given."""
+    for proved_first in (True, False):
+        accounts = ledger()
+        pages = accounts.reserve(1, "w0", Memory(host_pages=9))
+        accounts.lose_worker("w0", 1, proved_exit=False)
+        assert accounts.keep(1, 6) == 0
+        assert accounts.count_pages() == (POOL_PAGES - 9, 6, 3, 0)
+        accounts.add_worker("w0", 2, capacity())
+        again = accounts.reserve(2, "w0", Memory(host_pages=3), take_over=1)
+        assert list(again[:6]) == list(pages[:6])
+        assert not set(again[6:]) & set(pages)
+        accounts.check_invariants()
+        if proved_first:
+            assert accounts.prove_exit("w0", 1) == 3
+            assert accounts.release(2) == 9
+        else:
+            assert accounts.release(2) == 3
+            assert accounts.prove_exit("w0", 1) == 9
+        assert accounts.pages_free == POOL_PAGES
+        accounts.check_invariants()
 
 
 def test_kept_pages_pass_to_the_next_admission_in_order() -> None:
@@ -288,14 +309,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if key is None:
             return multiple()
         count = min(count, len(self.pages[admission]))
-        if not self.lost.get(key, True):
-            with pytest.raises(InternalError):
-                self.ledger.keep(admission, count)
-            self._release(admission)
-            return multiple()
         before = self.free()
         freed = self.ledger.keep(admission, count)
         self._leave(admission)
+        if not self.lost.get(key, True):
+            self.quarantine.setdefault(key, []).append(set(self.pages[admission]))
         self.pages[admission] = self.pages[admission][:count]
         assert freed == len(self.free() - before)
         return admission

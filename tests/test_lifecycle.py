@@ -158,13 +158,23 @@ def test_tokens_that_never_arrived_fail_the_request() -> None:
     assert ending == Ending(3, "r", "FAILED", "the worker counts 7 tokens, 5 arrived", 5)
 
 
-@pytest.mark.parametrize(("proved", "state"), [(True, State.RETRACTED), (False, State.QUEUED)])
-def test_a_lost_worker_leaves_rows_only_when_its_exit_is_proved(proved: bool, state: State) -> None:
-    """I2."""
+@pytest.mark.parametrize(
+    ("proved", "durable", "kept", "state"),
+    [
+        (True, 104, 104, State.RETRACTED),
+        (False, 104, 0, State.QUEUED),  # its full page has not the whole prompt
+        (False, 127, 0, State.QUEUED),
+        (False, 128, 128, State.RETRACTED),
+        (False, 150, 128, State.RETRACTED),
+    ],
+)
+def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
+    proved: bool, durable: int, kept: int, state: State
+) -> None:
+    """I2, I3: a process not proved gone may still write its partial page."""
     story = Story()
     story.run()
-    story.rows = Rows(7, 104)
-    kept = 104 if proved else 0
+    story.rows = Rows(60, durable)
     assert story.tell(Lost(1, proved, "no heartbeat for 5 s")) == [Departed(3, 1, kept, False)]
     assert story.request.state is state
     assert story.tell(messages.Released(1, 106, 0, 0)) == []
