@@ -27,7 +27,7 @@ import msgspec
 from coordinator.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
-#: `host_mem` that the worker works out for itself.
+#: `host_mem` or `device_mem` that the worker works out for itself.
 AUTO: Final = "auto"
 #: The one variable that is not a setting: the path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
@@ -75,7 +75,7 @@ class WorkerSettings(Settings, frozen=True):
     stream_seed: int = 0  # of the simulated backend
     graphs: bool = True  # replay decode steps from CUDA graphs; without effect on other stream backends
     seats: int = 8  # most requests in one decode batch
-    device_mem: str = "256MiB"  # KV budget on the device: hot chunks, slab, index pages, bookkeeping
+    device_mem: str = "256MiB"  # KV budget on the device: hot chunks, slab, index pages, bookkeeping; auto: on a GPU
     host_mem: str = "1GiB"  # host pool of the node; auto: what its memory limit allows (worker/host_memory.py)
     pool_dir: str = ""  # default: runtime_dir
     context_max_tokens: int = 0  # default: the model's

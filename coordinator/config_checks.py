@@ -120,11 +120,11 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     device_known = worker.device == "cpu" or worker.device.partition(":")[0] == "cuda"
     yield Check(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
     yield Check(
-        worker.stream_backend != "cuda" or worker.device != "cpu",
+        (worker.stream_backend == "cuda") == (worker.device != "cpu"),
         "worker.stream_backend",
         worker.stream_backend,
-        "CUDA streams need a CUDA device",
-        "set worker.device=cuda, or stream_backend=inline",
+        f"does not order operations on {worker.device}",
+        "leave it empty: cuda on a CUDA device, inline on the CPU",
     )
     yield _between("worker.seats", worker.seats, 1, SEATS_MAX)
     yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
@@ -139,9 +139,9 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
 
 
 def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
-    for field in ("device_mem", "host_mem"):
+    for field, known in (("device_mem", worker.device != "cpu"), ("host_mem", True)):  # how much there is
         text = getattr(worker, field)
-        sized = (field == "host_mem" and text == AUTO) or parse_size(text, f"worker.{field}") > 0
+        sized = (text == AUTO and known) or parse_size(text, f"worker.{field}") > 0
         yield Check(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
     yield Check(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")

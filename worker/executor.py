@@ -39,6 +39,7 @@ from coordinator.messages import Admit, Command, Grant, Resize, Stop, Withdraw
 from metrics.state import MemoryUse, WorkerCounters
 from worker.batch import RunningRequest, Status
 from worker.decode import Decoder, batch_sizes
+from worker.device_memory import free_device_bytes
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
@@ -114,9 +115,14 @@ class Executor:
         self._commands: deque[Command] = deque()
         self._news = threading.Condition()
         self._stopped = False
-        if self.state.rows.is_cuda:
-            self._decoder.warm_up(graphs=settings.graphs)
+        self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
+
+    def _warm_up(self, settings: WorkerSettings) -> int:
+        """Bytes of the device that steps take beside the budget: scratch memory, graphs, compiled kernels."""
+        before = free_device_bytes(settings.device)
+        self._decoder.warm_up(graphs=settings.graphs)
+        return before - free_device_bytes(settings.device)
 
     # ---------------------------------------------------------------- any thread
 

@@ -37,6 +37,7 @@ from metrics.exporter import Exporter, serve
 from metrics.logs import fields
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
+from worker.device_memory import free_device_bytes
 from worker.executor import Executor
 from worker.link import Link, Pace, connect_to
 from worker.link_state import Identity, LinkState
@@ -74,7 +75,8 @@ def run_worker(config: Config) -> int:
     try:
         return worker.run()
     finally:
-        worker.close()
+        if not worker.close():
+            os._exit(EXIT_DEFECT)  # the end of the interpreter, and of CUDA, would wait for what hangs
 
 
 class Worker:
@@ -84,7 +86,8 @@ class Worker:
         runner = load_runner(config.worker)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
-        sizing = size_worker(settings, runner.geometry, runner.info, str(pool_path(settings.pool_dir, settings.node)))
+        path, free_bytes = pool_path(settings.pool_dir, settings.node), free_device_bytes(settings.device)
+        sizing = size_worker(settings, runner.geometry, runner.info, str(path), free_bytes)
         _announce(settings, sizing)
         host_pages = sizing.capacity.host_pages
         self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted)
@@ -102,11 +105,14 @@ class Worker:
             runner,
             settings,
             sizing,
-            make_streams(settings.stream_backend, settings.stream_seed),
+            make_streams(settings.stream_backend, settings.stream_seed, device=settings.device),
             self._pool.pages,
             make_tokenizer(tokenizer.kind, tokenizer.data),
             self._outbox,
         )
+        if settings.device != "cpu":
+            left = free_device_bytes(settings.device)
+            log.info("sized: scratch and graph bytes %d; device bytes left %d", self._executor.scratch_bytes, left)
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
         capacity = msgspec.structs.replace(sizing.capacity, pool_id=self._pool.pool_id)
         identity = Identity(settings.name, settings.node, os.getpid(), runner.info, capacity)
@@ -124,12 +130,14 @@ class Worker:
         log.error("stopped with work in flight", extra=fields(held=len(self._outbox.held())))
         return EXIT_DEFECT
 
-    def close(self) -> None:
-        """End the threads and unmap the pool; its file stays."""
+    def close(self) -> bool:
+        """End the threads and unmap the pool, whose file stays; False when the executor's thread does not end."""
         if self._exporter is not None:
             self._exporter.close()
-        if self._end_executor():
-            self._pool.close()
+        if not self._end_executor():
+            return False
+        self._pool.close()
+        return True
 
     def _end_executor(self) -> bool:
         """Whether its thread is gone: it may be stuck in an operation, and then nothing it uses may be taken away."""

@@ -8,6 +8,10 @@ Host memory is host pages and nothing else. Device memory (`device_mem`, the bud
                    chunk, and without its index keys a context in host memory cannot be decoded
     hot chunks     the rest, at most `hot_chunks_max`
 
+With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded; the rest is for
+graphs, scratch memory of steps and prompt chunks, and libraries. What steps take is known after the warm-up only, and
+printed then.
+
 Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the
 smallest hot buffer, by nothing else. `longest_context_tokens` says which length fits a worker that serves it alone.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.config import WorkerSettings, parse_size
+from coordinator.config import AUTO, WorkerSettings, parse_size
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo, WorkerCapacity
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
@@ -25,6 +29,8 @@ from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_ch
 SLAB_SHARE = 0.5
 #: Share of what is then left that index pages take at most.
 INDEX_SHARE = 0.5
+#: Share of a GPU's free memory that `device_mem` = auto takes.
+DEVICE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,20 @@ class Sizing:
         )
 
 
-def size_worker(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "") -> Sizing:
-    """Cut the memory of one worker. Raises ConfigError naming the setting when not even one request would fit."""
+def size_worker(
+    settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "", free_device_bytes: int = 0
+) -> Sizing:
+    """Cut the memory of one worker. `free_device_bytes` is a GPU's, 0 on the CPU.
+
+    Raises ConfigError naming the setting when the device has less, or when not even one request would fit.
+    """
     classes = _classes(settings, geometry)
     context = _context(settings, info)
     host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
     max_pages = pages_for(context + settings.lookahead_steps)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
     bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks)
-    device = parse_size(settings.device_mem, "worker.device_mem")
+    device = _budget(settings, free_device_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
     left -= slab * geometry.chunk_bytes
@@ -96,6 +107,20 @@ def size_worker(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, p
         device_bytes=bookkeeping + (slab + chunks) * geometry.chunk_bytes + index_pages * geometry.index_page_bytes,
         longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
     )
+
+
+def _budget(settings: WorkerSettings, free_device_bytes: int) -> int:
+    if settings.device_mem == AUTO:
+        return int(free_device_bytes * DEVICE_SHARE)
+    budget = parse_size(settings.device_mem, "worker.device_mem")
+    if free_device_bytes and budget > free_device_bytes:
+        raise ConfigError(
+            f"the device has {free_device_bytes} bytes free",
+            field="worker.device_mem",
+            value=settings.device_mem,
+            remedy=f"set it to {int(free_device_bytes * DEVICE_SHARE) >> 20}MiB or less, or to {AUTO}",
+        )
+    return budget
 
 
 def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
