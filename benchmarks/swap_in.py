@@ -197,8 +197,8 @@ def check_bytes(setup: Setup) -> None:
         count = int(setup.plans[layer].count[row])
         for i in range(min(count, 4)):
             page, offset = int(setup.plans[layer].host_page[row, i]), int(setup.plans[layer].host_offset[row, i])
-            want = state.host_row_words[page, layer, offset]
-            if not torch.equal(state.row_words[layer, int(setup.plans[layer].device_row[row, i])].cpu(), want):
+            want = state.host_row_words[0][page, layer, offset]
+            if not torch.equal(state.row_words[0][layer, int(setup.plans[layer].device_row[row, i])].cpu(), want):
                 raise SystemExit(f"row {row}, copy {i}: bytes differ")
 
 

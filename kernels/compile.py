@@ -17,15 +17,16 @@ from kernels.layout import Geometry
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 # Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 584: another fp8 layout,
-# 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment at all.
-LAYOUTS: Final = ((656, 132), (584, 132), (1152, 256), (13, 7))
+# 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment at all. Third, where a row of two planes
+# parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
+LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584, 132, 512), (4096, 256, 2048))
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 
 
 def variants() -> Iterator[tuple[str, Defines]]:
     """Unit and defines of every variant that is kept compiling."""
-    for place, (row_bytes, index_row_bytes) in enumerate(LAYOUTS):
-        defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048))
+    for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
+        defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         yield from ((unit, defines) for unit in UNITS if place == 0 or unit not in ROWLESS)
 
 
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "smem_bytes": cost.smem_bytes,
                 "spill_bytes": cost.spill_bytes,
                 "row_bytes": sizes["ROW_BYTES"],
+                "planes": sizes["PLANES"],
                 "index_row_bytes": sizes["INDEX_ROW_BYTES"],
             }
             print(json.dumps(line) if options.json else "  ".join(f"{k}={v}" for k, v in line.items()), flush=True)

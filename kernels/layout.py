@@ -1,9 +1,13 @@
 """Where every byte of a context lies, on the host and on the device. The kernels and the allocators share this file.
 
+A row is what one token leaves in one layer, as one or two *planes* of any byte count from 1 up: one for MLA (latent and
+rope together), two for K and V, or for values and their scales. row_bytes counts both. A plane is an array of its own
+wherever rows lie, so that each keeps the alignment of its own size and a kernel can read one without the other.
+
 Host page: 64 tokens of every layer, one contiguous block, so that a page travels as a unit and a request can be
 rebuilt from host memory alone. KV rows first, layer by layer; then index-key rows, one section per index group:
 
-    0                 rows of layer 0      [64, row_bytes]
+    0                 rows of layer 0      [64, row_bytes], or [64, planes[0]] and then [64, planes[1]]
     64*row_bytes      rows of layer 1
     ...
     L*64*row_bytes    index keys, group 0  [64, index_row_bytes]
@@ -17,8 +21,9 @@ one slot assignment: slot tables exist per group, rows per layer.
 Device memory, counted in three units, each of 64 tokens:
 
     hot chunk    64 device rows in every layer: rows uint8[layers, chunks*64, row_bytes]. Device row `c*64+i` is row i
-                 of chunk c, the same number in every layer. Prefill slab pages are chunks of the same arena, so a
-                 prompt's rows become a hot buffer without a copy; the ledger keeps the two budgets apart by count.
+                 of chunk c, the same number in every layer and plane. With two planes, the bytes of a layer are
+                 [chunks*64, planes[0]] and then [chunks*64, planes[1]]. Prefill slab pages are chunks of the same
+                 arena, so a prompt's rows become a hot buffer without a copy; the ledger keeps the two budgets apart.
     index page   64 index keys in every group: keys uint8[groups, pages, 64, index_row_bytes]; and the slot map of the
                  same tokens: slot_of uint16[groups, pages, 64], 0xFFFF = absent. Bookkeeping thus grows with the
                  context held, not with the longest possible one.
@@ -46,15 +51,23 @@ assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of one model's rows. `group_of_layer[l]` is the index group of layer l, numbered in layer order."""
+    """Shape of one model's rows. `group_of_layer[l]` is the index group of layer l, numbered in layer order.
+
+    `split` parts a row of two planes: bytes of the first one. 0: one plane.
+    """
 
     layers: int
     row_bytes: int
     group_of_layer: tuple[int, ...]
     index_row_bytes: int
     topk: int
+    split: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.split < self.row_bytes:
+            raise ValueError(
+                f"split={self.split}: a row of {self.row_bytes} bytes parts after 1 to {self.row_bytes - 1}"
+            )
         if len(self.group_of_layer) != self.layers:
             raise ValueError(f"group_of_layer has {len(self.group_of_layer)} entries for {self.layers} layers")
         if list(self.group_of_layer) != sorted(self.group_of_layer) or set(self.group_of_layer) != set(
@@ -65,6 +78,11 @@ class Geometry:
     @property
     def groups(self) -> int:
         return self.group_of_layer[-1] + 1
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bytes of a row in each plane."""
+        return (self.split, self.row_bytes - self.split) if self.split else (self.row_bytes,)
 
     @property
     def page_bytes(self) -> int:
@@ -79,10 +97,6 @@ class Geometry:
     def index_page_bytes(self) -> int:
         """Device bytes of one index page: keys and slot map of all groups."""
         return PAGE_TOKENS * self.groups * (self.index_row_bytes + 2)
-
-    def layer_offset(self, layer: int) -> int:
-        """Byte offset of `layer`'s KV rows in a host page."""
-        return layer * PAGE_TOKENS * self.row_bytes
 
     def index_offset(self, group: int) -> int:
         """Byte offset of `group`'s index keys in a host page."""

@@ -1,7 +1,7 @@
 """A model's reads and writes of KV rows and index keys: by step, by prompt position, by device row.
 
-Rows and keys cross this boundary as bytes, uint8[..., row_bytes]; `tensor.view(torch.uint8)` of a contiguous tensor of
-the model's dtype is free, and so is the way back.
+Rows and keys cross this boundary as bytes, one plane of a row at a time, uint8[..., planes[plane]] (most rows have but
+one: layout.py); `tensor.view(torch.uint8)` of a contiguous tensor of the model's dtype is free, and so is the way back.
 
 Nothing here waits for the device. What the host can know (shapes, seat, layer, the width of a table) raises BadInput
 before any change. What only the device knows, whether a page is granted, counts Tripwire.UNGRANTED there, once per
@@ -20,11 +20,11 @@ from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
 
 
-def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor) -> None:
-    """Store this step's KV row uint8[B, row_bytes] of each real request where begin_step placed it."""
-    check_number("layer", layer, state.geometry.layers)
-    Sizes(batch=batch.seats.shape[0]).check("rows", rows, ("batch", state.geometry.row_bytes), torch.uint8)
-    backend(state).write_new_rows(state, layer, batch, rows)
+def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
+    """Store this step's KV row uint8[B, planes[plane]] of each real request where begin_step placed it."""
+    _check_plane(state, layer, plane)
+    Sizes(batch=batch.seats.shape[0]).check("rows", rows, ("batch", state.geometry.planes[plane]), torch.uint8)
+    backend(state).write_new_rows(state, layer, batch, rows, plane)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
@@ -34,27 +34,27 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
     backend(state).write_index_keys(state, group, batch, keys)
 
 
-def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
-    """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, row_bytes], zeros where -1."""
-    check_number("layer", layer, state.geometry.layers)
+def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
+    """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, planes[plane]], zeros where -1."""
+    _check_plane(state, layer, plane)
     Sizes().check("out_rows", out_rows, ("batch", "k"), torch.int32)
-    rows: Tensor = backend(state).gather_rows(state, layer, out_rows)
+    rows: Tensor = backend(state).gather_rows(state, layer, out_rows, plane)
     return rows
 
 
-def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor) -> None:
-    """Store prompt rows uint8[S, row_bytes] of positions start..start+S-1 in the seat's prefill slab."""
-    check_number("layer", layer, state.geometry.layers)
-    Sizes().check("rows", rows, ("tokens", state.geometry.row_bytes), torch.uint8)
+def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
+    """Store prompt rows uint8[S, planes[plane]] of positions start..start+S-1 in the seat's prefill slab."""
+    _check_plane(state, layer, plane)
+    Sizes().check("rows", rows, ("tokens", state.geometry.planes[plane]), torch.uint8)
     _check_span(state, "slab_table", seat, start, start + len(rows))
-    backend(state).write_slab_rows(state, layer, seat, start, rows)
+    backend(state).write_slab_rows(state, layer, seat, start, rows, plane)
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int) -> Tensor:
-    """Prompt rows of positions 0..stop-1 from the prefill slab: uint8[stop, row_bytes]."""
-    check_number("layer", layer, state.geometry.layers)
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
+    """Prompt rows of positions 0..stop-1 from the prefill slab: uint8[stop, planes[plane]]."""
+    _check_plane(state, layer, plane)
     _check_span(state, "slab_table", seat, 0, stop)
-    rows: Tensor = backend(state).read_slab_rows(state, layer, seat, stop)
+    rows: Tensor = backend(state).read_slab_rows(state, layer, seat, stop, plane)
     return rows
 
 
@@ -72,6 +72,11 @@ def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Ten
     _check_span(state, "index_table", seat, 0, stop)
     rows: Tensor = backend(state).read_index_keys(state, group, seat, stop)
     return rows
+
+
+def _check_plane(state: DeviceState, layer: int, plane: int) -> None:
+    check_number("layer", layer, state.geometry.layers)
+    check_number("plane", plane, len(state.geometry.planes))
 
 
 def _check_span(state: DeviceState, table: str, seat: int, start: int, stop: int) -> None:

@@ -4,7 +4,8 @@ Nothing here is ever reallocated: streams, graphs and views keep the addresses. 
 pages together (one arena), N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk.
 
     DeviceState   dtype   shape                        what, and which value means none
-    rows          uint8   [L, C*64, row_bytes]         the arena; device row c*64+i is row i of chunk c in every layer
+    rows          uint8   [L, C*64, row_bytes]         the arena; device row c*64+i is row i of chunk c in every layer.
+                                                       With two planes, memory alone: `planes` has the rows
     index_keys    uint8   [G, N*64, index_row_bytes]   index key of each token held
     slot_of       int16   [G, N*64]                    bit pattern of a uint16: slot of the token, 0xFFFF absent
     slot_token    int32   [G, C*64]                    token in the slot that lies at this device row, -1 empty
@@ -56,7 +57,7 @@ class Tripwire(IntEnum):
 
 @dataclass(eq=False)
 class DeviceState:
-    """See the table at the top of this file. The `*_words` fields are views of the same bytes."""
+    """See the table at the top of this file. `planes` and the `*_words` fields are views of the same bytes."""
 
     geometry: Geometry
     tail_slots: int
@@ -76,9 +77,10 @@ class DeviceState:
     misses: Tensor
     tripwires: Tensor
     host: Tensor
-    row_words: Tensor = field(init=False, repr=False)  # [L, C*64, words]
+    planes: tuple[Tensor, ...] = field(init=False, repr=False)  # of uint8[L, C*64, geometry.planes[i]]
+    row_words: tuple[Tensor, ...] = field(init=False, repr=False)  # per plane, [L, C*64, words]
     key_words: Tensor = field(init=False, repr=False)  # [G, N*64, words]
-    host_row_words: Tensor = field(init=False, repr=False)  # [host_pages, L, 64, words]
+    host_row_words: tuple[Tensor, ...] = field(init=False, repr=False)  # per plane, [host_pages, L, 64, words]
     host_key_words: Tensor = field(init=False, repr=False)  # [host_pages, G, 64, words]
     layer_ids: Tensor = field(init=False, repr=False)  # int64[L, 1]
     group_ids: Tensor = field(init=False, repr=False)  # int64[G, 1]
@@ -86,12 +88,14 @@ class DeviceState:
 
     def __post_init__(self) -> None:
         g = self.geometry
-        row_word, key_word = _word(g.row_bytes), _word(g.index_row_bytes)
-        pages, split = self.host.shape[0], g.index_offset(0)
-        self.row_words = self.rows.view(row_word)
+        key_word = _word(g.index_row_bytes)
+        pages, keys_begin = self.host.shape[0], g.index_offset(0)
+        host_rows = self.host[:, :keys_begin].view(pages, g.layers, PAGE_TOKENS * g.row_bytes)
+        self.planes = _planes(self.rows.flatten(1), g.planes)
+        self.row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in self.planes)
         self.key_words = self.index_keys.view(key_word)
-        self.host_row_words = self.host[:, :split].view(row_word).view(pages, g.layers, PAGE_TOKENS, -1)
-        self.host_key_words = self.host[:, split:].view(key_word).view(pages, g.groups, PAGE_TOKENS, -1)
+        self.host_row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in _planes(host_rows, g.planes))
+        self.host_key_words = self.host[:, keys_begin:].view(key_word).view(pages, g.groups, PAGE_TOKENS, -1)
         device = self.rows.device
         self.layer_ids = torch.arange(g.layers, device=device).unsqueeze(1)
         self.group_ids = torch.arange(g.groups, device=device).unsqueeze(1)
@@ -234,6 +238,13 @@ def _seated(state: DeviceState, batch: StepBatch) -> Tensor:
 
 def _unset(*shape: int, device: torch.device | str) -> Tensor:
     return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+
+def _planes(rows: Tensor, planes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Views [..., n, plane] of uint8[..., n * sum(planes)]: all rows of the first plane, then all of the second."""
+    places = rows.shape[-1] // sum(planes)
+    parts = rows.split([places * plane for plane in planes], dim=-1)
+    return tuple(part.unflatten(-1, (places, plane)) for part, plane in zip(parts, planes, strict=True))
 
 
 def _word(row_bytes: int) -> torch.dtype:

@@ -53,6 +53,7 @@ class Rig:
         *,
         groups: tuple[int, ...] = (0, 0, 1),
         row_bytes: int = 24,
+        split: int = 0,
         index_row_bytes: int = 8,
         seats: int = 3,
         batch: int = 4,
@@ -65,7 +66,7 @@ class Rig:
         seed: int = 0,
     ) -> None:
         self.random = random.Random(seed)
-        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk)
+        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
         self.host = torch.full((pages, self.geometry.page_bytes), POISON, dtype=torch.uint8)
         self.state = DeviceState.allocate(
             self.geometry,
@@ -97,15 +98,27 @@ class Rig:
         self.random.shuffle(numbers)
         return numbers
 
-    # -- naive host memory ---------------------------------------------------------------------------------------------
+    # -- naive memory --------------------------------------------------------------------------------------------------
 
-    def host_place(self, kind: str, layer: int, page: int, token: int) -> tuple[int, slice]:
+    def row_places(self, begin: int, rows: int, row: int) -> torch.Tensor:
+        """Where the bytes of one of `rows` rows lie that begin at byte `begin`: one plane after the other."""
+        places = []
+        for plane in self.geometry.planes:
+            places.append(begin + row * plane + torch.arange(plane))
+            begin += rows * plane
+        return torch.cat(places)
+
+    def host_place(self, kind: str, layer: int, page: int, token: int) -> tuple[int, torch.Tensor]:
         """Where a row of `layer`, or a key of group `layer`, lies in the pool."""
-        rows, keys = 64 * self.geometry.row_bytes, 64 * self.geometry.index_row_bytes
-        size = self.geometry.row_bytes if kind == "row" else self.geometry.index_row_bytes
-        base = layer * rows if kind == "row" else self.geometry.layers * rows + layer * keys
-        start = base + token % 64 * size
-        return page, slice(start, start + size)
+        rows, key = 64 * self.geometry.row_bytes, self.geometry.index_row_bytes
+        if kind == "row":
+            return page, self.row_places(layer * rows, 64, token % 64)
+        return page, self.geometry.layers * rows + (layer * 64 + token % 64) * key + torch.arange(key)
+
+    def read_row(self, layer: int, row: int) -> torch.Tensor:
+        """Bytes at a device row, all planes."""
+        arena = self.state.rows[layer]
+        return arena.flatten()[self.row_places(0, len(arena), row)]
 
     def write_host(self, request: Request, positions: Iterable[int]) -> None:
         """Make rows and keys of `positions` durable without any kernel."""
@@ -181,7 +194,8 @@ class Rig:
         for position in positions:
             row = request.chunks[(position - base) // 64] * 64 + (position - base) % 64
             for layer in range(self.geometry.layers):
-                self.state.rows[layer, row] = self.truth("row", layer, request, position)
+                arena = self.state.rows[layer]
+                arena.view(-1)[self.row_places(0, len(arena), row)] = self.truth("row", layer, request, position)
 
     def resize(self, request: Request, hot_slots: int) -> None:
         """Shrink or grow a managed buffer."""
@@ -236,7 +250,8 @@ class Rig:
             rows = torch.zeros(size, self.geometry.row_bytes, dtype=torch.uint8)
             for row, request in enumerate(requests):
                 rows[row] = self.truth("row", layer, request, request.length - 1)
-            write_new_rows(self.state, layer, self.batch, rows)
+            for plane, part in enumerate(rows.split(self.geometry.planes, dim=1)):
+                write_new_rows(self.state, layer, self.batch, part.contiguous(), plane)
         for group in range(self.geometry.groups):
             keys = torch.zeros(size, self.geometry.index_row_bytes, dtype=torch.uint8)
             for row, request in enumerate(requests):
@@ -273,7 +288,8 @@ class Rig:
         assert self.state.tripwires[1:].sum() == 0
         assert (out[len(requests) :] == -1).all(), "I6: padded rows are -1"
         for layer in layers:
-            self._check_bytes(layer, gather_rows(self.state, layer, out), out, requests, [w.tokens for w in wanted])
+            planes = [gather_rows(self.state, layer, out, plane) for plane in range(len(self.geometry.planes))]
+            self._check_bytes(layer, torch.cat(planes, dim=-1), out, requests, [w.tokens for w in wanted])
         return out
 
     def held(self, group: int, request: Request) -> set[int]:

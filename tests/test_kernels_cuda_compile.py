@@ -39,11 +39,26 @@ def test_host_and_device_structures_are_equal() -> None:
         jit.compile_source(wrong, "layout", (), "sm_90")
 
 
-def test_a_row_that_fits_no_word_is_moved_in_bytes() -> None:
-    assert dict(jit.row_defines(Geometry(1, 13, (0,), 7, 1)))["ROW_ALIGN"] == 1
-    assert dict(DEFINES)["ROW_ALIGN"] == 16
-    assert dict(jit.row_defines(Geometry(2, 1152, (0, 1), 256, 1)))["ROW_ALIGN"] == 128
-    assert dict(jit.row_defines(Geometry(2, 1152, (0, 1), 256, 1), host_address=8))["ROW_ALIGN"] == 8
+@pytest.mark.parametrize(
+    ("row_bytes", "split", "host_address", "aligns"),
+    [
+        (13, 0, 0, [1]),
+        (656, 0, 0, [16]),
+        (1152, 0, 0, [128]),
+        (1152, 0, 8, [8]),
+        (584, 512, 0, [128, 8]),
+        (584, 72, 0, [8, 128]),
+        (64, 13, 0, [1, 1]),
+        (512, 256, 0, [128, 128]),
+    ],
+)
+def test_each_plane_is_moved_in_the_widest_words_that_it_allows(
+    row_bytes: int, split: int, host_address: int, aligns: list[int]
+) -> None:
+    geometry = Geometry(2, row_bytes, (0, 1), 256, 1, split)
+    defines = dict(jit.row_defines(geometry, host_address))
+    assert [defines[f"PLANE{number}_BYTES"] for number in range(defines["PLANES"])] == list(geometry.planes)
+    assert [defines[f"PLANE{number}_ALIGN"] for number in range(defines["PLANES"])] == aligns
 
 
 def test_compile_errors_carry_the_log() -> None:

@@ -22,6 +22,12 @@ from kernels.rows import (
 from kernels.seat import clear_seat
 from tests.kernel_rig import POISON, Request, Rig
 
+#: Bytes of a row, and where it parts into two planes (0: one).
+PLANES = st.one_of(
+    st.integers(1, 40).map(lambda size: (size, 0)),
+    st.integers(2, 40).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size - 1))),
+)
+
 
 def staged_prompt(rig: Rig, seat: int, length: int, chunk_tokens: int) -> Request:
     """A request whose prompt lies in the slab and the index cache, written in pieces; its host pages are poison."""
@@ -34,7 +40,8 @@ def staged_prompt(rig: Rig, seat: int, length: int, chunk_tokens: int) -> Reques
         positions = range(start, min(start + chunk_tokens, length))
         for layer in range(rig.geometry.layers):
             rows = torch.stack([rig.truth("row", layer, request, position) for position in positions])
-            write_slab_rows(rig.state, layer, seat, start, rows)
+            for plane, part in enumerate(rows.split(rig.geometry.planes, dim=1)):
+                write_slab_rows(rig.state, layer, seat, start, part.contiguous(), plane)
         for group in range(rig.geometry.groups):
             keys = torch.stack([rig.truth("key", group, request, position) for position in positions])
             write_prompt_index_keys(rig.state, group, seat, start, keys)
@@ -48,7 +55,7 @@ def places(table: torch.Tensor, seat: int, positions: torch.Tensor) -> torch.Ten
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.sampled_from([(0,), (0, 0, 1), (0, 1, 2)]),
-    row_bytes=st.integers(1, 40),
+    planes=PLANES,
     index_row_bytes=st.integers(1, 12),
     length=st.integers(1, 200),
     chunk_tokens=st.integers(16, 100),
@@ -56,11 +63,18 @@ def places(table: torch.Tensor, seat: int, positions: torch.Tensor) -> torch.Ten
     seed=st.integers(0, 99),
 )
 def test_prompt_to_host_and_back_for_partial_pages(
-    groups: tuple[int, ...], row_bytes: int, index_row_bytes: int, length: int, chunk_tokens: int, start: int, seed: int
+    groups: tuple[int, ...],
+    planes: tuple[int, int],
+    index_row_bytes: int,
+    length: int,
+    chunk_tokens: int,
+    start: int,
+    seed: int,
 ) -> None:
     """Slab -> host pages -> other chunks: every byte of start..length-1, and no byte outside."""
     start = min(start, length - 1)
-    rig = Rig(groups=groups, row_bytes=row_bytes, index_row_bytes=index_row_bytes, seed=seed)
+    row_bytes, split = planes
+    rig = Rig(groups=groups, row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes, seed=seed)
     request = staged_prompt(rig, 1, length, chunk_tokens)
     positions = torch.arange(start, length)
     slab = places(rig.state.slab_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
@@ -81,12 +95,14 @@ def test_prompt_to_host_and_back_for_partial_pages(
     copy_rows_to_device(rig.state, target, index_rows, pages, offsets)
     for layer, group in enumerate(groups):
         for column, position in enumerate(range(start, length)):
-            assert torch.equal(rig.state.rows[layer, target[group, column]], rig.truth("row", layer, request, position))
+            assert torch.equal(
+                rig.read_row(layer, int(target[group, column])), rig.truth("row", layer, request, position)
+            )
     for group in range(rig.geometry.groups):
         got = rig.state.index_keys[group, index_rows.long()]
         assert torch.equal(got[-1], rig.truth("key", group, request, length - 1))
         assert torch.equal(got[0], rig.truth("key", group, request, start))
-    assert int((rig.state.rows != 0).any(2).sum()) <= len(positions) * len(groups)
+    assert int((rig.state.planes[-1] != 0).any(2).sum()) <= len(positions) * len(groups)
 
 
 def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
@@ -122,13 +138,15 @@ def test_index_keys_alone_come_back_for_a_resumed_request() -> None:
     assert torch.equal(before, rig.state.rows)
 
 
-def test_prompt_reads_return_what_prompt_writes_stored() -> None:
-    rig = Rig(groups=(0, 1), row_bytes=12)
+@pytest.mark.parametrize("split", [0, 5])
+def test_prompt_reads_return_what_prompt_writes_stored(split: int) -> None:
+    rig = Rig(groups=(0, 1), row_bytes=12, split=split)
     request = staged_prompt(rig, 2, 150, 47)
     for stop in (1, 64, 65, 150):
         rows = torch.stack([rig.truth("row", 1, request, position) for position in range(stop)])
         keys = torch.stack([rig.truth("key", 1, request, position) for position in range(stop)])
-        assert torch.equal(read_slab_rows(rig.state, 1, 2, stop), rows)
+        got = [read_slab_rows(rig.state, 1, 2, stop, plane) for plane in range(len(rig.geometry.planes))]
+        assert torch.equal(torch.cat(got, dim=1), rows)
         assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
 
 
@@ -166,6 +184,7 @@ def test_what_the_host_can_know_is_refused_by_name() -> None:
         ("seat", lambda: read_index_keys(rig.state, 0, 3, 1)),
         ("layer", lambda: write_slab_rows(rig.state, 1, 0, 0, rows)),
         ("group", lambda: read_index_keys(rig.state, -1, 0, 1)),
+        ("plane", lambda: read_slab_rows(rig.state, 0, 0, 1, 1)),
     ):
         with pytest.raises(BadInput) as caught:
             verb()

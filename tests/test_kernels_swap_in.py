@@ -18,7 +18,8 @@ LIVES = settings(max_examples=120, deadline=None, suppress_health_check=[HealthC
 SHAPES = st.fixed_dictionaries(
     {
         "groups": st.sampled_from([(0,), (0, 1), (0, 0, 1), (0, 1, 1, 1)]),
-        "row_bytes": st.sampled_from([1, 2, 3, 5, 7, 8, 13, 16, 20, 36, 64]),
+        "row_bytes": st.sampled_from([2, 3, 5, 7, 8, 13, 16, 20, 36, 64]),
+        "split": st.sampled_from([0, 0, 1]),
         "index_row_bytes": st.sampled_from([1, 4, 6, 8]),
         "tail_slots": st.integers(1, 5),
         "topk": st.integers(1, 9),
@@ -225,15 +226,25 @@ def test_empty_seat_and_bad_length_trip_in_begin_step_and_give_minus_one() -> No
     assert request.length == 101
 
 
-@pytest.mark.parametrize("row_bytes", [*range(1, 18), 576, 584, 656, 1152])
-def test_rows_of_any_byte_count(row_bytes: int) -> None:
-    """Peers' bug 22: no tail of 1 to 7 bytes stays behind; in every layer of the group."""
-    rig = Rig(groups=(0, 0), row_bytes=row_bytes, topk=5)
+@pytest.mark.parametrize(
+    ("row_bytes", "split"),
+    [*((size, 0) for size in (*range(1, 18), 576, 584, 656, 1152)), (2, 1), (3, 2), (20, 13), (584, 512), (512, 256)],
+)
+def test_rows_of_any_byte_count_in_one_plane_or_two(row_bytes: int, split: int) -> None:
+    """Peers' bug 22: no tail of 1 to 7 bytes stays behind; in every layer of the group and every plane."""
+    rig = Rig(groups=(0, 0), row_bytes=row_bytes, split=split, topk=5)
     request = rig.open(0, 40, 6)
     for _ in range(3):
         rig.begin([request])
         rig.swap_in(0, [request], [rig.random.sample(range(request.length), 5)])
     rig.check()
+    rig.check_host()
+
+
+@pytest.mark.parametrize("split", [-1, 24, 30])
+def test_a_row_parts_inside_itself(split: int) -> None:
+    with pytest.raises(ValueError, match="1 to 23"):
+        Rig(split=split)
 
 
 def test_a_million_tokens_with_bookkeeping_of_the_pages_held() -> None:

@@ -2,20 +2,19 @@
 // copies of a miss plan, for another layer. Contracts: kernels/copy_rows.py, kernels/swap_in.py.
 //
 // Both sides of a copy are split on the lines of host memory, whichever direction it takes: partial lines cost a PCIe
-// request each.
+// request each. Planes are sections of their own, like layers.
 #pragma once
 
-#include "memory.cuh"
+#include "planes.cuh"
 
 namespace hisparse {
 
-using Rows = RowShape<ROW_BYTES, ROW_ALIGN>;
 using Keys = RowShape<INDEX_ROW_BYTES, INDEX_ROW_ALIGN>;
 
 constexpr int COPY_ROWS_THREADS = 256;
 constexpr int COPY_FLIGHT = 4;
 
-// Rows of one layer, or keys of one group: `device` is its section of the arena, `section` its byte offset in a page.
+// A plane of one layer, or keys of one group: `device` is its section of the arena, `section` its byte offset in a page.
 template <class Shape>
 __device__ void copy_section(const CopyRows& p, u8* device, i64 section, const void* rows, i64 first_row, int wide) {
     const auto at_host = [&](int i) -> u8* {
@@ -42,18 +41,23 @@ __device__ void copy_section(const CopyRows& p, u8* device, i64 section, const v
 
 }  // namespace hisparse
 
-// grid: (tiles, layers + groups), or (tiles, groups) when there are no rows to copy, or (tiles, layers) without keys.
+// grid: (tiles, PLANES * layers + groups), or (tiles, groups) when there are no rows to copy, or without keys.
 extern "C" __global__ void __launch_bounds__(hisparse::COPY_ROWS_THREADS, 4)
     copy_rows(const __grid_constant__ hisparse::CopyRows p) {
     using namespace hisparse;
     const State& s = p.state;
-    const int section = p.device_row == nullptr ? blockIdx.y + s.layers : blockIdx.y;
-    if (section < s.layers) {
-        const i64 layer = section, group = p.group_of_layer[section];
-        copy_section<Rows>(p, s.rows + layer * s.arena_rows * ROW_BYTES, layer * PAGE_TOKENS * ROW_BYTES, p.device_row,
-                           group * p.n, p.wide_device_row);
+    const int sections = PLANES * s.layers;
+    const int section = p.device_row == nullptr ? blockIdx.y + sections : blockIdx.y;
+    if (section < sections) {
+        const i64 layer = section / PLANES, group = p.group_of_layer[layer];
+        each_plane([&](auto plane) {
+            using P = decltype(plane);
+            if (section % PLANES == P::NUMBER)
+                copy_section<typename P::Shape>(p, arena_of<P>(s, layer), section_of<P>(layer), p.device_row, group * p.n,
+                                                p.wide_device_row);
+        });
     } else {
-        const i64 group = section - s.layers;
+        const i64 group = section - sections;
         const i64 before = static_cast<i64>(s.layers) * PAGE_TOKENS * ROW_BYTES;
         copy_section<Keys>(p, s.index_keys + group * s.key_rows * INDEX_ROW_BYTES,
                            before + group * PAGE_TOKENS * INDEX_ROW_BYTES, p.index_row, 0, p.wide_index_row);
@@ -66,19 +70,23 @@ extern "C" __global__ void __launch_bounds__(hisparse::COPY_ROWS_THREADS, 4)
     using namespace hisparse;
     const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
     const i64 base = static_cast<i64>(row) * p.k;
-    const int tasks = p.plan.count[row] * Rows::LINES;
-    u8* const arena = p.state.rows + p.layer * p.state.arena_rows * ROW_BYTES;
-    const auto host = [&](int i) {
-        return host_row(p.state, p.plan.host_page[base + i], p.plan.host_offset[base + i], p.layer, ROW_BYTES);
-    };
-    const auto target = [&](int i) { return arena + static_cast<i64>(p.plan.device_row[base + i]) * ROW_BYTES; };
-    const int groups = blockDim.x / Rows::LANES;
-    const int stride = p.parts * groups;  // neighbouring lines go to different multiprocessors
-    for (int begin = threadIdx.x / Rows::LANES * p.parts + part; begin < tasks; begin += stride * COPY_FLIGHT) {
-        Lines<Rows, COPY_FLIGHT> lines;
-        lines.load(begin, stride, tasks, host, host);
-        lines.store(begin, stride, tasks, host, target);
-    }
+    const int count = p.plan.count[row];
+    each_plane([&](auto plane) {
+        using P = decltype(plane);
+        using Shape = typename P::Shape;
+        u8* const arena = arena_of<P>(p.state, p.layer);
+        const auto host = [&](int i) {
+            return host_place<P>(p.state, p.plan.host_page[base + i], p.plan.host_offset[base + i], p.layer);
+        };
+        const auto target = [&](int i) { return arena + static_cast<i64>(p.plan.device_row[base + i]) * Shape::ROW; };
+        const int groups = blockDim.x / Shape::LANES, tasks = count * Shape::LINES;
+        const int stride = p.parts * groups;  // neighbouring lines go to different multiprocessors
+        for (int begin = threadIdx.x / Shape::LANES * p.parts + part; begin < tasks; begin += stride * COPY_FLIGHT) {
+            Lines<Shape, COPY_FLIGHT> lines;
+            lines.load(begin, stride, tasks, host, host);
+            lines.store(begin, stride, tasks, host, target);
+        }
+    });
 }
 
 extern "C" __global__ void null_kernel() {}

@@ -59,7 +59,8 @@ def _launch(
         wide_host_offset=parameters.is_wide(host_offset),
         to_host=int(to_host),
     )
-    sections = (0 if device_row is None else geometry.layers) + (0 if index_row is None else geometry.groups)
+    rows = 0 if device_row is None else geometry.layers * len(geometry.planes)
+    sections = rows + (0 if index_row is None else geometry.groups)
     tiles = min(-(-n // ROWS_PER_TILE), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
     kernel_of(state, "copy_rows", "copy_rows").launch((tiles, sections), block, stream_of(state), threads=THREADS)
 

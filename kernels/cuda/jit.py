@@ -55,14 +55,18 @@ class Compiled:
 
 def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
     """Row sizes of `geometry`, and the powers of two up to 128 that divide the address of every row in the pool."""
-    rows = math.gcd(LINE_BYTES, host_address, geometry.page_bytes, geometry.row_bytes)
-    keys_begin = PAGE_TOKENS * geometry.layers * geometry.row_bytes
-    keys = math.gcd(LINE_BYTES, host_address, geometry.page_bytes, keys_begin, geometry.index_row_bytes)
+    layer_bytes = PAGE_TOKENS * geometry.row_bytes
+    base = math.gcd(LINE_BYTES, host_address, geometry.page_bytes)
+    planes = []
+    for number, (begin, plane) in enumerate(zip((0, geometry.split), geometry.planes, strict=False)):
+        align = math.gcd(base, layer_bytes, PAGE_TOKENS * begin, plane)
+        planes += [(f"PLANE{number}_BYTES", plane), (f"PLANE{number}_ALIGN", align)]
     return (
         ("ROW_BYTES", geometry.row_bytes),
-        ("ROW_ALIGN", rows),
+        ("PLANES", len(geometry.planes)),
+        *planes,
         ("INDEX_ROW_BYTES", geometry.index_row_bytes),
-        ("INDEX_ROW_ALIGN", keys),
+        ("INDEX_ROW_ALIGN", math.gcd(base, geometry.layers * layer_bytes, geometry.index_row_bytes)),
     )
 
 

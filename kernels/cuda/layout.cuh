@@ -116,7 +116,7 @@ struct MoveRows {
     const i32* table;   // pages of one seat
     i64* tripwires;
     i64 start;          // position of the first row
-    i32 n, unused;
+    i32 n, plane;
 };
 
 enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
@@ -127,6 +127,22 @@ struct SeatChange {
     i32 old_slots, hot_slots;
     i32 first_slot, chunks;  // slots from here to the end of the last chunk are set
     i32 first_token, tokens; // what slots 0.. hold from now on
+};
+
+struct IndexTopk {
+    State state;
+    Batch batch;
+    const void* queries;   // [batch, heads, dim]
+    const float* weights;  // [batch, heads]
+    i32* topk_out;         // [batch, k]
+    float* scores;         // [capacity]
+    u32* histogram;        // [rows, 8192]
+    u64* edges;            // [rows, 8192]
+    i32* sure;             // [rows, TOPK_MAX]
+    i32* counters;         // [rows, 4]
+    i64 capacity;
+    float scale;
+    i32 k, group, rows;
 };
 
 }  // namespace hisparse

@@ -148,7 +148,7 @@ class MoveRows(ctypes.Structure):
         ("tripwires", ctypes.c_void_p),
         ("start", ctypes.c_int64),
         ("n", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("plane", ctypes.c_int32),
     )
 
 
@@ -166,6 +166,20 @@ class SeatChange(ctypes.Structure):
     )
 
 
+class IndexTopk(ctypes.Structure):
+    _fields_ = (
+        ("state", State),
+        ("batch", Batch),
+        *((name, ctypes.c_void_p) for name in ("queries", "weights", "topk_out")),
+        *((name, ctypes.c_void_p) for name in ("scores", "histogram", "edges", "sure", "counters")),
+        ("capacity", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("k", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    )
+
+
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     State,
     Batch,
@@ -176,6 +190,7 @@ STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     CopyRows,
     MoveRows,
     SeatChange,
+    IndexTopk,
 )
 
 

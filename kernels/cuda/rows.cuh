@@ -5,7 +5,7 @@
 // position through a seat's table of pages. A position whose page is not granted has none either, and trips.
 #pragma once
 
-#include "memory.cuh"
+#include "planes.cuh"
 
 namespace hisparse {
 
@@ -51,13 +51,26 @@ template <int BYTES> __device__ __forceinline__ void fetch(const MoveRows& p) {
 
 }  // namespace hisparse
 
-#define HISPARSE_ROWS_KERNEL(name, verb, bytes)                                    \
-    extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)           \
-        name(const __grid_constant__ hisparse::MoveRows p) {                       \
-        hisparse::verb<bytes>(p);                                                  \
-    }
+extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
+    store_rows(const __grid_constant__ hisparse::MoveRows p) {
+    hisparse::each_plane([&](auto plane) {
+        if (p.plane == plane.NUMBER) hisparse::store<decltype(plane)::Shape::ROW>(p);
+    });
+}
 
-HISPARSE_ROWS_KERNEL(store_rows, store, ROW_BYTES)
-HISPARSE_ROWS_KERNEL(fetch_rows, fetch, ROW_BYTES)
-HISPARSE_ROWS_KERNEL(store_keys, store, INDEX_ROW_BYTES)
-HISPARSE_ROWS_KERNEL(fetch_keys, fetch, INDEX_ROW_BYTES)
+extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
+    fetch_rows(const __grid_constant__ hisparse::MoveRows p) {
+    hisparse::each_plane([&](auto plane) {
+        if (p.plane == plane.NUMBER) hisparse::fetch<decltype(plane)::Shape::ROW>(p);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
+    store_keys(const __grid_constant__ hisparse::MoveRows p) {
+    hisparse::store<INDEX_ROW_BYTES>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
+    fetch_keys(const __grid_constant__ hisparse::MoveRows p) {
+    hisparse::fetch<INDEX_ROW_BYTES>(p);
+}

@@ -17,10 +17,10 @@ WORD_MAX = 16
 BLOCKS_PER_PROCESSOR = 8
 
 
-def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor) -> None:
+def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
     """As kernels.rows.write_new_rows, unchecked; `state` has been through `prepare`."""
     places = batch.new_rows[state.geometry.group_of_layer[layer]]
-    _launch(state, "store_rows", state.rows[layer], rows, places=places)
+    _launch(state, "store_rows", state.planes[plane][layer], rows, places=places, plane=plane)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
@@ -28,22 +28,24 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
     _launch(state, "store_keys", state.index_keys[group], keys, places=batch.new_index_rows)
 
 
-def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
+def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """As kernels.rows.gather_rows."""
-    rows = _new(state, *out_rows.shape, state.geometry.row_bytes)
-    _launch(state, "fetch_rows", state.rows[layer], rows, places=out_rows)
+    rows = _new(state, *out_rows.shape, state.geometry.planes[plane])
+    _launch(state, "fetch_rows", state.planes[plane][layer], rows, places=out_rows, plane=plane)
     return rows
 
 
-def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor) -> None:
+def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """As kernels.rows.write_slab_rows."""
-    _launch(state, "store_rows", state.rows[layer], rows, table=state.slab_table[seat], start=start)
+    _launch(
+        state, "store_rows", state.planes[plane][layer], rows, table=state.slab_table[seat], start=start, plane=plane
+    )
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int) -> Tensor:
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
     """As kernels.rows.read_slab_rows."""
-    rows = _new(state, stop, state.geometry.row_bytes)
-    _launch(state, "fetch_rows", state.rows[layer], rows, table=state.slab_table[seat])
+    rows = _new(state, stop, state.geometry.planes[plane])
+    _launch(state, "fetch_rows", state.planes[plane][layer], rows, table=state.slab_table[seat], plane=plane)
     return rows
 
 
@@ -68,6 +70,7 @@ def _launch(
     places: Tensor | None = None,
     table: Tensor | None = None,
     start: int = 0,
+    plane: int = 0,
 ) -> None:
     """Between `data` [..., bytes] and the rows of `section` named by `places`, or by positions start.. through `table`.
 
@@ -86,6 +89,7 @@ def _launch(
         tripwires=state.tripwires.data_ptr(),
         start=start,
         n=n,
+        plane=plane,
     )
     words = data.numel() // math.gcd(data.shape[-1], WORD_MAX)
     tiles = min(-(-words // THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))

@@ -93,26 +93,31 @@ __device__ void prepare_tables(const SwapIn& p, const Seat& at, const Shared& s)
     }
 }
 
-__device__ void copy_misses(const SwapIn& p, const Shared& s, int records) {
-    const int first = (threadIdx.x - CONTROL_THREADS) / Rows::LANES;
-    constexpr int GROUPS = COPY_THREADS / Rows::LANES;
-    const int tasks = records * Rows::LINES;
-    u8* const arena = p.state.rows + p.anchor_layer * p.state.arena_rows * ROW_BYTES;
+template <class P> __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, int records) {
+    using Shape = typename P::Shape;
+    const int first = (threadIdx.x - CONTROL_THREADS) / Shape::LANES;
+    constexpr int GROUPS = COPY_THREADS / Shape::LANES;
+    const int tasks = records * Shape::LINES;
+    u8* const arena = arena_of<P>(p.state, p.anchor_layer);
     const auto host = [&](int i) {
-        return host_row(p.state, s.record_page[i], s.record_token[i] % PAGE_TOKENS, p.anchor_layer, ROW_BYTES);
+        return host_place<P>(p.state, s.record_page[i], s.record_token[i] % PAGE_TOKENS, p.anchor_layer);
     };
     const auto target = [&](int i) -> u8* {
         const u32 slot = s.record_slot[i];
-        return slot >= SLOT_CLAIMED ? nullptr : arena + static_cast<i64>(slot_row(s.chunks, slot)) * ROW_BYTES;
+        return slot >= SLOT_CLAIMED ? nullptr : arena + static_cast<i64>(slot_row(s.chunks, slot)) * Shape::ROW;
     };
-    Lines<Rows, FLIGHT> lines;
+    Lines<Shape, FLIGHT> lines;
     lines.load(first, GROUPS, tasks, host, host);
-    sync_named(VICTIMS_KNOWN, BLOCK_THREADS);
+    if (P::NUMBER == 0) sync_named(VICTIMS_KNOWN, BLOCK_THREADS);
     lines.store(first, GROUPS, tasks, host, target);
     for (int begin = first + GROUPS * FLIGHT; begin < tasks; begin += GROUPS * FLIGHT) {
         lines.load(begin, GROUPS, tasks, host, host);
         lines.store(begin, GROUPS, tasks, host, target);
     }
+}
+
+__device__ __forceinline__ void copy_misses(const SwapIn& p, const Shared& s, int records) {
+    each_plane([&](auto plane) { copy_plane<decltype(plane)>(p, s, records); });
 }
 
 // ---- managed requests: control warps

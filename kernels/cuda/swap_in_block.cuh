@@ -1,11 +1,9 @@
 // What the thread blocks of one swap_in share and pass around: sizes, shared memory, the seat, small helpers.
 #pragma once
 
-#include "memory.cuh"
+#include "planes.cuh"
 
 namespace hisparse {
-
-using Rows = RowShape<ROW_BYTES, ROW_ALIGN>;
 
 constexpr int CONTROL_THREADS = 256;
 // Two blocks on a multiprocessor, without spills. A launcher reads the block size from the kernel's launch bound.
@@ -14,7 +12,7 @@ constexpr int COPY_THREADS = 128;
 constexpr int FLIGHT = 8;  // lines in flight per group of copy lanes
 #else
 constexpr int COPY_THREADS = 256;
-constexpr int FLIGHT = 7;
+constexpr int FLIGHT = PLANES == 2 ? 6 : 7;
 #endif
 constexpr int BLOCK_THREADS = CONTROL_THREADS + COPY_THREADS;
 constexpr int CONTROL_WARPS = CONTROL_THREADS / 32;

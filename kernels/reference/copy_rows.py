@@ -15,7 +15,8 @@ def copy_rows_to_host(
     if places is None:
         return
     rows, keys, pages, offsets = places
-    state.host_row_words[pages, state.layer_ids, offsets] = state.row_words[state.layer_ids, rows]
+    for host, device in zip(state.host_row_words, state.row_words, strict=True):
+        host[pages, state.layer_ids, offsets] = device[state.layer_ids, rows]
     if keys is not None:
         state.host_key_words[pages, state.group_ids, offsets] = state.key_words[state.group_ids, keys]
 
@@ -28,7 +29,8 @@ def copy_rows_to_device(
     if places is None:
         return
     rows, keys, pages, offsets = places
-    state.row_words[state.layer_ids, rows] = state.host_row_words[pages, state.layer_ids, offsets]
+    for host, device in zip(state.host_row_words, state.row_words, strict=True):
+        device[state.layer_ids, rows] = host[pages, state.layer_ids, offsets]
     if keys is not None:
         state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
 

@@ -9,9 +9,9 @@ from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch, Tripwire
 
 
-def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor) -> None:
+def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
-    _scatter(state.row_words[layer], batch.new_rows[state.geometry.group_of_layer[layer]], rows)
+    _scatter(state.row_words[plane][layer], batch.new_rows[state.geometry.group_of_layer[layer]], rows)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
@@ -19,19 +19,19 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
     _scatter(state.key_words[group], batch.new_index_rows, keys)
 
 
-def gather_rows(state: DeviceState, layer: int, out_rows: Tensor) -> Tensor:
+def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.row_words[layer], out_rows.flatten()).view(*out_rows.shape, -1)
+    return _gather(state.row_words[plane][layer], out_rows.flatten()).view(*out_rows.shape, -1)
 
 
-def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor) -> None:
+def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
-    _scatter(state.row_words[layer], _places(state, state.slab_table[seat], start, start + len(rows)), rows)
+    _scatter(state.row_words[plane][layer], _places(state, state.slab_table[seat], start, start + len(rows)), rows)
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int) -> Tensor:
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.row_words[layer], _places(state, state.slab_table[seat], 0, stop))
+    return _gather(state.row_words[plane][layer], _places(state, state.slab_table[seat], 0, stop))
 
 
 def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:

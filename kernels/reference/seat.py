@@ -61,15 +61,15 @@ def clear_seat(state: DeviceState, seat: int) -> None:
     """See kernels.seat. Waits for no device either."""
     _restart(state, seat, -1)
     for table in (state.index_table, state.host_table, state.chunk_table, state.slab_table):
-        table[seat] = -1
-    state.hits[:, seat] = 0
-    state.misses[:, seat] = 0
+        table[seat].fill_(-1)
+    state.hits[:, seat].zero_()
+    state.misses[:, seat].zero_()
 
 
 def _restart(state: DeviceState, seat: int, hot_slots: int) -> None:
-    state.hot_slots[seat] = hot_slots
-    state.tail[:, seat] = -1
-    state.now[seat] = 0
+    state.hot_slots[seat].fill_(hot_slots)  # assigning a number would wait for the device
+    state.tail[:, seat].fill_(-1)
+    state.now[seat].zero_()
 
 
 def _is_sized(state: DeviceState, seat: int, hot_slots: int) -> bool:

@@ -38,7 +38,8 @@ def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     held = torch.arange(plan.device_row.shape[1], device=plan.count.device) < plan.count.unsqueeze(1)
     if bool(held.any()):
         pages, offsets = plan.host_page[held].long(), plan.host_offset[held].long()
-        state.row_words[layer][plan.device_row[held].long()] = state.host_row_words[pages, layer, offsets]
+        for host, device in zip(state.host_row_words, state.row_words, strict=True):
+            device[layer][plan.device_row[held].long()] = host[pages, layer, offsets]
 
 
 @dataclass(eq=False)

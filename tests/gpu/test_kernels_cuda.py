@@ -180,15 +180,15 @@ def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
     def one() -> None:
         batch.lengths[0] += 1
         begin_step(state, batch, plan)
-        state.row_words[0].index_copy_(0, batch.new_rows[0, :1].long(), truth[(batch.lengths[:1] - 1).long()])
+        state.row_words[0][0].index_copy_(0, batch.new_rows[0, :1].long(), truth[(batch.lengths[:1] - 1).long()])
         last = batch.lengths[0] - 1
         topk[0] = torch.where(window < 24, last - window * 3, (last * 7919 + window * 104729) % last).int()
         swap_in(state, 0, topk, batch, out, misses)
         loads.add_(misses.count[:1])
-        wrong.add_((state.row_words[0][out[0].long()] != truth[topk[0].long()]).sum())
+        wrong.add_((state.row_words[0][0][out[0].long()] != truth[topk[0].long()]).sum())
 
     length = twin.cpu.host_table.shape[1]
-    truth = state.host_row_words[:, 0].cuda()[state.host_table[0, :length].long()].reshape(length * 64, -1)
+    truth = state.host_row_words[0][:, 0].cuda()[state.host_table[0, :length].long()].reshape(length * 64, -1)
     one()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from itertools import product
 
 import torch
 
@@ -37,6 +38,7 @@ class Twin:
         *,
         groups: tuple[int, ...] = (0, 0, 1),
         row_bytes: int = 24,
+        split: int = 0,
         index_row_bytes: int = 8,
         topk: int = 8,
         tail_slots: int = 2,
@@ -49,7 +51,7 @@ class Twin:
     ) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
-        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk)
+        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
         self.ranks, self.ids, self.size = ranks, ids, batch
         pages = pages_for(max_tokens)
         slots = max(pages, managed_chunks(hot_max))
@@ -149,8 +151,8 @@ class Twin:
             for layer, group in enumerate(self.geometry.group_of_layer):
                 place = int(batch.new_rows[group, row])
                 if place >= 0:
-                    host = self.cpu.host_row_words[int(self.cpu.host_table[seat, page]), layer, offset]
-                    self.cpu.row_words[layer, place] = host
+                    for host, device in zip(self.cpu.host_row_words, self.cpu.row_words, strict=True):
+                        device[layer, place] = host[int(self.cpu.host_table[seat, page]), layer, offset]
         self.gpu.rows.copy_(self.cpu.rows)
 
     def swap_in(self, group: int, batches: tuple[StepBatch, StepBatch], topk: torch.Tensor) -> None:
@@ -176,9 +178,11 @@ class Twin:
         same("copies", *(self.copies(plan) for plan in plans))
         same("absent", outs[0] < 0, outs[1] < 0)
         assert bool((outs[1][real:] == -1).all()), "I6: padded rows are -1"
-        for layer in self.geometry.layers_of_group(group):
-            rows = [gather_rows(state, layer, out) for state, out in zip((self.cpu, self.gpu), outs, strict=True)]
-            same(f"rows of layer {layer}", *rows)
+        for layer, plane in product(self.geometry.layers_of_group(group), range(len(self.geometry.planes))):
+            rows = [
+                gather_rows(state, layer, out, plane) for state, out in zip((self.cpu, self.gpu), outs, strict=True)
+            ]
+            same(f"rows of layer {layer}, plane {plane}", *rows)
         self.adopt()
 
     def tokens_held(self, state: DeviceState, group: int) -> torch.Tensor:
