@@ -91,6 +91,13 @@ def test_a_cuda_device_defaults_to_cuda_streams() -> None:
         ({"flags": {"worker.tail_slots": 17}}, "worker.tail_slots", "17", "1 to 16"),
         ({"flags": {"worker.lookahead_steps": 2}}, "worker.lookahead_steps", "2", "0 to 1"),
         ({"flags": {"worker.stream_backend": "cuda"}}, "worker.stream_backend", "cuda", "inline"),
+        (
+            {"flags": {"worker.device": "cuda", "worker.stream_backend": "simulated"}},
+            "worker.stream_backend",
+            "simulated",
+            "empty",
+        ),
+        ({"flags": {"worker.device_mem": "auto"}}, "worker.device_mem", "auto", "GiB"),
         ({"flags": {"worker.device": "tpu"}}, "worker.device", "tpu", "cuda"),
         ({"flags": {"worker.name": "a b"}}, "worker.name", "a b", "another"),
         ({"flags": {"worker.metrics_port": 65_536}}, "worker.metrics_port", "65536", "-1 for none"),

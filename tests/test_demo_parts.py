@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
+from coordinator.demo.compare import TIE_BOUNDS, OracleRun, compare, first_difference
 from coordinator.demo.oracles import deal
 from coordinator.demo.plan import DemoOptions, Source, cut_prompts, memory_for, prompt_lengths
 from coordinator.demo.report import DemoReport, RequestReport, figure_lines, judged, render
@@ -15,6 +15,8 @@ from coordinator.demo.watch import Outcome, Watch, pages_in_use
 from coordinator.errors import BadInput
 from coordinator.messages import PoolRow, RequestRow
 from kernels.layout import managed_chunks, pages_for
+
+TIE_BOUND = TIE_BOUNDS["float32"]
 
 
 def oracle(tokens: list[int], gaps: list[float] | None = None, runners_up: list[int] | None = None) -> OracleRun:
@@ -51,9 +53,10 @@ def test_no_request_can_become_resident_and_one_always_fits(requests: int, short
         {"new_tokens": 8},
         {"prompt_tokens_min": 2047},
         {"prompt_tokens_min": 4096, "prompt_tokens_max": 4000},
+        {"dtype": "float64"},
     ],
 )
-def test_a_demo_too_small_to_show_anything_is_refused(changes: dict[str, int]) -> None:
+def test_a_demo_that_could_show_nothing_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(BadInput):
         DemoOptions(**changes)  # type: ignore[arg-type]
 
@@ -83,7 +86,7 @@ def test_too_little_text_is_refused_with_the_count() -> None:
 
 @given(st.lists(st.integers(0, 300)))
 def test_equal_outputs_are_verified_in_full(tokens: list[int]) -> None:
-    verdict = compare("r", tokens, oracle(tokens))
+    verdict = compare("r", tokens, oracle(tokens), TIE_BOUND)
     assert (verdict.verified, verdict.mismatched, verdict.unverified) == (len(tokens), 0, 0)
     assert verdict.divergence is None
 
@@ -94,7 +97,7 @@ def test_every_position_is_counted_once_and_every_difference_is_found(
 ) -> None:
     assume(ours != theirs)
     runners_up = [(token + 1) % 4 for token in theirs]
-    verdict = compare("r", ours, oracle(theirs, [gap] * len(theirs), runners_up))
+    verdict = compare("r", ours, oracle(theirs, [gap] * len(theirs), runners_up), TIE_BOUND)
     assert verdict.verified + verdict.mismatched + verdict.unverified == max(len(ours), len(theirs))
     assert (verdict.mismatched > 0) != verdict.tie_excused
     assert verdict.divergence == first_difference(ours, theirs)
@@ -102,19 +105,19 @@ def test_every_position_is_counted_once_and_every_difference_is_found(
 
 def test_a_tie_excuses_only_below_the_bound_and_only_the_runner_up() -> None:
     near, far = TIE_BOUND / 2, TIE_BOUND * 2
-    excused = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]))
+    excused = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]), TIE_BOUND)
     assert (excused.verified, excused.mismatched, excused.unverified, excused.tie_excused) == (1, 0, 2, True)
     assert excused.gap == near
-    too_far = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, far, 1.0], [0, 8, 0]))
+    too_far = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, far, 1.0], [0, 8, 0]), TIE_BOUND)
     assert (too_far.mismatched, too_far.tie_excused) == (2, False)
-    another_token = compare("r", [7, 5, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]))
+    another_token = compare("r", [7, 5, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]), TIE_BOUND)
     assert (another_token.mismatched, another_token.tie_excused) == (2, False)
 
 
 def test_a_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
-    short = compare("r", [7], oracle([7, 9], [0.0, 0.0], [0, 0]))
+    short = compare("r", [7], oracle([7, 9], [0.0, 0.0], [0, 0]), TIE_BOUND)
     assert (short.verified, short.mismatched, short.tie_excused) == (1, 1, False)
-    long = compare("r", [7, 9], oracle([7], [0.0], [0]))
+    long = compare("r", [7, 9], oracle([7], [0.0], [0]), TIE_BOUND)
     assert (long.verified, long.mismatched, long.tie_excused) == (1, 1, False)
 
 
@@ -190,7 +193,8 @@ def report(**changes: object) -> DemoReport:
         divergence=None, gap=None, hits=90, misses=10, oracle_s=1.5,
     )  # fmt: skip
     base = DemoReport(
-        family="glm-5", requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
+        family="glm-5", device="cpu", dtype="float32",
+        requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
         unverified_tokens=0, tie_excused=0, tie_bound=TIE_BOUND, hits=90, misses=10, hit_rate=0.9, rows_swapped=20,
         bytes_swapped=2048, retracted=1, handed_over=1, host_pages_before=0, host_pages_peak=70, host_pages_after=0,
         full_kv_bytes=1 << 20, hot_bytes=1 << 17, topk=128, hot_slots=192, start_s=1.0, serve_s=2.0, oracle_s=3.0,

@@ -20,7 +20,7 @@ from tests.worker_rig import SETTINGS
 from worker.arena import Arena
 from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
 from worker.inputs import RING_BUFFERS, Ring, SeatTables
-from worker.sizing import Sizing, size_worker
+from worker.sizing import DEVICE_SHARE, Sizing, size_worker
 from worker.streams import Stream, make_streams
 
 replace = msgspec.structs.replace
@@ -215,6 +215,20 @@ def test_a_full_buffer_of_edits_is_flushed() -> None:
     assert state.index_table.tolist() == [list(range(9, 14))] * 3
 
 
+def test_an_entry_set_twice_travels_once() -> None:
+    """Writes of one operation to equal places would run in any order on a GPU."""
+    streams = make_streams("simulated", seed=4)
+    state, tables = tables_on(streams.compute)
+    tables.set("chunk_table", 1, 0, [1, 2, 3])
+    tables.set("chunk_table", 1, 1, [7])
+    tables.set("chunk_table", 1, 2, [8, 9])
+    edits = tables._ring._buffers[0]
+    tables.flush()
+    assert edits.places[:5].tolist() == [6, 7, 8, 9, 0]
+    streams.close()
+    assert state.chunk_table[1].tolist() == [1, 7, 8, 9, -1, -1]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_edits_of_many_flushes_at_one_step_boundary_all_arrive(seed: int) -> None:
     streams = make_streams("simulated", seed)
@@ -280,6 +294,19 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, object], fie
         sized(**changes)
     assert caught.value.field == field
     assert caught.value.remedy
+
+
+def test_an_automatic_budget_is_most_of_what_a_gpu_has_free() -> None:
+    runner, free = FakeRunner(), 10 << 20
+    sizing = size_worker(replace(SETTINGS, device="cuda", device_mem="auto"), runner.geometry, runner.info, "", free)
+    assert 0.95 * free * DEVICE_SHARE < sizing.device_bytes <= free * DEVICE_SHARE
+
+
+def test_a_budget_beyond_what_a_gpu_has_free_is_refused() -> None:
+    runner = FakeRunner()
+    with pytest.raises(ConfigError, match="1048576 bytes free") as caught:
+        size_worker(replace(SETTINGS, device_mem="2MiB"), runner.geometry, runner.info, "", 1 << 20)
+    assert caught.value.field == "worker.device_mem"
 
 
 def test_defaults_leave_room_for_every_kind() -> None:

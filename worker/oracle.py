@@ -8,7 +8,7 @@ stdin    one JSON object:
            prompts         list of {"tokens": [ids], "max_new_tokens": n}
            ignore_eos      go on after an end-of-sequence token (default false)
            threads         torch threads (default 1)
-           dtype           default "float32"
+           dtype, device   default "float32", "cpu"
            prefill_chunk   generate()'s own prefill_chunk_size (default 512; 0: the whole prompt at once). The indexer's
                            scores of a whole prompt take 4 * heads * P**2 bytes: 1 GB at 4,000 tokens and 16 heads
 stdout   one JSON line per prompt, in order, as soon as it is done:
@@ -45,7 +45,8 @@ def main() -> int:
         return 2
     logging.disable_progress_bar()
     torch.set_num_threads(job.get("threads", 1))
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, job.get("dtype", "float32"))).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, job.get("dtype", "float32")))
+    model = model.to(job.get("device", "cpu")).eval()
     if job.get("ignore_eos", False):
         model.generation_config.eos_token_id = None
     for index, (tokens, max_new_tokens) in enumerate(prompts):
@@ -61,8 +62,8 @@ def greedy(
 ) -> dict[str, list[int] | list[float]]:
     """Greedy continuation of one prompt, with the runner-up and its distance at each step."""
     output = model.generate(
-        torch.tensor([tokens]),
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        torch.tensor([tokens], device=model.device),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         prefill_chunk_size=prefill_chunk or None,

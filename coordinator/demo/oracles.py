@@ -1,8 +1,9 @@
 """The model library's own generate() on the demo's prompts, in processes that import nothing of ours.
 
-Prompts are dealt to as many processes as there are cores, so that the parts take about equally long (a prompt costs its
-length squared: 4 s for 2,048 tokens, 36 s for 6,000 were measured); each process loads
-the checkpoint once and prints one line per prompt (worker/oracle.py).
+They decode where the service did, in the same precision. Prompts are dealt to as many processes as there are cores (few
+on a GPU, whose memory they share), so that the parts take about equally long (a prompt costs its length squared: on a
+core 4 s for 2,048 tokens, 36 s for 6,000 were measured); each process loads the checkpoint once and prints one line per
+prompt (worker/oracle.py).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Final
 import trio
 
 from coordinator.demo.compare import OracleRun
-from coordinator.demo.plan import DemoRequest
+from coordinator.demo.plan import DemoOptions, DemoRequest
 from coordinator.errors import InternalError, Unavailable
 
 #: Longest that all prompts may take: twenty times what they took on two cores.
 ORACLE_LIMIT_S: Final = 1_800.0
+GPU_PROCESSES: Final = 4
 #: Largest line an oracle prints: ids, runners-up and gaps of one output.
 LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 
@@ -39,26 +41,31 @@ def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
     return dealt
 
 
-async def consult(model: Path, requests: Sequence[DemoRequest], new_tokens: int, work_dir: Path, done: Done) -> None:
+async def consult(
+    model: Path, requests: Sequence[DemoRequest], options: DemoOptions, work_dir: Path, done: Done
+) -> None:
     """Call `done(request_id, run)` for each request as its answer comes. Raises Unavailable when an oracle fails."""
-    hands = deal([len(request.prompt) ** 2 for request in requests], os.cpu_count() or 1)
+    processes = (os.cpu_count() or 1) if options.device == "cpu" else GPU_PROCESSES
+    hands = deal([len(request.prompt) ** 2 for request in requests], processes)
     with trio.move_on_after(ORACLE_LIMIT_S) as scope:
         async with trio.open_nursery() as nursery:
             for number, hand in enumerate(hands):
                 chosen = [requests[i] for i in hand]
-                nursery.start_soon(_consult_one, model, chosen, new_tokens, work_dir / f"oracle{number}.log", done)
+                nursery.start_soon(_consult_one, model, chosen, options, work_dir / f"oracle{number}.log", done)
     if scope.cancelled_caught:
         raise Unavailable("the oracle did not finish", field="limit_s", value=ORACLE_LIMIT_S, remedy="ask for less")
 
 
 async def _consult_one(
-    model: Path, requests: Sequence[DemoRequest], new_tokens: int, log_path: Path, done: Done
+    model: Path, requests: Sequence[DemoRequest], options: DemoOptions, log_path: Path, done: Done
 ) -> None:
     job = {
         "model": str(model),
-        "prompts": [{"tokens": request.prompt, "max_new_tokens": new_tokens} for request in requests],
+        "prompts": [{"tokens": request.prompt, "max_new_tokens": options.new_tokens} for request in requests],
         "ignore_eos": True,
         "threads": 1,
+        "dtype": options.dtype,
+        "device": options.device,
     }
     answered = 0
     with log_path.open("wb") as log:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.demo.compare import TIE_BOUNDS
 from coordinator.errors import BadInput
 from kernels.layout import PAGE_TOKENS, managed_chunks
 
@@ -28,7 +29,8 @@ NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resum
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`."""
+    """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`; `streams` "" is
+    what the device has."""
 
     family: str = "glm-5"
     requests: int = 8
@@ -37,9 +39,13 @@ class DemoOptions:
     prompt_tokens_min: int = 2_048
     prompt_tokens_max: int = 6_000
     topk: int = 128
-    streams: str = "inline"
+    device: str = "cpu"
+    dtype: str = "float32"
+    streams: str = ""
 
     def __post_init__(self) -> None:
+        if self.dtype not in TIE_BOUNDS:
+            raise BadInput("unknown", field="dtype", value=self.dtype, remedy=f"use one of {', '.join(TIE_BOUNDS)}")
         _at_least("requests", self.requests, REQUESTS_MIN)
         _at_least("workers", self.workers, 2)
         _at_least("new-tokens", self.new_tokens, NEW_TOKENS_MIN)

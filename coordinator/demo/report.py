@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.demo.compare import TIE_BOUND, OracleRun, compare
+from coordinator.demo.compare import TIE_BOUNDS, OracleRun, compare
 from coordinator.demo.plan import DemoOptions, DemoRequest, memory_for
 from coordinator.demo.watch import Outcome
 from kernels.layout import PAGE_TOKENS
@@ -45,6 +45,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints. Counts unless the name ends in a unit."""
 
     family: str
+    device: str
+    dtype: str
     requests: int
     workers: int
     verified_tokens: int
@@ -93,12 +95,15 @@ class Evidence:
 def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence: Evidence) -> DemoReport:
     """Compare every output, add up, judge."""
     outcome, watch = evidence.outcome, evidence.outcome.watch
-    rows = [_request_report(request, evidence) for request in requests]
+    tie_bound = TIE_BOUNDS[options.dtype]
+    rows = [_request_report(request, evidence, tie_bound) for request in requests]
     hits, misses = sum(row.hits for row in rows), sum(row.misses for row in rows)
     swapped = sum(worker.swapped_bytes for worker in watch.workers.values())
     page_kv_bytes = PAGE_TOKENS * evidence.layers * evidence.kv_row_bytes
     report = DemoReport(
         family=options.family,
+        device=options.device,
+        dtype=options.dtype,
         requests=len(requests),
         workers=options.workers,
         verified_tokens=sum(row.verified for row in rows),
@@ -106,7 +111,7 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
         mismatched_tokens=sum(row.mismatched for row in rows),
         unverified_tokens=sum(row.unverified for row in rows),
         tie_excused=sum(row.tie_excused for row in rows),
-        tie_bound=TIE_BOUND,
+        tie_bound=tie_bound,
         hits=hits,
         misses=misses,
         hit_rate=round(hits / max(hits + misses, 1), 4),
@@ -129,10 +134,10 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
     return judged(report)
 
 
-def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
+def _request_report(request: DemoRequest, evidence: Evidence, tie_bound: float) -> RequestReport:
     outcome, run = evidence.outcome, evidence.runs[request.request_id]
     row = outcome.watch.rows[request.request_id]
-    verdict = compare(request.request_id, outcome.tokens[request.request_id], run)
+    verdict = compare(request.request_id, outcome.tokens[request.request_id], run, tie_bound)
     return RequestReport(
         request_id=request.request_id,
         source=request.source,
@@ -230,7 +235,8 @@ def figure_lines(report: DemoReport) -> Mapping[str, str]:
     """The summary below the table, as label and text."""
     return {
         "tokens": f"{report.verified_tokens:,} verified, {report.distinct_tokens} distinct, "
-        f"{report.mismatched_tokens} mismatched, {report.tie_excused} requests excused by a tie below {TIE_BOUND:g}",
+        f"{report.mismatched_tokens} mismatched, {report.tie_excused} requests excused by a tie below "
+        f"{report.tie_bound:g}; {report.dtype} on {report.device}",
         "swap-in": f"{_share(report.hits, report.hits + report.misses)} hits with {report.hot_slots} hot slots "
         f"for top-{report.topk}; {report.rows_swapped:,} rows, {_mib(report.bytes_swapped)} loaded from host memory",
         "memory": f"{_mib(report.hot_bytes)} hot buffers against {_mib(report.full_kv_bytes)} full KV "

@@ -78,7 +78,7 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
                 await run_scenario(client, requests, options, outcome, display.say)
     began = trio.current_time()
     runs = await _oracle_runs(model, requests, options, directory, display)
-    layers, row_bytes = kv_shape(model)
+    layers, row_bytes = kv_shape(model, options.dtype)
     return Evidence(
         outcome=outcome,
         runs=runs,
@@ -99,7 +99,7 @@ async def _oracle_runs(
         display.say(f"  {name} in {run.duration_s:.0f} s, {len(runs)} of {len(requests)}")
 
     display.say("the model library's own generate() decodes the same prompts, in processes of its own")
-    await consult(model, requests, options.new_tokens, directory, answered)
+    await consult(model, requests, options, directory, answered)
     return runs
 
 

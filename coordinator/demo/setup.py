@@ -24,6 +24,7 @@ HOST_BYTES_PER_TOKEN: Final = 2_048
 #: Pages granted ahead of need, beside what a request comes to hold.
 SPARE_TOKENS: Final = 4 * PAGE_TOKENS
 DEVICE_MEM: Final = "256MiB"
+VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
 def read_sources(paths: Sequence[Path]) -> list[Source]:
@@ -66,13 +67,14 @@ async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> 
 
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path) -> Config:
-    """Deterministic, in fp32, every request managed (`memory_for`). Settings of the user do not count here."""
+    """Deterministic, every request managed (`memory_for`). Settings of the user do not count here."""
     memory = memory_for(options)
     longest = options.prompt_tokens_max + options.new_tokens + PAGE_TOKENS
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
         "worker.model": str(model),
-        "worker.dtype": "float32",
+        "worker.device": options.device,
+        "worker.dtype": options.dtype,
         "worker.deterministic": True,
         "worker.stream_backend": options.streams,
         "worker.seats": options.requests,
@@ -86,7 +88,7 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path) -> Conf
     return build({}, {}, flags, HostFacts.read())
 
 
-def kv_shape(model: Path) -> tuple[int, int]:
-    """Layers of the checkpoint, and bytes of one KV row in fp32."""
+def kv_shape(model: Path, dtype: str) -> tuple[int, int]:
+    """Layers of the checkpoint, and bytes of one KV row in `dtype`."""
     config = json.loads((model / "config.json").read_text())
-    return config["num_hidden_layers"], 4 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    return config["num_hidden_layers"], VALUE_BYTES[dtype] * (config["kv_lora_rank"] + config["qk_rope_head_dim"])

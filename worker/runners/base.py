@@ -62,10 +62,10 @@ class SamplerState:
 
     def set_seat(self, seat: int, temperature: float, top_p: float, seed: int) -> None:
         """Device-side: a new request takes `seat`. `seed` is reduced modulo 2**64 to a signed 64-bit pattern."""
-        self.last_token[seat] = 0
-        self.temperature[seat] = temperature
-        self.top_p[seat] = top_p
-        self.seed[seat] = (seed + 2**63) % 2**64 - 2**63
+        self.last_token[seat].fill_(0)  # assignment would copy the number from pageable memory, and wait for that
+        self.temperature[seat].fill_(temperature)
+        self.top_p[seat].fill_(top_p)
+        self.seed[seat].fill_((seed + 2**63) % 2**64 - 2**63)
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Runner(Protocol):
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 
-        tokens int64[S] on the runner's device, alive and unchanged until the operation ran. KV rows and index keys of
+        tokens int64[S] on the runner's device, alive and unchanged until the operation ran, and ids of the vocabulary:
+        the caller has seen them on the host (seats.check_admit), nobody reads them back to look. KV rows and index keys of
         positions below `start` must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are
         written there. With `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
         sampler.last_token[seat].
