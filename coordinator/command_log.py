@@ -146,6 +146,13 @@ class CommandLog:
         self.acknowledge(command_ack, now)
         self._go_back(self._first_unacked)
 
+    def rebase(self, command_ack: int) -> None:
+        """The worker has applied `command_ack` commands of an earlier life; none of this one was sent yet."""
+        if self._sent_top:
+            raise InternalError(f"command log: {self._sent_top} commands were sent", value=command_ack)
+        self._first_unacked = self._cursor = command_ack + 1
+        self._sent_top = command_ack
+
     def check_invariants(self) -> None:
         top = self._first_unacked + len(self._entries)
         if not self._first_unacked <= self._cursor <= top or not self.acknowledged <= self._sent_top < top:

@@ -29,6 +29,8 @@ from coordinator.errors import ConfigError
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
 #: `host_mem` or `device_mem` that the worker works out for itself.
 AUTO: Final = "auto"
+#: `journal` of a coordinator that keeps none.
+NO_JOURNAL: Final = "none"
 #: The one variable that is not a setting: the path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
 
@@ -51,6 +53,7 @@ class ClusterSettings(Settings, frozen=True):
 
 
 class CoordinatorSettings(Settings, frozen=True):
+    journal: str = ""  # default: <runtime_dir>/journal.sqlite; none: a crash of the coordinator loses every request
     live_requests_max: int = 16_384
     queue_max: int = 8_192
     ended_keep_s: float = 600.0  # finished outputs stay attachable this long
@@ -71,6 +74,7 @@ class WorkerSettings(Settings, frozen=True):
     model: str = ""
     device: str = "cpu"
     dtype: str = "auto"  # auto: the checkpoint's; float32, bfloat16
+    kv_dtype: str = "auto"  # of KV rows and index keys. auto: as dtype; float32, bfloat16, fp8
     stream_backend: str = ""  # default: inline on cpu; simulated; cuda
     stream_seed: int = 0  # of the simulated backend
     graphs: bool = True  # replay decode steps from CUDA graphs; without effect on other stream backends
@@ -187,6 +191,9 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             client_endpoint=cluster.client_endpoint or f"ipc://{runtime_dir}/client.sock",
             admin_endpoint=cluster.admin_endpoint or f"ipc://{runtime_dir}/admin.sock",
             worker_endpoint=cluster.worker_endpoint or f"ipc://{runtime_dir}/worker.sock",
+        ),
+        coordinator=msgspec.structs.replace(
+            config.coordinator, journal=config.coordinator.journal or f"{runtime_dir}/journal.sqlite"
         ),
         worker=msgspec.structs.replace(
             worker,

@@ -67,6 +67,10 @@ class Deliveries:
     def ended(self, ending: Ending) -> None:
         """The request is terminal; its tokens are all in the log."""
         self._counters.ended[ending.outcome] += 1
+        self.recovered(ending)
+
+    def recovered(self, ending: Ending) -> None:
+        """As `ended`, but it was counted in an earlier life."""
         self._endings[ending.slot] = ending
         self._subscriptions.finish(ending.slot)
         self._news.set()

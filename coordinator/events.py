@@ -25,6 +25,7 @@ from coordinator.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
+    from coordinator.dispatch import Step, Tell
     from coordinator.journal import Commit
 
 T = TypeVar("T")
@@ -78,10 +79,13 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """The gateway's side of the end of a request. Both calls are synchronous and must not fail."""
+    """The gateway's side of the end of a request. The calls are synchronous and must not fail."""
 
     def ended(self, ending: Ending) -> None:
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
+
+    def recovered(self, ending: Ending) -> None:
+        """As `ended`, of a request that ended in an earlier life of the coordinator."""
 
     def forgotten(self, slot: int) -> None:
         """The slot is about to be closed and reused: drop subscriptions to it."""
@@ -143,20 +147,30 @@ class WorkerUp(msgspec.Struct, frozen=True):
     reply: Reply[None]
 
 
+class WorkerBack(msgspec.Struct, frozen=True):
+    """An epoch that the journal knows has said hello to this life of the coordinator. The reply fails when its
+    inventory cannot be."""
+
+    hello: messages.WorkerHello
+    reply: Reply[None]
+
+
 class WorkerDown(msgspec.Struct, frozen=True):
     """The epoch is over: nothing it says counts any more. `proved_exit`: its process is gone, so nothing of it can
-    still touch memory (I2)."""
+    still touch memory (I2). `died`: it ended rather than emptied itself, and what was on it may be why."""
 
     worker: str
     epoch: int
     proved_exit: bool
+    died: bool = False
 
 
 class WorkerExited(msgspec.Struct, frozen=True):
-    """Proof, after WorkerDown without one, that the process of that epoch is gone."""
+    """Proof, after WorkerDown without one, that the process of that epoch is gone; `died` as there."""
 
     worker: str
     epoch: int
+    died: bool = True
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -201,6 +215,13 @@ class Closed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
     slot: int
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """What is to be done first after the journal was read."""
+
+    steps: tuple[Step, ...]
+    tells: tuple[Tell, ...]
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -258,4 +279,16 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
 
 
-Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost
+class Adopted(msgspec.Struct, frozen=True):
+    """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
+    was given and never heard of."""
+
+    admission: int
+    is_staged: bool
+    is_started: bool
+    is_parked: bool
+    resize: messages.Resize | None
+    grant: messages.Grant | None
+
+
+Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted

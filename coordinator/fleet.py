@@ -7,7 +7,7 @@ Both are pinned by the first to come, for as long as anything depends on them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from coordinator.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from coordinator.events import WorkerPort
 from coordinator.intake import check_name
+from coordinator.journal_records import Joined, PoolOpened
 from coordinator.ledger import Ledger
 from coordinator.messages import ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
 from coordinator.roster import Roster, Worker
@@ -63,6 +64,13 @@ class Fleet:
         self._gone.pop(hello.worker, None)
         return Worker(hello.worker, hello.node, hello.epoch, hello.capacity, hello.model, port)
 
+    def recover(self, opened: PoolOpened, joined: Sequence[Joined]) -> None:
+        """A node of an earlier life, and its epochs."""
+        self._pools[opened.node] = opened.capacity
+        self.model = opened.model
+        for it in joined:
+            self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
+
     def leave(self, worker: Worker) -> None:
         """Remember how it was last."""
         if not self._ledgers[worker.node].has_live(worker.name):
@@ -96,7 +104,7 @@ class Fleet:
         return [self._pool_row(node, ledger) for node, ledger in self._ledgers.items()]
 
     def _row(self, worker: Worker) -> WorkerRow:
-        state = "connected"
+        state = "disconnected" if worker.awaited else "connected"
         if worker.drain is not None:
             state = "draining" if worker.requests else "drained"
         budget = self._ledgers[worker.node].budget(worker.name)

@@ -30,6 +30,7 @@ Message: TypeAlias = (
     | events.DrainAsk
     | events.StopAsk
     | events.WorkerUp
+    | events.WorkerBack
     | events.WorkerDown
     | events.WorkerExited
     | events.Starving
@@ -37,6 +38,7 @@ Message: TypeAlias = (
     | events.Resized
     | events.Departed
     | events.Closed
+    | events.Recovered
     | events.Tick
 )
 
@@ -138,13 +140,22 @@ class Front(Actor[Message]):
         """
         await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
 
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None:
-        """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`."""
-        self.tell(events.WorkerDown(worker, epoch, proved_exit))
+    async def worker_back(self, hello: messages.WorkerHello) -> None:
+        """An epoch that was recovered from the journal is there, with its inventory.
 
-    def worker_exited(self, worker: str, epoch: int) -> None:
-        """The process of an epoch that was declared down is proved gone."""
-        self.tell(events.WorkerExited(worker, epoch))
+        Commands may reach its port before this returns. Raises WrongState when the inventory cannot be, or the epoch
+        is over.
+        """
+        await self.ask(lambda reply: events.WorkerBack(hello, reply))
+
+    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None:
+        """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`. `died`: with its
+        process, for which what was on it may be to blame."""
+        self.tell(events.WorkerDown(worker, epoch, proved_exit, died))
+
+    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
+        """An epoch that was declared down is proved gone: its process `died`, or has emptied itself."""
+        self.tell(events.WorkerExited(worker, epoch, died))
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
         """Route a worker's event to its Request. An admission that has departed, or is another worker's: dropped.

@@ -117,6 +117,11 @@ class Ledger:
     def has_live(self, worker: str) -> bool:
         return worker in self._live
 
+    def has_exited(self, worker: str, epoch: int) -> bool:
+        """Whether the process of an epoch that has holders is proved gone."""
+        budget = self._budgets.get((worker, epoch))
+        return budget is not None and budget.exited
+
     def holds(self, admission: int) -> bool:
         return admission in self._holdings
 

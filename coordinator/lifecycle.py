@@ -63,10 +63,11 @@ class Kind(StrEnum):
     DEMOTED = "demoted"
     END = "end"  # abort, or the coordinator stops
     LOST = "lost"
+    ADOPTED = "adopted"  # a coordinator that restarted has heard from its worker
 
 
 BY_WORKER: Final = frozenset({Kind.STAGED, Kind.STARTED, Kind.PARKED, Kind.RESIZED, Kind.ENDED, Kind.RELEASED})
-OF_ADMISSION: Final = BY_WORKER | {Kind.LOST}
+OF_ADMISSION: Final = BY_WORKER | {Kind.LOST, Kind.ADOPTED}
 
 
 class Resolve(Enum):
@@ -91,6 +92,7 @@ _ON_WORKER: Final[dict[Kind, Target]] = {
     Kind.END: State.RELEASING,
     Kind.RELEASED: WAIT,
     Kind.LOST: WAIT,
+    Kind.ADOPTED: SAME,
 }
 _LEAVING: Final[dict[Kind, Target]] = {
     **_ON_WORKER,

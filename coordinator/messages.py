@@ -480,12 +480,16 @@ Command: TypeAlias = Admit | Grant | Resize | Withdraw | Stop
 
 
 class WorkerWelcome(Message, frozen=True):
-    """Answer to WorkerHello. `report_ack` is the last report number received in this epoch: send what came after."""
+    """Answer to WorkerHello. `report_ack` is the last report of this epoch that counts: send what came after.
+
+    `adopted`: a coordinator of a higher incarnation knows this epoch from its journal, and goes on with it.
+    """
 
     protocol: int
     incarnation: int
     report_ack: int
     want_tokenizer: bool
+    adopted: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -505,7 +509,7 @@ class Commands(Message, frozen=True):
 
 
 class ReportAck(Message, frozen=True):
-    """All reports up to `number` were received."""
+    """All reports up to `number` were received, and what they said was written to the journal."""
 
     incarnation: int
     number: int
@@ -525,15 +529,32 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 
 
 class Held(Part, frozen=True):
-    """One admission a worker still has, in its hello after a reconnect."""
+    """One admission a worker still has, or whose Released was not acknowledged; in its hello.
+
+    Token counts are as of now. What was given is as of the commands applied: `host_pages` by count, and the Resize
+    under way as hot slots and chunks. How far it has come is as of the reports acknowledged: those that were not come
+    again, behind the welcome.
+    """
 
     admission: int
     generated_tokens: int
     durable_tokens: int
+    slot: int = -1
+    host_pages: int = 0
+    hot_slots: int = 0
+    hot_chunks: int = 0
+    resizing: tuple[int, int] | None = None
+    is_staged: bool = False
+    is_started: bool = False
+    is_parked: bool = False
+    is_released: bool = False
 
 
 class WorkerHello(Message, frozen=True):
-    """First message on a worker connection; a fresh DEALER per (re)connect. `command_ack`: the last command applied."""
+    """First message on a worker connection; a fresh DEALER per (re)connect.
+
+    `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
+    """
 
     protocol: int
     worker: str
@@ -546,6 +567,7 @@ class WorkerHello(Message, frozen=True):
     model: ModelInfo
     capacity: WorkerCapacity
     held: tuple[Held, ...] = ()
+    report_first: int = 1
 
 
 class Progress(Part, frozen=True):

@@ -93,6 +93,7 @@ class Policy:
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """What to do now; applied to the roster, yet to be applied to the ledgers. `tick`: do what can wait, too."""
+        self.roster.suspects.clear()
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
@@ -146,7 +147,8 @@ class _Plan:
 
     def _consider(self, entry: Entry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
-        asks = self._asks(entry)
+        all_asks = self._asks(entry)
+        asks = [(worker, ask) for worker, ask in all_asks if self._may_join(entry, worker)]
         best = max(
             ((self._preference(worker, ask), at) for at, (worker, ask) in enumerate(asks) if self._fits(worker, ask)),
             default=None,
@@ -155,15 +157,20 @@ class _Plan:
         if made is not None and self._fits(*made):
             self._admit(entry, *made)
             return True
-        self.blocked.update(worker.node for worker, _ in asks)
+        self.blocked.update(worker.node for worker, _ in all_asks)
         return False
+
+    def _may_join(self, entry: Entry, worker: Worker) -> bool:
+        """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
+        suspects = self.roster.suspects
+        return not suspects or suspects.may_join(entry, self.roster.on(worker.name))
 
     def _asks(self, entry: Entry) -> list[tuple[Worker, _Ask]]:
         """Workers that could take `entry` on if they were empty, and what it would need there at its smallest size."""
         shapes: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
         asks: list[tuple[Worker, _Ask]] = []
         for worker in self.roster.workers.values():
-            if worker.drain or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
+            if not worker.takes or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
             shape = id(worker.capacity)
             if shape not in shapes:
@@ -332,7 +339,7 @@ class _Plan:
     def _hand_over(self, entry: Entry, worker: Worker) -> bool:
         """Nobody is retracted for it; shrinking is left to its admission, which follows."""
         for target in self.roster.of_node(worker.node):
-            ask = self._ask(entry, target) if target.drain is None else None
+            ask = self._ask(entry, target) if target.takes else None
             if ask is None:
                 continue
             ask = self._with_margin(entry, target, ask) if entry.displaced else ask
@@ -360,7 +367,7 @@ class _Plan:
     def enlarge(self) -> None:
         """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
         for worker in self.roster.workers.values():
-            if worker.drain is None and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
+            if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
                 managed = [e for e in worker.managed.values() if e.phase is Phase.RUNNING and not is_pinned(e, worker)]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
@@ -384,7 +391,7 @@ class _Plan:
 
     def _could_go_elsewhere(self, entry: Entry) -> bool:
         return any(
-            worker.drain is None and worker.node != entry.node and self._ask(entry, worker)
+            worker.takes and worker.node != entry.node and self._ask(entry, worker)
             for worker in self.roster.workers.values()
         )
 

@@ -10,6 +10,7 @@ from coordinator import messages
 from coordinator.errors import InternalError, ProtocolError, WrongState
 from coordinator.events import (
     Admitted,
+    Adopted,
     Closed,
     Demoted,
     Departed,
@@ -103,6 +104,30 @@ class RequestState:
         self.first = Line(now, "submitted", self.state, reason)
         self.lines: deque[Line] = deque(maxlen=STORY_LINES_MAX - 1)
         self.lines_dropped = 0
+
+    # ---------------------------------------------------------------- from the journal
+
+    def recover_waiting(self, now: float, *, held: bool, kept_tokens: int) -> None:
+        """It was on no worker when the coordinator stopped."""
+        self.held, self.kept_tokens = held, kept_tokens
+        self._move(WAIT, now, "recovered", f"{kept_tokens} rows kept" if kept_tokens else "")
+
+    def recover_stay(self, now: float, admission: int, worker: str, *, staged: bool, held: bool) -> None:
+        """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
+        earlier life, it is leaving."""
+        self.admission, self.worker, self.keep, self.held, self.staging = admission, worker, True, held, not staged
+        state = State.RETRACTING if held else State.READY if staged else State.PREFILLING
+        self._move(state, now, "recovered", f"on {worker}, which is awaited")
+
+    def recover_ending(self, now: float, outcome: str, reason: str) -> None:
+        """Besides, its end was decided."""
+        self.outcome, self.verdict, self.held = State(outcome), reason, False
+        self._move(State.RELEASING, now, "recovered", reason)
+
+    def recover_end(self, now: float, outcome: str, reason: str, tail_text: str) -> None:
+        """It is over."""
+        self.outcome, self.verdict, self.tail_text = State(outcome), reason, tail_text
+        self._move(OUTCOME, now, "recovered", reason)
 
     # ---------------------------------------------------------------- queries
 
@@ -221,6 +246,16 @@ class RequestState:
             return [departed, *self._end(kind, rows, now)]
         self._move(target, now, kind, reason)
         return [departed]
+
+    def _adopted(self, event: Adopted, _: Target, __: Rows, now: float) -> list[Action]:
+        """Its worker may never have heard that it is to leave, nor of its last grant."""
+        self.staging, self.parked, self.resize = not event.is_staged, event.is_parked, event.resize
+        if self.state in (State.RETRACTING, State.RELEASING):
+            self._note(now, Kind.ADOPTED, f"leaves {self.worker}")
+            return [messages.Withdraw(self.admission)]
+        state = State.RUNNING if event.is_started else State.READY if event.is_staged else State.PREFILLING
+        self._move(state, now, Kind.ADOPTED, f"on {self.worker}")
+        return [] if event.grant is None else [event.grant]
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.admission, self.worker, self.keep = event.command.admission, event.worker, True
@@ -348,4 +383,5 @@ _HANDLERS: Final[dict[type, tuple[Kind, Handler]]] = {
     Demoted: (Kind.DEMOTED, RequestState._demoted),
     End: (Kind.END, RequestState._ended),
     Lost: (Kind.LOST, RequestState._lost),
+    Adopted: (Kind.ADOPTED, RequestState._adopted),
 }

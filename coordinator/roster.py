@@ -26,6 +26,7 @@ from coordinator.events import WorkerPort
 from coordinator.ledger import Ledger, Memory
 from coordinator.messages import ModelInfo, WorkerCapacity
 from coordinator.sizing import NO_HOT_BUFFER, NO_RUNG, RESIDENT, Length, Rung
+from coordinator.suspicion import Suspects
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
@@ -55,6 +56,8 @@ class Entry:
     held: bool = False
     forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's
     displaced: bool = False  # policy took it off a worker
+    strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.suspicion)
+    mark: int = -1
     # on a worker, or where its kept pages are
     admission: int = 0
     worker: str = ""
@@ -66,6 +69,7 @@ class Entry:
     kept_tokens: int = 0
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
+    came_with: int = 0  # generated tokens when it was admitted
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
 
     @property
@@ -101,6 +105,7 @@ class Worker:
     model: ModelInfo
     port: WorkerPort
     drain: Drain | None = None
+    awaited: bool = False  # known from the journal; its inventory is to come
     shrunk_at: float = 0.0
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, Entry] = field(default_factory=dict)
@@ -110,6 +115,11 @@ class Worker:
     @property
     def requests(self) -> int:
         return len(self.ranks) + len(self.leaving)
+
+    @property
+    def takes(self) -> bool:
+        """Whether anybody may be admitted to it, or grow his hot buffer there."""
+        return self.drain is None and not self.awaited
 
 
 class Roster:
@@ -123,6 +133,7 @@ class Roster:
         self.starving: dict[int, Entry] = {}
         self.kept: dict[int, Entry] = {}  # off their workers, with host pages
         self.forcing: dict[int, Entry] = {}  # an operator's hot size has yet to be applied
+        self.suspects = Suspects()
         self._arrivals = 0
         self._admissions = 0
 
@@ -140,6 +151,7 @@ class Roster:
         """The request is over and holds nothing."""
         self._unlist(entry)
         self.forcing.pop(entry.slot, None)
+        self.suspects.forget(entry)
         del self.entries[entry.slot], self.by_rank[entry.rank]
 
     def admit(self, entry: Entry, worker: Worker, memory: Memory, rung: Rung) -> int:
@@ -148,6 +160,7 @@ class Roster:
         self._admissions += 1
         entry.phase, entry.worker, entry.node = Phase.STARTING, worker.name, worker.node
         entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
+        entry.came_with = entry.generated
         if entry.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.slot] = entry
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, rung
@@ -250,6 +263,51 @@ class Roster:
         if entry.hot.hot_slots != RESIDENT:
             worker.managed[entry.slot] = entry
 
+    # ---------------------------------------------------------------- from the journal
+
+    def go_on_from(self, arrivals: int, admissions: int) -> None:
+        """These were the highest numbers of an earlier life."""
+        self._arrivals, self._admissions = arrivals, admissions
+
+    def recover(self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int) -> Entry:
+        """A request of an earlier life, waiting."""
+        entry = Entry(slot, rank, prompt_tokens, max_tokens, generated)
+        self.entries[slot] = self.by_rank[rank] = entry
+        insort(self.waiting, rank)
+        return entry
+
+    def recover_kept(self, entry: Entry, node: str, admission: int, kept_tokens: int, pages: int) -> None:
+        """It keeps pages of a departed admission."""
+        entry.node, entry.admission, entry.kept_tokens, entry.pages = node, admission, kept_tokens, pages
+        self.kept[entry.slot] = entry
+
+    def recover_stay(self, entry: Entry, node: str, worker: str, admission: int, memory: Memory) -> None:
+        """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
+        self._unlist(entry)
+        entry.phase, entry.node, entry.worker, entry.admission = Phase.STARTING, node, worker, admission
+        entry.pages, entry.slab_pages, entry.hot = (
+            memory.host_pages,
+            memory.slab_pages,
+            Rung(RESIDENT, memory.hot_chunks),
+        )
+
+    def recover_place(self, entry: Entry, worker: Worker | None) -> None:
+        """On `worker`, or (None) leaving one that was lost."""
+        if worker is not None:
+            insort(worker.ranks, entry.rank)
+        else:
+            entry.phase, entry.lost = Phase.LEAVING, True
+
+    def adopt(self, entry: Entry, hot: Rung, resizing: Rung | None, *, staged: bool) -> None:
+        """What its worker says of its hot buffer."""
+        worker = self.workers[entry.worker]
+        entry.hot, entry.resizing = hot, resizing
+        entry.slab_pages = 0 if staged else entry.slab_pages
+        if entry.phase is not Phase.LEAVING:
+            self._note_size(entry, worker)
+            if resizing is not None:
+                worker.resizing[entry.slot] = entry
+
     # ---------------------------------------------------------------- workers
 
     def add_worker(self, worker: Worker) -> None:
@@ -273,6 +331,13 @@ class Roster:
         it = self.workers[worker]
         yield from [self.by_rank[rank] for rank in it.ranks]
         yield from list(it.leaving.values())
+
+    def in_view(self) -> list[Entry]:
+        """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
+        to be cleared."""
+        if not self.suspects:
+            return list(self.starving.values())
+        return [entry for worker in self.workers for entry in self.on(worker)]
 
     def of_node(self, node: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.node == node]

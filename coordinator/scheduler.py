@@ -11,7 +11,7 @@ cross. A verb on several requests is checked for all of them before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,7 +23,7 @@ from coordinator.arrays import Int32Array, pack_int32
 from coordinator.changes import GIVING
 from coordinator.config import CoordinatorSettings
 from coordinator.dispatch import Dispatch, Heard, Step, Tell
-from coordinator.errors import HiSparseError, Unavailable
+from coordinator.errors import HiSparseError, Unavailable, WrongState
 from coordinator.events import Handle, Listener, Verb, WorkerPort
 from coordinator.fleet import Fleet
 from coordinator.front import Front, Message
@@ -31,8 +31,11 @@ from coordinator.host_pool import Applied, HostPool
 from coordinator.intake import check_deadline, check_fits, check_submit
 from coordinator.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal_records import Accepted, Forgotten, Ordered, PoolOpened
-from coordinator.ledger import NO_PAGES, Ledger
+from coordinator.ledger import NO_PAGES, EpochKey, Ledger
+from coordinator.lifecycle import TERMINAL
 from coordinator.live import Live, Requests
+from coordinator.recovery import Place, restore
+from coordinator.recovery_inventory import adopt
 from coordinator.request import Request
 from coordinator.request_state import RequestState, describe_size
 from coordinator.roster import Drain, Entry
@@ -123,6 +126,36 @@ class Scheduler(Front):
     def stopping(self) -> bool:
         return self._stop is not None
 
+    # ---------------------------------------------------------------- from the journal
+
+    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
+        """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
+        book = self._journal.book
+        for node, opened in book.pools.items():
+            self._fleet.recover(opened, book.joined(node))
+            self._start_pool(node)
+        place = Place(
+            self._dispatch, self._requests, self._token_log, self._recover_actor, self._clock(), self._wall_offset_s
+        )
+        first = restore(book, place, ports)
+        self._submitted = book.arrivals
+        for live in self._requests.live.values():
+            if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
+                self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
+        self.tell(events.Recovered(first.steps, first.tells))
+
+    def _recover_actor(self, state: RequestState, port: WorkerPort | None) -> Request:
+        request = self._request_actor(state, port)
+        if state.state not in TERMINAL:
+            self._supervisor.start(request, Level.REQUEST)
+        return request
+
+    def _worker_back(self, hello: messages.WorkerHello) -> Heard:
+        worker = self._roster.workers.get(hello.worker)
+        if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
+            raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
+        return adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+
     # ---------------------------------------------------------------- one turn
 
     async def run(self) -> None:
@@ -172,8 +205,17 @@ class Scheduler(Front):
             case events.WorkerDown():
                 self._worker_down(message, turn)
             case events.WorkerExited():
-                turn.take(self._dispatch.worker_exited(message.worker, message.epoch))
-            case events.SubmitAsk() | events.VerbAsk() | events.DrainAsk() | events.StopAsk() | events.WorkerUp():
+                turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
+            case events.Recovered(steps, tells):
+                turn.take(Heard(steps, tells))
+            case (
+                events.SubmitAsk()
+                | events.VerbAsk()
+                | events.DrainAsk()
+                | events.StopAsk()
+                | events.WorkerUp()
+                | events.WorkerBack()
+            ):
                 try:
                     self._answer(message, now, turn)
                 except HiSparseError as error:
@@ -181,7 +223,7 @@ class Scheduler(Front):
 
     def _answer(
         self,
-        ask: events.SubmitAsk | events.VerbAsk | events.DrainAsk | events.StopAsk | events.WorkerUp,
+        ask: events.SubmitAsk | events.VerbAsk | events.DrainAsk | events.StopAsk | events.WorkerUp | events.WorkerBack,
         now: float,
         turn: _Turn,
     ) -> None:
@@ -202,6 +244,9 @@ class Scheduler(Front):
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():
                 turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port)))
+                turn.joined.append(ask.reply)
+            case events.WorkerBack():
+                turn.take(self._worker_back(ask.hello))
                 turn.joined.append(ask.reply)
 
     # ---------------------------------------------------------------- requests
@@ -290,7 +335,9 @@ class Scheduler(Front):
         worker = self._roster.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
             self._fleet.leave(worker)
-            turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit))
+            for entry in self._roster.on(worker.name):
+                entry.generated = self._token_log.length(entry.slot)
+            turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[str, ...]:
         workers = self._fleet.find(ask.workers)
@@ -304,8 +351,8 @@ class Scheduler(Front):
     # ---------------------------------------------------------------- decisions
 
     async def _decide(self, now: float, tick: bool) -> None:
-        for slot, entry in self._roster.starving.items():
-            entry.generated = self._token_log.length(slot)
+        for entry in self._roster.in_view():
+            entry.generated = self._token_log.length(entry.slot)
         plan = self._dispatch.plan(now, tick=tick)
         steps = [self._dispatch.step(decision) for decision in plan]
         given = iter(await self._transact([step for step in steps if step is not None]))
@@ -346,10 +393,7 @@ class Scheduler(Front):
         entry, worker, rung = decision.entry, decision.worker, decision.rung
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)
-        granted_tokens = self._granted_tokens(entry)
-        self._token_log.begin_admission(
-            entry.slot, decision.admission, entry.prompt_tokens, granted_tokens, decision.durable_tokens
-        )
+        self._begin_admission(entry, decision.durable_tokens)
         command = messages.Admit(
             admission=decision.admission,
             slot=entry.slot,
@@ -367,6 +411,11 @@ class Scheduler(Front):
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
         return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
 
+    def _begin_admission(self, entry: Entry, durable_tokens: int) -> None:
+        self._token_log.begin_admission(
+            entry.slot, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+        )
+
     def _granted_tokens(self, entry: Entry) -> int:
         capacity = self._roster.workers[entry.worker].capacity
         return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
@@ -383,12 +432,13 @@ class Scheduler(Front):
         return (f"stopping: {len(self._requests.live)} requests have {self._stop.deadline - now:g} s to finish",)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
-        """Held requests are not waited for. Past the deadline all fail; past RELEASE_LIMIT_S workers are not heard."""
+        """Held requests are not waited for. Past the deadline what is in the journal is left to the next life; without
+        one all fail, and past RELEASE_LIMIT_S workers are not heard."""
         lives, turn = list(self._requests.live.values()), _Turn()
-        if not lives:
+        if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
             self.stopped.set()
         elif stop.failed_at is None:
-            if now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives):
+            if self._is_over(stop, lives, now):
                 stop.failed_at = now
                 for live in lives:
                     turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped"))
@@ -398,6 +448,11 @@ class Scheduler(Front):
         await self._transact(turn.steps)
         for tell in turn.tells:
             self._tell(tell)
+
+    @staticmethod
+    def _is_over(stop: _Stop, lives: Sequence[Live], now: float) -> bool:
+        """Whether nothing is left to wait for."""
+        return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
 
 
 def _mode(keep: bool) -> str:

@@ -1,9 +1,11 @@
 """The coordinator process: parts wired, started and stopped. No torch is imported here, nor by what this imports.
 
-start    locks and sockets; the number of this life; actors; /metrics; one log line per thing that was sized
+start    locks and sockets; the number of this life; the journal, and what it recovers; actors; /metrics; one log line
+         per thing that was sized
 run      until every request has ended after a stop was asked for (client verb, SIGTERM, SIGINT)
-stop     refuse new work, let running work finish until the deadline, fail the rest, flush what clients have not
-         read, end the actors level by level (coordinator.actor); each of these is bounded
+stop     refuse new work, let running work finish until the deadline; what is not finished then stays in the journal
+         for the next life, without one it fails; flush what clients have not read, end the actors level by level
+         (coordinator.actor); each of these is bounded
 second signal   exits at once
 """
 
@@ -22,12 +24,17 @@ import trio
 
 from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
-from coordinator.config import Config
+from coordinator.config import NO_JOURNAL, Config
 from coordinator.deliveries import Deliveries
 from coordinator.endpoint_lock import make_private_dir
+from coordinator.errors import ConfigError
 from coordinator.gateway import Gateway
 from coordinator.incarnation import next_incarnation
+from coordinator.journal import GroupCommit, Journal, JournalError, NoJournal
+from coordinator.journal_book import replay
+from coordinator.journal_store import SqliteStore, open_store
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
+from coordinator.recovery import recover
 from coordinator.scheduler import Scheduler
 from coordinator.sockets import RouterSocket
 from coordinator.token_log import TokenLog
@@ -79,7 +86,10 @@ class Coordinator:
         self._worker_socket = worker_socket
         self.incarnation = next_incarnation(Path(config.cluster.runtime_dir))
         self.counters = CoordinatorCounters()
-        self.token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max)
+        self._store = _open_journal(settings.journal, self.counters)
+        self.token_log = TokenLog(
+            settings.live_requests_max + settings.ended_keep_max, journalled=self._store is not None
+        )
         self.tokenizers = TokenizerStore()
         self.deliveries = Deliveries(
             self.token_log,
@@ -93,8 +103,9 @@ class Coordinator:
 
     async def serve(self) -> int:
         """Run until stopped; the exit code. `started` is set once messages are being read."""
+        journal = await self._recover()
         async with open_supervisor() as supervisor:
-            scheduler = self._start_actors(supervisor)
+            scheduler = self._start_actors(supervisor, journal)
             exporter = self._serve_metrics(scheduler)
             try:
                 async with trio.open_nursery() as nursery:
@@ -109,10 +120,34 @@ class Coordinator:
             finally:
                 if exporter is not None:
                     exporter.close()
+                if self._store is not None:
+                    self._store.close()
         log.info("stopped")
         return EXIT_CLEAN
 
-    def _start_actors(self, supervisor: Supervisor) -> Scheduler:
+    async def _recover(self) -> Journal:
+        """The journal, with what it knows in its book and in the token log. Raises ConfigError when it is damaged."""
+        if self._store is None:
+            return NoJournal(self.deliveries.wake)
+        began = time.perf_counter()
+        try:
+            book = replay(await self._store.load(), self.token_log)
+        except JournalError as error:
+            raise ConfigError(
+                f"the journal cannot be read: {error}",
+                field="coordinator.journal",
+                value=self._store.path,
+                remedy="restore it, or move it away: its requests are lost then",
+            ) from error
+        known = fields(
+            path=str(self._store.path), requests=len(book.requests), seconds=round(time.perf_counter() - began, 3)
+        )
+        log.info("journal", extra=known)
+        return GroupCommit(
+            self._store, book, self.token_log, on_tokens=self.deliveries.wake, counters=self.counters.journal
+        )
+
+    def _start_actors(self, supervisor: Supervisor, journal: Journal) -> Scheduler:
         settings = self._config.coordinator
         scheduler = Scheduler(
             settings,
@@ -120,6 +155,7 @@ class Coordinator:
             listener=self.deliveries,
             supervisor=supervisor,
             counters=self.counters,
+            journal=journal,
             wall_offset_s=time.time() - trio.current_time(),
         )
         gateway = Gateway(
@@ -141,8 +177,11 @@ class Coordinator:
             settings,
             socket=self._worker_socket,
             incarnation=self.incarnation,
-            on_tokens=self.deliveries.wake,
+            journal=journal,
         )
+        recover(journal.book, scheduler, links, self.deliveries)
+        if isinstance(journal, GroupCommit):
+            supervisor.start(journal, Level.JOURNAL)
         supervisor.start(scheduler, Level.SCHEDULER)
         supervisor.start(links, Level.WORKER_LINK)
         supervisor.start(gateway, Level.GATEWAY)
@@ -217,6 +256,10 @@ class Coordinator:
             connections=self.deliveries.connections.count_by_role(),
             stopping=scheduler.stopping,
         )
+
+
+def _open_journal(path: str, counters: CoordinatorCounters) -> SqliteStore | None:
+    return None if path == NO_JOURNAL else open_store(Path(path), counters.journal)
 
 
 @contextmanager

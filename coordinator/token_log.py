@@ -170,6 +170,11 @@ class TokenLog:
         """The link with number `source` speaks for the slot's admission."""
         self._source[slot] = source
 
+    def rebind(self, slot: int, admission: int, source: int) -> None:
+        """As `bind`, if the slot's admission is that one: a worker's word is not taken for it."""
+        if 0 <= slot < self.slots and self._admission[slot] == admission:
+            self.bind(slot, source)
+
     def end_admission(self, slot: int) -> None:
         """Nobody may append until the next `begin_admission` and `bind`; what was said stays."""
         self._admission[slot] = NO_ADMISSION

@@ -8,6 +8,8 @@
 
 An epoch that was declared down stays down: whatever it says later is refused, so that it empties itself and begins
 anew. That is how the two sides agree without agreeing on when the silence began.
+
+A report is acknowledged when what it said is in the journal (`report_durable`): until then the worker keeps it.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class WorkerEpoch:
         self.pid = hello.pid
         self.commands = CommandLog()
         self.report_ack = 0
+        self.report_durable = 0
         self.round_trip_s = 0.0
         self._observe = observe
         self.steps = 0
@@ -70,6 +73,12 @@ class WorkerEpoch:
             self.commands.reconnect(hello.command_ack, now)
         except ProtocolError as error:
             raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
+        self._heard_at = self._beat_at = now
+
+    def adopt(self, hello: WorkerHello, now: float) -> None:
+        """Its first connection to this life of the coordinator: numbers go on where the earlier life left them."""
+        self.commands.rebase(hello.command_ack)
+        self.report_ack = self.report_durable = hello.report_first - 1
         self._heard_at = self._beat_at = now
 
     # ------------------------------------------------------------ what it says

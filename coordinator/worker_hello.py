@@ -2,6 +2,8 @@
 
     hello                                        the name is    leads to
     the epoch that is known                      up             CONTINUE: fresh connection, go on from the numbers
+                                                 awaited        ADOPT: it ran on while the coordinator was away; its
+                                                                inventory says how far, its numbers go on
                                                  down           WrongState: declared down stays down
                                                  another's      Unavailable: a second process under that name
     another epoch, with a past                   any            SEND_AWAY under our higher incarnation: it empties
@@ -25,17 +27,19 @@ from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, WorkerHello
 
 class Course(Enum):
     CONTINUE = "continue"
+    ADOPT = "adopt"
     SEND_AWAY = "send away"
     JOIN = "join"
     SUCCEED = "succeed"
 
 
 class Known(NamedTuple):
-    """The latest epoch under a name."""
+    """The latest epoch under a name. `is_awaited`: from the journal, not seen by this coordinator."""
 
     epoch: int
     process: int
     is_down: bool
+    is_awaited: bool = False
 
 
 def judge(hello: WorkerHello, process: int, known: Known | None, incarnation: int) -> Course:
@@ -46,7 +50,7 @@ def judge(hello: WorkerHello, process: int, known: Known | None, incarnation: in
             raise WrongState("this epoch was declared down", field="epoch", value=hello.epoch, remedy="begin a new one")
         if known.process != process:
             raise _taken(hello, known)
-        return Course.CONTINUE
+        return Course.ADOPT if known.is_awaited else Course.CONTINUE
     if hello.command_ack or hello.report_next > 1 or hello.held:
         if hello.incarnation_seen == incarnation:
             raise WrongState("this epoch is not known here", field="epoch", value=hello.epoch, remedy="begin a new one")

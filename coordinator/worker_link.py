@@ -1,7 +1,8 @@
 """Worker links: the worker socket, one link per worker epoch, and the proof that a process is gone.
 
-    worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up, then Welcome or Refused
-                                                 ├─ tokens ─────► token log ──► gateway wakes, Scheduler.starving
+    worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up or _back, then Welcome or Refused
+                                                 ├─ tokens ─────► token log ──► journal ──► gateway wakes, ReportAck
+                                                 │                         └──► Scheduler.starving
                                                  ├─ events ─────► Scheduler.on_event ──► the request's actor
                                                  └─ heartbeats ─► signs of life, acknowledgements
     WorkerPort.send ─ command log ─ sender ──────► worker socket
@@ -11,7 +12,11 @@ attests the process behind a connection (coordinator.sockets): a second process 
 lives, and a pidfd on the attested process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
 namespace) nothing is ever proved by process ids, and an epoch ends by silence.
 
-Epochs. What a hello leads to is decided in coordinator.worker_hello.
+Epochs. What a hello leads to is decided in coordinator.worker_hello. Epochs that the journal knows are expected: they
+count as up, without a connection, for as long as any silent one would.
+
+Acknowledgements. A report is acknowledged once what it said is in the journal: a coordinator that dies before that is
+told again by the worker.
 
 Misbehaviour. What cannot be read is refused to its sender, counted, and changes nothing. A worker that reports what
 cannot be (a missed position, an acknowledgement of nothing) has its epoch declared down, with no proof of anything.
@@ -19,7 +24,6 @@ cannot be (a missed position, an acknowledgement of nothing) has its epoch decla
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
@@ -34,7 +38,10 @@ from coordinator.dropped import Dropped
 from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
 from coordinator.events import LinkStats, WorkerPort
 from coordinator.frames import read_frame
+from coordinator.journal import Journal
+from coordinator.journal_records import Joined
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from coordinator.processes import Process, has_ended, process_of, wait_exit
 from coordinator.sockets import Received, RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
@@ -57,6 +64,7 @@ class LinkScheduler(Protocol):
     """What worker links need of coordinator.scheduler.Scheduler."""
 
     async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None: ...
+    async def worker_back(self, hello: messages.WorkerHello) -> None: ...
     def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None: ...
     def worker_exited(self, worker: str, epoch: int) -> None: ...
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
@@ -72,13 +80,16 @@ class WorkerLink:
     `number` names it in the token log. `process` is the attested process, 0 without attestation.
     """
 
-    def __init__(self, hello: messages.WorkerHello, process: int, number: int, owner: WorkerLinks, now: float) -> None:
+    def __init__(
+        self, hello: messages.WorkerHello, process: Process, number: int, owner: WorkerLinks, now: float
+    ) -> None:
         self.state = WorkerEpoch(hello, owner.observe_round_trip, now)
         self.model = hello.model
-        self.process = process
+        self.attested = process
         self.number = number
         self.peer: bytes | None = None
         self.is_down = False
+        self.is_awaited = False
         self.is_leaving = False
         self.proved_exit = False
         self.watch = trio.CancelScope()
@@ -87,6 +98,10 @@ class WorkerLink:
     @property
     def name(self) -> str:
         return self.state.worker
+
+    @property
+    def process(self) -> int:
+        return self.attested.id
 
     def send(self, command: Command) -> None:
         """Number and log `command` and wake the sender. Never blocks or fails: past its bound the worker is down."""
@@ -111,7 +126,7 @@ class WorkerLinks:
         *,
         socket: RouterSocket,
         incarnation: int,
-        on_tokens: Callable[[], None],
+        journal: Journal,
     ) -> None:
         self._scheduler = scheduler
         self._log = token_log
@@ -121,11 +136,14 @@ class WorkerLinks:
         self._settings = settings
         self._socket = socket
         self._incarnation = incarnation
-        self._on_tokens = on_tokens
+        self._journal = journal
+        self._received: dict[WorkerLink, int] = {}  # reports not yet acknowledged
+        self._reports = trio.Event()
         self._dropped = Dropped("worker", counters.dropped_messages)
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
+        self._expected: list[WorkerLink] = []
         self._short: list[Int32Array] = []
         self._short_told_at = float("-inf")
         self._numbers = 0
@@ -147,7 +165,10 @@ class WorkerLinks:
         """Serve until `close`; commands given by then are sent once more."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            for link in self._expected:
+                nursery.start_soon(self._watch_process, link)
             nursery.start_soon(self._read)
+            nursery.start_soon(self._acknowledge)
             nursery.start_soon(self._sender.run)
             nursery.start_soon(self._watch_time)
             await self._closing.wait()
@@ -159,18 +180,38 @@ class WorkerLinks:
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
+    def expect(self, joined: Joined, *, is_live: bool) -> WorkerPort:
+        """An epoch from the journal, before `run`. Commands to it wait for its hello; `is_live` False: for its exit."""
+        hello = messages.WorkerHello(
+            PROTOCOL_VERSION,
+            joined.worker,
+            joined.node,
+            joined.epoch,
+            joined.process,
+            0,
+            0,
+            1,
+            joined.model,
+            joined.capacity,
+        )
+        self._numbers += 1
+        process = Process(joined.process, joined.started, joined.boot)
+        link = WorkerLink(hello, process, self._numbers, self, trio.current_time())
+        link.is_awaited, link.is_down = True, not is_live
+        if is_live or joined.worker not in self._by_name:
+            self._by_name[joined.worker] = link
+        self._expected.append(link)
+        return link
+
     # ------------------------------------------------------------ what arrives
 
     async def _read(self) -> None:
         while True:
-            to_acknowledge: dict[WorkerLink, None] = {}
             for received in await self._socket.recv_batch():
                 try:
-                    self._receive(received, to_acknowledge)
+                    self._receive(received)
                 except HiSparseError as error:
                     self._refuse(received.peer, error)
-            for link in to_acknowledge:
-                self._say(link, messages.ReportAck(self._incarnation, link.state.report_ack))
             if trio.current_time() >= self._short_told_at + STARVING_INTERVAL_S:
                 self._tell_short()
 
@@ -182,7 +223,18 @@ class WorkerLinks:
         if len(short):
             self._scheduler.starving(short)
 
-    def _receive(self, received: Received, to_acknowledge: dict[WorkerLink, None]) -> None:
+    async def _acknowledge(self) -> None:
+        """One commit for all reports that came while the one before was written."""
+        while True:
+            await self._reports.wait()
+            self._reports = trio.Event()
+            received, self._received = self._received, {}
+            await self._journal.append(()).wait()
+            for link, number in received.items():
+                link.state.report_durable = number
+                self._say(link, messages.ReportAck(self._incarnation, number))
+
+    def _receive(self, received: Received) -> None:
         """Raises what the sender is refused with."""
         message: messages.WorkerMessage = read_frame(
             messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker"
@@ -196,12 +248,12 @@ class WorkerLinks:
         if link.is_down or message.epoch != link.state.epoch:
             raise WrongState("this epoch is over", field="epoch", value=message.epoch, remedy="begin a new one")
         try:
-            self._hear(link, message, to_acknowledge)
+            self._hear(link, message)
         except ProtocolError as error:
             self._put_down(link, proved_exit=False, reason=str(error))
             raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
 
-    def _hear(self, link: WorkerLink, message: messages.WorkerMessage, to_acknowledge: dict[WorkerLink, None]) -> None:
+    def _hear(self, link: WorkerLink, message: messages.WorkerMessage) -> None:
         now = trio.current_time()
         match message:
             case messages.Report():
@@ -209,7 +261,8 @@ class WorkerLinks:
                 if arrival is Arrival.NEXT:
                     self._apply(link, message)
                 if arrival is not Arrival.GAP:
-                    to_acknowledge[link] = None
+                    self._received[link] = link.state.report_ack
+                    self._reports.set()
                 else:
                     self._counters.report_gaps += 1
                     if link.state.should_ask_again(now):
@@ -233,7 +286,7 @@ class WorkerLinks:
             self._counters.tokens += appended.tokens
             self._counters.repeated_tokens += appended.repeated_tokens
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
-            self._on_tokens()
+            self._journal.tokens_arrived()
         for event in report.events:
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
@@ -248,10 +301,13 @@ class WorkerLinks:
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
-        known = Known(link.state.epoch, link.process, link.is_down) if link is not None else None
+        known = Known(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
         match judge(hello, received.pid, known, self._incarnation), link:
             case Course.CONTINUE, WorkerLink():
                 self._continue(link, received.peer, hello)
+            case Course.ADOPT, WorkerLink():
+                self._joining.add(hello.worker)
+                self._start(self._adopt, received, hello, link)
             case Course.SEND_AWAY, _:
                 log.info("worker sent away to empty itself", extra=fields(worker=hello.worker, epoch=hello.epoch))
                 welcome = messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, 0, want_tokenizer=False)
@@ -284,7 +340,7 @@ class WorkerLinks:
 
     async def _join(self, received: Received, hello: messages.WorkerHello) -> None:
         self._numbers += 1
-        link = WorkerLink(hello, received.pid, self._numbers, self, trio.current_time())
+        link = WorkerLink(hello, process_of(received.pid), self._numbers, self, trio.current_time())
         try:
             await self._scheduler.worker_up(hello, link)
         except HiSparseError as error:
@@ -298,16 +354,44 @@ class WorkerLinks:
         self._by_name[hello.worker] = link
         if link.process:
             self._start(self._watch_process, link)
+            self._write_process(link, hello)
         log.info("worker joined", extra=fields(worker=link.name, epoch=hello.epoch, process=link.process))
         self._welcome(link, received.peer)
 
-    def _welcome(self, link: WorkerLink, peer: bytes) -> None:
+    def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
+        """So that a later life of the coordinator can tell whether it has exited."""
+        self._journal.append(
+            [Joined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
+        )
+
+    async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
+        """Go on with an epoch that the journal knows, from its inventory; if that cannot be, it is over."""
+        try:
+            link.state.adopt(hello, trio.current_time())
+            await self._scheduler.worker_back(hello)
+        except HiSparseError as error:
+            self._put_down(link, proved_exit=False, reason=str(error))
+            self._refuse(received.peer, WrongState(error.message, remedy="begin a new epoch"))
+            return
+        finally:
+            self._joining.discard(hello.worker)
+        if link.is_down:
+            self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
+            return
+        for held in hello.held:
+            self._log.rebind(held.slot, held.admission, link.number)
+        link.is_awaited = False
+        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
+        self._welcome(link, received.peer, adopted=True)
+
+    def _welcome(self, link: WorkerLink, peer: bytes, *, adopted: bool = False) -> None:
         if link.peer is not None:
             self._by_peer.pop(link.peer, None)
         link.peer = peer
         self._by_peer[peer] = link
         wants = self._tokenizers.wants(link.model)
-        self._say(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, link.state.report_ack, wants))
+        acknowledged = link.state.report_durable
+        self._say(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, acknowledged, wants, adopted))
         self._sender.soon(link)
 
     # ------------------------------------------------------------ ends
@@ -336,8 +420,11 @@ class WorkerLinks:
 
     async def _watch_process(self, link: WorkerLink) -> None:
         """Until the process has exited, or its exit does not matter any more."""
+        if not link.process:
+            return
         with link.watch:
-            await wait_exit(link.process)
+            if not has_ended(link.attested):
+                await wait_exit(link.process)
         if not link.watch.cancelled_caught:
             self._prove(link)
 
@@ -382,15 +469,3 @@ class WorkerLinks:
         """Acknowledgements, welcomes and questions may be lost: whoever misses one asks again."""
         if link.peer is not None:
             self._socket.send(link.peer, messages.encode(message))
-
-
-async def wait_exit(process: int) -> None:
-    """Until `process` has exited; one that is not there has."""
-    try:
-        pidfd = os.pidfd_open(process)
-    except ProcessLookupError:
-        return
-    try:
-        await trio.lowlevel.wait_readable(pidfd)
-    finally:
-        os.close(pidfd)

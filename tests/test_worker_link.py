@@ -17,6 +17,7 @@ from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.config import CoordinatorSettings
 from coordinator.errors import ConfigError, HiSparseError, ProtocolError
 from coordinator.events import WorkerPort
+from coordinator.journal import NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from coordinator.sockets import RouterSocket
 from coordinator.token_log import TokenLog
@@ -96,7 +97,7 @@ class Rig:
             settings,
             socket=self.socket,
             incarnation=INCARNATION,
-            on_tokens=self._wake,
+            journal=NoJournal(self._wake),
         )
 
     def _wake(self) -> None:

@@ -7,8 +7,10 @@
 Commands apply once and in order within an epoch (I4): the next number is applied, lower ones are duplicates, a higher
 one is a gap and is answered by ReplayCommands. Reports are the outbox's business; here it is decided when they go.
 
-Incarnations. A coordinator of a higher incarnation knows nothing of what runs here: every admission is withdrawn
-quietly (its reports go nowhere), and once the executor has released all of them a new epoch begins with an empty hello.
+Incarnations. A coordinator of a higher incarnation either says that it adopts this epoch, which it knows from its
+journal: then all goes on, from the numbers that the hello had. Or it knows nothing of what runs here: every admission
+is withdrawn quietly (its reports go nowhere), and once the executor has released all of them a new epoch begins with an
+empty hello.
 The same goes for a coordinator that is through with this epoch: it refuses it (we were silent for too long and were
 declared down), or welcomes it with a report number before what it once acknowledged. An epoch in which nothing has
 happened yet suits any incarnation that is not lower. A lower one is a coordinator that was superseded: not obeyed, the
@@ -44,12 +46,14 @@ from coordinator.messages import (
     Command,
     Commands,
     CoordinatorMessage,
+    Grant,
     Heartbeat,
     ModelInfo,
     Refused,
     ReplayCommands,
     ReplayReports,
     ReportAck,
+    Resize,
     Stop,
     Withdraw,
     WorkerCapacity,
@@ -195,7 +199,8 @@ class LinkState:
             report_next=self.outbox.next_number,
             model=me.model,
             capacity=me.capacity,
-            held=self.outbox.held(),
+            held=self.outbox.inventory(),
+            report_first=self.outbox.first_number,
         )
 
     # ---------------------------------------------------------------- messages
@@ -255,7 +260,8 @@ class LinkState:
         """Whether the coordinator does not know what this epoch has done."""
         if self.command_ack == 0 and self.outbox.next_number == 1:
             return False
-        return message.incarnation > self.incarnation or not self.outbox.can_replay(message.report_ack + 1)
+        is_successor = message.incarnation > self.incarnation
+        return (is_successor and not message.adopted) or not self.outbox.can_replay(message.report_ack + 1)
 
     def _empty_out(self, incarnation: int, reason: str) -> Iterator[Action]:
         self._next_incarnation = incarnation
@@ -298,10 +304,13 @@ class LinkState:
             case Stop():
                 yield StopAsked(command.deadline_s)
             case Admit():
-                self.outbox.hold(command.admission, len(command.generated) // 4, command.durable_tokens)
+                self.outbox.hold(command)
                 yield Apply(command)
                 if self.stopping:
                     yield Apply(Withdraw(command.admission))
+            case Grant() | Resize():
+                self.outbox.give(command)
+                yield Apply(command)
             case _:
                 yield Apply(command)
 

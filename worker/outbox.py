@@ -12,8 +12,9 @@ A report stays in flight until a cumulative acknowledgement covers it; `REPORTS_
 None while dirt goes on coalescing. Receivers apply the tokens of a report before its events; so events wait while
 tokens that were added before them do not all fit (`REPORT_TOKENS_MAX`).
 
-It also keeps the inventory that a hello carries: an admission is held from the moment the link hands its Admit to the
-executor until the executor says Released.
+It also keeps the inventory that a hello carries. An admission is held from the moment the link hands its Admit to the
+executor until the executor says Released; it is listed until that was acknowledged. What was given to it is noted as
+commands pass by, how far it has come as events are acknowledged: inventory and the reports in flight together say all.
 
 Rejected: one message per step and request (4 us each, and a queue that grows while nobody reads); renumbering on
 reconnect (a report that did arrive would be applied twice).
@@ -30,7 +31,22 @@ from typing import Final
 
 from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import InternalError, ProtocolError
-from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Counters, Event, Held, Progress, Released, Report
+from coordinator.messages import (
+    WORKER_MESSAGE_BYTES_MAX,
+    Admit,
+    Counters,
+    Event,
+    Grant,
+    Held,
+    Parked,
+    Progress,
+    Released,
+    Report,
+    Resize,
+    Resized,
+    Staged,
+    Started,
+)
 
 #: Reports sent and not acknowledged; at one per 20 ms they cover an absence of a second before coalescing begins.
 REPORTS_UNACKED_MAX: Final = 64
@@ -54,6 +70,40 @@ class _Dirt:
     start: int
     durable: int
     ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One admission as the inventory has it; `is_held` by the executor."""
+
+    slot: int
+    generated: int
+    durable: int
+    host_pages: int
+    hot_slots: int
+    hot_chunks: int
+    is_staged: bool
+    resizing: tuple[int, int] | None = None
+    is_started: bool = False
+    is_parked: bool = False
+    is_held: bool = True
+    chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
+
+    def as_held(self, admission: int) -> Held:
+        return Held(
+            admission,
+            self.generated,
+            self.durable,
+            self.slot,
+            self.host_pages,
+            self.hot_slots,
+            self.hot_chunks,
+            self.resizing,
+            self.is_staged,
+            self.is_started,
+            self.is_parked,
+            not self.is_held,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +130,16 @@ class Outbox:
         self._events: deque[Event] = deque()
         self._counters: Counters | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._held: dict[int, tuple[int, int]] = {}  # generated and durable tokens
+        self._stays: dict[int, _Stay] = {}
         self._next_number = 1
         self._command_ack = 0
         self._signalled = False
 
     def restart(self, epoch: int) -> None:
         """Forget everything and number from 1 again: a new epoch. InternalError while an admission is held."""
+        if held := self.held():
+            raise InternalError("a new epoch while admissions are held", field="held", value=len(held))
         with self._lock:
-            if self._held:
-                raise InternalError("a new epoch while admissions are held", field="held", value=len(self._held))
             self.epoch = epoch
             self._clear()
 
@@ -121,8 +171,8 @@ class Outbox:
     def add_event(self, event: Event) -> None:
         """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
-            if isinstance(event, Released):
-                self._held.pop(event.admission, None)
+            if isinstance(event, Released) and (stay := self._stays.get(event.admission)) is not None:
+                stay.is_held = False
             if isinstance(event, Counters):
                 self._counters = event
             elif len(self._events) < EVENTS_PENDING_MAX:
@@ -138,15 +188,42 @@ class Outbox:
 
     # ---------------------------------------------------------------- link's side
 
-    def hold(self, admission: int, generated_tokens: int, durable_tokens: int) -> None:
+    def hold(self, admit: Admit) -> None:
         """The executor is about to get this admission; it is held until Released."""
         with self._lock:
-            self._held[admission] = (generated_tokens, durable_tokens)
+            self._stays[admit.admission] = _Stay(
+                admit.slot,
+                len(admit.generated) // 4,
+                admit.durable_tokens,
+                len(admit.host_pages) // 4,
+                admit.hot_slots,
+                admit.hot_chunks,
+                is_staged=admit.durable_tokens > 0,
+            )
+
+    def give(self, command: Grant | Resize) -> None:
+        """The executor is about to get this too. Of an admission that has departed: nothing."""
+        with self._lock:
+            stay = self._stays.get(command.admission)
+            if stay is None:
+                return
+            if isinstance(command, Grant):
+                stay.host_pages += len(command.host_pages) // 4
+                stay.hot_chunks += command.hot_chunks
+                stay.chunks_since += command.hot_chunks
+                stay.is_parked = False
+            else:
+                stay.resizing, stay.chunks_since = (command.hot_slots, command.hot_chunks), 0
 
     def held(self) -> tuple[Held, ...]:
         """Every admission the executor may still touch memory of, with what it has produced."""
         with self._lock:
-            return tuple(Held(admission, *tokens) for admission, tokens in self._held.items())
+            return tuple(stay.as_held(admission) for admission, stay in self._stays.items() if stay.is_held)
+
+    def inventory(self) -> tuple[Held, ...]:
+        """Those, and the ones whose Released was not acknowledged."""
+        with self._lock:
+            return tuple(stay.as_held(admission) for admission, stay in self._stays.items())
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -177,7 +254,8 @@ class Outbox:
                     value=number,
                 )
             while self._in_flight and self._in_flight[0].report.number <= number:
-                self._in_flight.popleft()
+                for event in self._in_flight.popleft().report.events:
+                    self._acknowledged(event)
 
     def can_replay(self, first: int) -> bool:
         """Whether every report from `first` on is still here (or `first` is the next one)."""
@@ -218,6 +296,11 @@ class Outbox:
         return self._next_number
 
     @property
+    def first_number(self) -> int:
+        """The oldest report in flight; with none, the next one."""
+        return self._next_number - len(self._in_flight)
+
+    @property
     def in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -230,9 +313,25 @@ class Outbox:
     # ---------------------------------------------------------------- under the lock
 
     def _note(self, admission: int, generated: int, durable: int) -> None:
-        held = self._held.get(admission)
-        if held is not None:
-            self._held[admission] = (max(held[0], generated), max(held[1], durable))
+        stay = self._stays.get(admission)
+        if stay is not None:
+            stay.generated, stay.durable = max(stay.generated, generated), max(stay.durable, durable)
+
+    def _acknowledged(self, event: Event) -> None:
+        """The coordinator will not forget it: the inventory says so from now on."""
+        stay = None if isinstance(event, Counters) else self._stays.get(event.admission)
+        match event:
+            case Released(admission):
+                self._stays.pop(admission, None)
+            case Staged() if stay:
+                stay.is_staged = True
+            case Started() if stay:
+                stay.is_started = True
+            case Parked() if stay:
+                stay.is_parked = True
+            case Resized() if stay:
+                stay.hot_slots, stay.hot_chunks = event.hot_slots, event.hot_chunks + stay.chunks_since
+                stay.resizing = None
 
     def _is_dirty(self, command_ack: int) -> bool:
         return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)

@@ -18,6 +18,9 @@ LOG_SETTINGS: Final = (
     Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
     Setting("--log-format", "cluster.log_format", "logfmt or json."),
 )
+COORDINATOR_SETTINGS: Final = (
+    Setting("--journal", "coordinator.journal", "File that survives a crash; none: requests do not."),
+)
 WORKER_SETTINGS: Final = (
     Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
     Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
@@ -38,7 +41,11 @@ die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=Tru
 
 
 @click.command(short_help="Run the coordinator: no GPU, no torch.")
-@with_config(*LOG_SETTINGS, Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."))
+@with_config(
+    *COORDINATOR_SETTINGS,
+    *LOG_SETTINGS,
+    Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."),
+)
 @die_with_option
 def coordinator(config: Config, die_with: int | None) -> int:
     """Run the coordinator. It needs no GPU and no torch.
@@ -86,7 +93,7 @@ def worker(config: Config, die_with: int | None) -> int:
     metavar="FILE",
     help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
 )
-@with_config(*WORKER_SETTINGS, *LOG_SETTINGS)
+@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *LOG_SETTINGS)
 def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
