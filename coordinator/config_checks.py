@@ -20,6 +20,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("logfmt", "json")
 STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
+KV_DTYPES: Final = (*DTYPES, "fp8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
@@ -116,6 +117,7 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _name("worker.name", worker.name)
     yield _name("worker.node", worker.node)
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
+    yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
     device_known = worker.device == "cpu" or worker.device.partition(":")[0] == "cuda"
     yield Check(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")

@@ -25,6 +25,7 @@ WORKER_SETTINGS: Final = (
     Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
     Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
     Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
+    Setting("--kv-dtype", "worker.kv_dtype", "Rows and index keys: auto (as dtype), float32, bfloat16 or fp8."),
     Setting("--seats", "worker.seats", "Most requests in one decode batch."),
     Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB; auto: by a GPU's free memory."),
     Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import row_format
-from kernels.reference.rows import gather_rows
+from kernels.rows import gather_rows
 from kernels.state import DeviceState
 
 

@@ -1,24 +1,23 @@
-"""Multi-head latent attention and the lightning indexer, in the two forms that serving needs.
+"""Multi-head latent attention and the lightning indexer, in the forms that serving needs.
 
 A context is held as one row per token and layer, the *latent* (kv_lora_rank values after kv_a_layernorm) and the
 rotated rope key that all heads share, and as one index key per token and index group. The model library computes
 attention by expanding every latent into keys and values of all heads, and the top-k as a mask over the whole context.
 
-decode   absorbed. With W_uk, W_uv the key and value halves of kv_b_proj, q.(W_uk c) = (W_uk^T q).c and
-         sum p (W_uv c) = W_uv (sum p c): heads attend to latents directly, and only the k rows that swap-in named are
-         read. Reduction runs over those rows in top-k order, which is ascending position, never in slot order: the
-         same bits for any hot size.
-prefill  the library's own formulas on the same shapes, one chunk of queries at a time: expanded keys and values, a
-         mask, scaled_dot_product_attention. On one CPU that gives the library's rows nearly all bit for bit when
-         chunks are multiples of 512 (the block in which torch's CPU attention walks the keys), so that prefill adds no
-         rounding of its own to near-ties in the indexer's top-k.
+absorbed   With W_uk, W_uv the key and value halves of kv_b_proj, q.(W_uk c) = (W_uk^T q).c and
+           sum p (W_uv c) = W_uv (sum p c): heads attend to latents directly (kernels/attention.py), and only the k rows
+           that a query selected are read. Reduction runs over those rows in top-k order, which is ascending position,
+           never in slot order: the same bits for any hot size. Decode, and prefill on a GPU, where each prompt token is
+           a query with k rows of its own in the slab: memory and work per token stop growing at k.
+expanded   the library's own formulas on the same shapes, one chunk of queries at a time: expanded keys and values, a
+           mask, scaled_dot_product_attention. Prefill on a CPU: it gives the library's rows nearly all bit for bit when
+           chunks are multiples of 512 (the block in which torch's CPU attention walks the keys), so that prefill adds
+           no rounding of its own to near-ties in the indexer's top-k; and absorbing is no faster there below 8k tokens.
+           On a GPU it would hold S x T masks and all heads' keys and values of the whole context.
 
-Rejected for prefill: gathering k rows per query and absorbing as in decode. It is no faster below 8k tokens on a CPU,
-and its rounding flips one selection in some thousand, which later tokens amplify. Long contexts will want it.
-
-Index scores per head are the largest intermediate: they are formed for SCORE_FLOATS_MAX entries at a time. That also
-makes them five times faster than one product over all queries, and changes no bit: each query's scores are reduced
-alone.
+Index scores per head are the largest intermediate of the expanded form: they are formed for SCORE_FLOATS_MAX entries at
+a time. That also makes them five times faster than one product over all queries, and changes no bit: each query's
+scores are reduced alone.
 
 N batch, S queries, T keys, H heads, r kv_lora_rank, d qk_rope_head_dim, n qk_nope_head_dim, v v_head_dim, k topk.
 """
@@ -91,9 +90,18 @@ def project(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Ten
 
 
 def project_index(
-    indexer: Module, rope: Rope, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor
+    indexer: Module,
+    rope: Rope,
+    hidden: Tensor,
+    residual: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotation: Tensor | None = None,
 ) -> IndexProjected:
-    """The indexer's queries, keys and head weights of the same tokens. `rope` is the family's own for the indexer."""
+    """The indexer's queries, keys and head weights of the same tokens. `rope` is the family's own for the indexer.
+
+    `rotation` [D, D], orthogonal, turns queries and keys alike.
+    """
     batch, tokens, _ = hidden.shape
     rotary, plain = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
     queries = indexer.wq_b(residual).view(batch, tokens, indexer.n_heads, indexer.head_dim)
@@ -102,29 +110,21 @@ def project_index(
     key_rope, key_plain = keys.split([rotary, plain], dim=-1)
     query_rope, key_rope = rope(query_rope, key_rope, cos, sin, unsqueeze_dim=2)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * (indexer.n_heads**-0.5)
-    return IndexProjected(
-        queries=torch.cat((query_rope, query_plain), dim=-1),
-        keys=torch.cat((key_rope, key_plain), dim=-1).squeeze(2),
-        weights=weights,
-    )
+    queries = torch.cat((query_rope, query_plain), dim=-1)
+    keys = torch.cat((key_rope, key_plain), dim=-1).squeeze(2)
+    if rotation is not None:
+        queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
+    return IndexProjected(queries, keys, weights)
 
 
 def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
-    """Decode queries against rows: [B, H, r + d], for N = B requests of one token each."""
-    nope = torch.bmm(projected.query_nope.squeeze(2).transpose(0, 1), absorbed.key).transpose(0, 1)
-    return torch.cat((nope, projected.query_rope.squeeze(2)), dim=-1)
+    """Queries of N x S tokens against rows: [N * S, H, r + d], contiguous."""
+    nope = torch.bmm(projected.query_nope.transpose(0, 1).flatten(1, 2), absorbed.key).transpose(0, 1)
+    return torch.cat((nope, projected.query_rope.transpose(1, 2).flatten(0, 1)), dim=-1)
 
 
-def attend_rows(absorbed: Absorbed, queries: Tensor, rows: Tensor, held: Tensor, scaling: float) -> Tensor:
-    """Attention output [B, H * v] of `queries` [B, H, r + d] over `rows` [B, k, r + d] where `held` bool[B, k].
-
-    Rows that are not held must be finite; their weight is exactly zero unless a request holds none at all (padding).
-    Scores, softmax and the sum over rows are float32 whatever the rows' dtype.
-    """
-    keys = rows.float()
-    scores = torch.bmm(queries.float(), keys.transpose(1, 2)).mul_(scaling)
-    scores.masked_fill_(~held.unsqueeze(1), torch.finfo(torch.float32).min)
-    latents = torch.bmm(scores.softmax(-1), keys[..., : absorbed.value.shape[1]]).to(queries.dtype)
+def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:
+    """Attention output [B, H * v] of attended latents [B, H, r]."""
     return torch.bmm(latents.transpose(0, 1), absorbed.value).transpose(0, 1).flatten(1)
 
 

@@ -114,10 +114,10 @@ class Runner(Protocol):
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 
-        tokens int64[S] on the runner's device, alive and unchanged until the operation ran, and ids of the vocabulary:
-        the caller has seen them on the host (seats.check_admit), nobody reads them back to look. KV rows and index keys of
-        positions below `start` must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are
-        written there. With `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
+        tokens int64[S] on the runner's device, alive and unchanged until the operation ran; ids of the vocabulary, as
+        check_admit saw on the host: nobody reads them back to look. KV rows and index keys of positions below `start`
+        must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
+        `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
         sampler.last_token[seat].
         """
         ...

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about its model, without loading weights. No torch here."""
+"""What a checkpoint directory says about its model, without loading weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from kernels.layout import Geometry
+from kernels.row_format import index_key_format, kv_row_format
 from worker.runners.text import read_tokenizer
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
@@ -51,8 +52,11 @@ def describe_model(path: str | Path, config: Any) -> ModelInfo:
     )
 
 
-def geometry_of(config: Any, element_bytes: int) -> Geometry:
-    """Rows and index groups of a model. Raises ConfigError when the first layer has no indexer to share."""
+def geometry_of(config: Any, kv_dtype: str) -> Geometry:
+    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_format.KINDS).
+
+    Raises ConfigError when rows do not fit it, or when the first layer has no indexer to share.
+    """
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     if kinds[0] != "full":
         raise ConfigError(
@@ -67,9 +71,9 @@ def geometry_of(config: Any, element_bytes: int) -> Geometry:
         groups.append(group)
     return Geometry(
         layers=config.num_hidden_layers,
-        row_bytes=(config.kv_lora_rank + config.qk_rope_head_dim) * element_bytes,
+        row_bytes=kv_row_format(kv_dtype, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
         group_of_layer=tuple(groups),
-        index_row_bytes=config.index_head_dim * element_bytes,
+        index_row_bytes=index_key_format(kv_dtype, config.index_head_dim).row_bytes,
         topk=config.index_topk,
     )
 

@@ -5,18 +5,21 @@ by piece; nothing in the library is patched. What is replaced is the forward of 
 Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one.
 
 Per layer, a decode step is two operations on `compute`: *project* (norm, projections, write row and index key, and on
-an anchor layer index_topk and swap_in) and *attend* (gather, attention, output projection, MLP). Layers that share an
+an anchor layer index_topk and swap_in) and *attend* (attention over rows, output projection, MLP). Layers that share an
 anchor's selection get their misses copied on `swap` while earlier layers compute; their *attend* waits for that alone.
+No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
+flows from one operation to the next lies in a _Scratch; in a graph, the library's intermediates lie in its pool.
+
+Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dtype), by default the model's own. Index
+keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for rounding,
+and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16, does not.
 
 Deterministic mode promises that a row's result does not depend on its neighbours nor on its place in a batch of a fixed
 size. Measured on AVX-512 with one thread, fp32: `F.linear` and `bmm` over heads keep rows apart at every size tried;
 `W @ X.T` does not (5 to 7 rows take another kernel); a loop of `mv` does and is twice as slow; silu and sigmoid differ
 in the last bit between the vectorised body and the scalar tail of a flat tensor. So rows are batched, and rows of
-zeros are added to the MLP's input until no row lies in a tail. Other processors are not taken on trust: `load` runs
-the check of invariance.py and refuses deterministic mode when rows are not apart.
-
-Experts: `batched_mm` in decode has a fixed shape per token; prefill uses `grouped_mm` as the library does by default,
-whose shapes depend on the request's own chunk alone.
+zeros are added to the MLP's input until no row lies in a tail. Other processors, GPUs too, are not taken on trust: the
+check of invariance.py runs at start and refuses deterministic mode when rows are not apart.
 """
 
 from __future__ import annotations
@@ -33,28 +36,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from coordinator.config import WorkerSettings
-from coordinator.errors import BadInput, ConfigError
+from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
+from kernels.attention import attend_rows
 from kernels.index_topk import index_topk
-from kernels.layout import Geometry
-from kernels.rows import (
-    gather_rows,
-    read_index_keys,
-    read_slab_rows,
-    write_index_keys,
-    write_new_rows,
-    write_prompt_index_keys,
-    write_slab_rows,
-)
+from kernels.layout import Geometry, pages_for
+from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
+from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from worker.runners import attention as mla
 from worker.runners.base import SamplerState, StepOutputs
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
+from worker.runners.experts import experts_for, mixture
 from worker.runners.invariance import require_rows_apart
+from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
 
 if TYPE_CHECKING:
@@ -67,6 +65,9 @@ INDEX_ROPE: Final = {
 }
 #: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
 VECTOR_FLOATS: Final = 32
+
+#: Called with group, batch and its top-k int32[B, k], which it may overwrite, before swap_in reads it.
+AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -93,32 +94,67 @@ class _Scratch:
     cos: Tensor  # [B, 1, d]
     sin: Tensor
     queries: Tensor  # [B, H, r + d]
+    latents: Tensor  # [B, H, r]
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     plan: MissPlan  # one serves all groups: compute waits for every replay of a group before the next swap_in
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        return self.cos, self.sin
 
 
 class TransformersRunner:
     """See worker/runners/base.py for the contract. Made by `load_runner` or `load`."""
 
-    def __init__(self, model: Any, info: ModelInfo, geometry: Geometry, *, deterministic_rows: int = 0) -> None:
-        """`deterministic_rows` > 0: every batch has that many rows, and rows are kept apart. Raises ConfigError."""
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        geometry: Geometry,
+        *,
+        deterministic_rows: int = 0,
+        gathered_prefill: bool | None = None,
+        after_index_topk: AfterIndexTopk | None = None,
+    ) -> None:
+        """`deterministic_rows` > 0: every batch has that many rows, and rows are kept apart. Raises ConfigError.
+
+        `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
+        replace, what the indexer selected in decode steps.
+        """
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
+        self.after_index_topk = after_index_topk
         self._model = model
+        config, device = model.config, model.device
+        self._rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
+        self._keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
+        rotates = self._keys.kind == "fp8"
+        self._rotation = hadamard(config.index_head_dim, self.dtype, device) if rotates else None
         library = sys.modules[type(model).__module__]
         self._rope: mla.Rope = library.apply_rotary_pos_emb_interleave
-        self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[model.config.model_type])
+        self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
         self._layers = [self._layer(number) for number in range(geometry.layers)]
         self._scratch: dict[int, _Scratch] = {}
-        self._row_multiple = _row_multiple(model.config) if deterministic_rows else 1
+        self._decode_experts, self._prompt_experts = experts_for(device, self.dtype)
+        gathered = device.type == "cuda" if gathered_prefill is None else gathered_prefill
+        self._prompt: PromptAttention = (
+            Gathered(geometry.topk) if gathered else Expanded(self._rows, self._keys, self.dtype, geometry.topk)
+        )
+        self._row_multiple = _row_multiple(config) if deterministic_rows and device.type == "cpu" else 1
         if deterministic_rows:
             self._require_rows_apart(deterministic_rows)
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str = "cpu", dtype: str = "auto", deterministic_rows: int = 0
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        deterministic_rows: int = 0,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served."""
         config = read_config(path)
@@ -127,7 +163,7 @@ class TransformersRunner:
             path, config=AutoConfig.from_pretrained(path), dtype=torch_dtype, attn_implementation="sdpa"
         )
         model = model.to(device).eval().requires_grad_(False)
-        geometry = geometry_of(model.config, torch_dtype.itemsize)
+        geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
         return cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
 
     def launch_prefill_chunk(
@@ -140,14 +176,7 @@ class TransformersRunner:
         start: int,
         outputs: StepOutputs | None,
     ) -> None:
-        """One operation on `compute`. Raises BadInput for a token outside the vocabulary, before launching."""
-        if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= self.info.vocab_size:
-            raise BadInput(
-                "token ids must lie in the vocabulary",
-                field="prompt",
-                value=f"{tokens.tolist()[:8]}...",
-                remedy=f"send 1 or more ids from 0 to {self.info.vocab_size - 1}",
-            )
+        """One operation on `compute`."""
         streams.compute.launch(f"prefill {start}", partial(self._prefill, state, sampler, seat, tokens, start, outputs))
 
     def launch_decode(
@@ -181,51 +210,31 @@ class TransformersRunner:
         hidden = self._model.model.embed_tokens(tokens[None])
         positions = torch.arange(start, start + len(tokens), device=tokens.device)[None]
         cos, sin = self._model.model.rotary_emb(hidden, positions)
-        mask = torch.empty(0)
+        selection = torch.empty(0)
         for layer in self._layers:
             normed = layer.module.input_layernorm(hidden)
             projected = mla.project(layer.attention, self._rope, normed, cos, sin)
-            write_slab_rows(state, layer.number, seat, start, _bytes(projected.rows[0]))
+            write_slab_rows(state, layer.number, seat, start, self._rows.encode(projected.rows[0]))
             if layer.anchor:
-                mask = self._prompt_mask(state, layer, seat, start, normed, projected, cos, sin)
-            rows = read_slab_rows(state, layer.number, seat, start + len(tokens)).view(self.dtype)
-            attended = mla.attend_prompt(layer.attention, projected, rows, mask)
-            hidden = self._finish_layer(layer, hidden, attended, "grouped_mm")
+                index = self._project_index(layer, normed, projected, cos, sin)
+                write_prompt_index_keys(state, layer.group, seat, start, self._keys.encode(index.keys[0]))
+                scale = layer.attention.indexer.softmax_scale
+                selection = self._prompt.select(state, layer.group, seat, start, index, scale)
+            attended = self._prompt.attend(
+                state, layer.number, layer.attention, layer.absorbed, seat, projected, selection
+            )
+            hidden = self._finish_layer(layer, hidden, attended, self._prompt_experts)
         if outputs is not None:
             self._first_token(sampler, seat, start + len(tokens), hidden, outputs)
-
-    def _prompt_mask(
-        self,
-        state: DeviceState,
-        layer: _Layer,
-        seat: int,
-        start: int,
-        normed: Tensor,
-        projected: mla.Projected,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        """Write the chunk's index keys; bool[S, T], what each of its queries attends to."""
-        indexer = layer.attention.indexer
-        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin)
-        write_prompt_index_keys(state, layer.group, seat, start, _bytes(index.keys[0]))
-        keys = read_index_keys(state, layer.group, seat, start + normed.shape[1]).view(self.dtype)
-        return mla.select_mask(index, keys, start, self.geometry.topk, indexer.softmax_scale)
 
     def _first_token(
         self, sampler: SamplerState, seat: int, position: int, hidden: Tensor, outputs: StepOutputs
     ) -> None:
-        logits = self._logits(hidden[:, -1:])
-        where = torch.tensor([seat], device=hidden.device)
-        token = sample(
-            logits,
-            sampler.temperature[where],
-            sampler.top_p[where],
-            sampler.seed[where],
-            torch.tensor([position], device=hidden.device),
-        )
+        logits, own = self._logits(hidden[:, -1:]), slice(seat, seat + 1)
+        positions = torch.full((1,), position, device=hidden.device)
+        token = sample(logits, sampler.temperature[own], sampler.top_p[own], sampler.seed[own], positions)
         outputs.tokens[:1] = token
-        sampler.last_token[where] = token
+        sampler.last_token[own] = token
         if outputs.logits is not None:
             outputs.logits[:1] = logits
 
@@ -242,32 +251,26 @@ class TransformersRunner:
         normed = layer.module.input_layernorm(scratch.hidden)
         projected = mla.project(layer.attention, self._rope, normed, scratch.cos, scratch.sin)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
-        write_new_rows(state, layer.number, batch, _bytes(projected.rows.squeeze(1)))
+        write_new_rows(state, layer.number, batch, self._rows.encode(projected.rows.squeeze(1)))
         if layer.anchor:
-            self._select(scratch, state, batch, layer, normed, projected)
+            self._select(scratch, state, batch, layer, self._project_index(layer, normed, projected, *scratch.angles))
 
     def _select(
-        self,
-        scratch: _Scratch,
-        state: DeviceState,
-        batch: StepBatch,
-        layer: _Layer,
-        normed: Tensor,
-        projected: mla.Projected,
+        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: _Layer, index: mla.IndexProjected
     ) -> None:
-        indexer = layer.attention.indexer
-        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, scratch.cos, scratch.sin)
-        write_index_keys(state, layer.group, batch, _bytes(index.keys.squeeze(1)))
+        write_index_keys(state, layer.group, batch, self._keys.encode(index.keys.squeeze(1)))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
-        index_topk(state, layer.group, queries, weights, batch, indexer.softmax_scale, scratch.topk)
+        index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
+        if self.after_index_topk is not None:
+            self.after_index_topk(layer.group, batch, scratch.topk)
         swap_in(state, layer.group, scratch.topk, batch, scratch.out_rows, scratch.plan)
 
     @torch.inference_mode()
     def _attend(self, scratch: _Scratch, state: DeviceState, layer: _Layer) -> None:
-        rows = gather_rows(state, layer.number, scratch.out_rows).view(self.dtype)
-        held = scratch.out_rows >= 0
-        attended = mla.attend_rows(layer.absorbed, scratch.queries, rows, held, layer.attention.scaling)
-        scratch.hidden = self._finish_layer(layer, scratch.hidden, attended.unsqueeze(1), "batched_mm")
+        scaling = layer.attention.scaling
+        attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
+        attended = mla.expand_values(layer.absorbed, scratch.latents)
+        scratch.hidden = self._finish_layer(layer, scratch.hidden, attended.unsqueeze(1), self._decode_experts)
 
     @torch.inference_mode()
     def _sample(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
@@ -281,11 +284,17 @@ class TransformersRunner:
             batch.lengths.long(),
         )
         outputs.tokens.copy_(tokens.masked_fill(~real, -1))
-        sampler.last_token[seats[real]] = tokens[real]
+        _keep_drawn(sampler.last_token, seats, tokens, real)
         if outputs.logits is not None:
             outputs.logits.copy_(logits)
 
     # ---------------------------------------------------------------- parts of operations
+
+    def _project_index(
+        self, layer: _Layer, normed: Tensor, projected: mla.Projected, cos: Tensor, sin: Tensor
+    ) -> mla.IndexProjected:
+        indexer = layer.attention.indexer
+        return mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin, self._rotation)
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
         """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
@@ -294,10 +303,10 @@ class TransformersRunner:
 
     def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str) -> Tensor:
         rows = len(hidden)
-        surplus = -rows % self._row_multiple if experts == "batched_mm" else 0
+        surplus = -rows % self._row_multiple if experts == self._decode_experts else 0
         if surplus:
             hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
-        output: Tensor = _moe(mlp, hidden, experts) if hasattr(mlp, "experts") else mlp(hidden)
+        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else mlp(hidden)
         return output[:rows]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -322,13 +331,15 @@ class TransformersRunner:
 
     def _scratch_for(self, rows: int) -> _Scratch:
         if rows not in self._scratch:
-            topk, device = self.geometry.topk, self._model.device
+            topk, config, device = self.geometry.topk, self._model.config, self._model.device
             empty = torch.empty(0, device=device)
+            shape = (rows, config.num_attention_heads, config.kv_lora_rank)
             self._scratch[rows] = _Scratch(
                 hidden=empty,
                 cos=empty,
                 sin=empty,
                 queries=empty,
+                latents=torch.empty(shape, dtype=self.dtype, device=device),
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 out_rows=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 plan=MissPlan.allocate(rows, topk, device),
@@ -342,25 +353,37 @@ class TransformersRunner:
         random_rows = partial(
             torch.randn, rows, 1, self._model.config.hidden_size, dtype=self.dtype, device=self._model.device
         )
+        state = self._state_of_rows(rows)
         for layer in kinds.values():
-            require_rows_apart(partial(self._dense, layer), random_rows)
+            require_rows_apart(partial(self._dense, layer, state), random_rows)
 
-    def _dense(self, layer: _Layer, hidden: Tensor) -> Tensor:
+    def _dense(self, layer: _Layer, state: DeviceState, hidden: Tensor) -> Tensor:
         """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
-        positions = torch.ones(len(hidden), 1, dtype=torch.long, device=hidden.device)
+        rows = len(hidden)
+        positions = torch.ones(rows, 1, dtype=torch.long, device=hidden.device)
         cos, sin = self._model.model.rotary_emb(hidden, positions)
         normed = layer.module.input_layernorm(hidden)
         projected = mla.project(layer.attention, self._rope, normed, cos, sin)
         queries = mla.absorb_queries(layer.absorbed, projected)
-        held = torch.ones(len(hidden), 1, dtype=torch.bool, device=hidden.device)
-        attended = mla.attend_rows(layer.absorbed, queries, projected.rows, held, layer.attention.scaling)
-        finished = self._finish_layer(layer, hidden, attended.unsqueeze(1), "batched_mm")
+        state.rows[0, :rows] = self._rows.encode(projected.rows.squeeze(1))
+        own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
+        latents = self._scratch_for(rows).latents
+        attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
+        attended = mla.expand_values(layer.absorbed, latents)
+        finished = self._finish_layer(layer, hidden, attended.unsqueeze(1), self._decode_experts)
         parts = [projected.rows, queries, finished, self._logits(finished)]
         if layer.anchor:
-            indexer = layer.attention.indexer
-            index = mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin)
-            parts += [index.queries, index.keys, index.weights]
+            index = self._project_index(layer, normed, projected, cos, sin)
+            parts += [index.queries, self._keys.decode(self._keys.encode(index.keys)), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
+
+    def _state_of_rows(self, rows: int) -> DeviceState:
+        """A state of one layer that holds one KV row for each row of a batch."""
+        geometry = Geometry(1, self.geometry.row_bytes, (0,), self.geometry.index_row_bytes, self.geometry.topk)
+        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
+        host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
+        device = self._model.device
+        return DeviceState.allocate(geometry, chunks=pages_for(rows), host=host, device=device, **one)
 
 
 def load_runner(settings: WorkerSettings) -> TransformersRunner:
@@ -369,6 +392,7 @@ def load_runner(settings: WorkerSettings) -> TransformersRunner:
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         deterministic_rows=settings.seats if settings.deterministic else 0,
     )
 
@@ -385,17 +409,12 @@ def _launch_replay(
     return prefetched
 
 
-def _moe(moe: mla.Module, hidden: Tensor, experts: str) -> Tensor:
-    """The library's mixture of experts, with the experts' products formed as `experts` names."""
-    forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
-    flat = hidden.view(-1, hidden.shape[-1])
-    _, weights, chosen = moe.gate(hidden)
-    shared: Tensor = moe.shared_experts(hidden)
-    return forward(moe.experts, flat, chosen, weights).view(hidden.shape) + shared
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8)
+def _keep_drawn(last_token: Tensor, seats: Tensor, tokens: Tensor, real: Tensor) -> None:
+    """last_token[seats] = tokens where `real` bool[B]; a seat is in one real row at most. No shape depends on data."""
+    numbers = torch.arange(len(last_token), device=seats.device)
+    owned = (numbers.unsqueeze(1) == seats) & real
+    drawn = torch.where(owned, tokens, 0).sum(1, dtype=torch.int32)
+    last_token.copy_(torch.where(owned.any(1), drawn, last_token))
 
 
 def _row_multiple(config: Any) -> int:
@@ -403,6 +422,10 @@ def _row_multiple(config: Any) -> int:
     shared = config.moe_intermediate_size * config.n_shared_experts
     widths = gcd(config.intermediate_size, shared, config.n_routed_experts)
     return VECTOR_FLOATS // gcd(VECTOR_FLOATS, widths)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def _torch_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
