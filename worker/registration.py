@@ -178,7 +178,7 @@ class CudaRegistrar:
 
         cuda: Any = torch.cuda  # parts of it are not typed
         cuda.init()
-        self._device = torch.device(device)
+        self._device = torch.device(device).index or 0
         self._runtime = cuda.cudart()
         self._set_device = cuda.set_device
 
