@@ -4,8 +4,8 @@
     I2  no page that a process may still touch is free, or somebody else's; GPU counts are never overdrawn
         (tests.sim.fake_worker counts what a worker was given)
     I3  rows below a durable length are in host memory and are the right ones, whatever was written since
-    I4  commands that give memory reach an executor once, in the order of the coordinator's log, from no coordinator
-        lower than one obeyed before
+    I4  commands are applied by a worker, and reports by the coordinator, once and in the order in which they were
+        numbered; no worker obeys a coordinator lower than one it has obeyed
     I5  each position once and in order on every connection; one end for each request, the same for everybody
     I7  what only asks changes nothing
     I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
@@ -17,7 +17,7 @@ I6 is about kernels, and there are none here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +30,8 @@ from coordinator.arrays import unpack_int32
 from coordinator.errors import InternalError
 from coordinator.ledger import Ledger
 from coordinator.roster import Entry, Phase
+from kernels import layout
+from tests.sim.fake_worker import Run
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
 from worker.outbox import REPORTS_UNACKED_MAX
@@ -59,6 +61,8 @@ class Checker(trio.abc.Instrument):
         self._endings: dict[str, messages.Ended] = {}
         self._given: dict[tuple[str, int], list[messages.Command]] = defaultdict(list)
         self._obeyed: dict[tuple[str, int], int] = defaultdict(int)
+        self._reports: dict[tuple[str, int], list[messages.Report]] = defaultdict(list)
+        self._heard: dict[tuple[str, int], int] = defaultdict(int)
         self._incarnations: dict[int, int] = defaultdict(int)
         self.has_ledger_news = False
         self._last_seen = -1
@@ -98,24 +102,24 @@ class Checker(trio.abc.Instrument):
         self.has_ledger_news = False
         for ledger in life.ledgers.values():
             _as_invariant("I1", ledger.check_invariants)
-        life.check_invariants()
+        _as_invariant("I1", life.check_invariants)
 
     # ---------------------------------------------------------------- memory
 
     def _check_pages(self, node: str, ledger: Ledger) -> None:
-        holders: dict[int, tuple[str, int]] = {}
+        holders: dict[int, Run] = {}
         refcounts = ledger._refcounts
         for process in self._cluster.processes_of(node):
             for run in process.executor.runs.values():
-                for page in run.pages:
+                for place, page in enumerate(run.pages):
                     if not refcounts[page]:
                         raise Violation(
                             "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.admission}"
                         )
-                    other = holders.setdefault(page, (process.name, run.admission))
-                    if other != (process.name, run.admission):
+                    other = holders.setdefault(page, run)
+                    if other is not run and not _may_share(other, run, place):
                         raise Violation(
-                            "I2", f"page {page} of {node} is given to {other} and to {process.name} {run.admission}"
+                            "I2", f"page {page} of {node} is given to {other.admission} and {run.admission}"
                         )
 
     def _check_rows(self, life: CoordinatorLife, entry: Entry) -> None:
@@ -148,19 +152,28 @@ class Checker(trio.abc.Instrument):
 
     def given(self, worker: str, epoch: int, command: messages.Command) -> None:
         """The coordinator has numbered `command`."""
-        if not isinstance(command, (messages.Withdraw, messages.Stop)):
-            self._given[worker, epoch].append(command)
+        self._given[worker, epoch].append(command)
 
     def obeyed(self, worker: str, epoch: int, command: messages.Command) -> None:
-        """An executor was handed `command`; Withdraw may be the link's own."""
-        if isinstance(command, (messages.Withdraw, messages.Stop)):
-            return
-        key = (worker, epoch)
-        given, place = self._given[key], self._obeyed[key]
+        """A worker applies `command` as the next one of its epoch."""
+        given, place = self._given[worker, epoch], self._obeyed[worker, epoch]
         if place >= len(given) or given[place] != command:
-            kind = type(command).__name__
-            raise Violation("I4", f"{worker} applies {kind} of {command.admission}, out of order or twice")
-        self._obeyed[key] += 1
+            raise Violation("I4", f"{worker} applies a {type(command).__name__} as command {place + 1}, and it is not")
+        self._obeyed[worker, epoch] += 1
+
+    def made(self, worker: str, report: messages.Report) -> None:
+        """A worker has numbered `report`."""
+        reports = self._reports[worker, report.epoch]
+        if report.number != len(reports) + 1:
+            raise Violation("I4", f"{worker} makes report {report.number}, {len(reports) + 1} comes next")
+        reports.append(report)
+
+    def heard(self, worker: str, report: messages.Report) -> None:
+        """The coordinator applies `report` as the next one of its epoch."""
+        reports, place = self._reports[worker, report.epoch], self._heard[worker, report.epoch]
+        if place >= len(reports) or reports[place] != report:
+            raise Violation("I4", f"report {report.number} of {worker} is applied as its report {place + 1}")
+        self._heard[worker, report.epoch] += 1
 
     # ---------------------------------------------------------------- clients
 
@@ -241,13 +254,20 @@ class Checker(trio.abc.Instrument):
                 raise Violation("I1", f"{process.name} still holds {sorted(process.executor.runs)}")
 
 
+def _may_share(one: Run, other: Run, place: int) -> bool:
+    """A request goes on while a process that had it is not proved gone: on pages that were full before it began."""
+    durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
+    is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
+    return is_same and (place + 1) * layout.PAGE_TOKENS <= durable
+
+
 def _ints(data: bytes) -> list[int]:
     values: list[int] = unpack_int32(data, "array").tolist()
     return values
 
 
-def _as_invariant(invariant: str, check: object) -> None:
+def _as_invariant(invariant: str, check: Callable[[], None]) -> None:
     try:
-        check()  # type: ignore[operator]
+        check()
     except InternalError as error:
         raise Violation(invariant, str(error)) from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from worker.link import Link, Pace
-from worker.link_state import Identity, LinkState
+from worker.link_state import Action, Identity, LinkState
 from worker.outbox import Outbox
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
@@ -88,19 +88,13 @@ class Shape:
     settings: CoordinatorSettings
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Shape:
+    def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:
+        """`roomy`: with memory for everybody at once, so that nobody is ever in another's way."""
+        if roomy:
+            return cls({"w0": "n0", "w1": "n0"}, _capacity(12, 100, 100, 60, 200), SETTINGS)
         nodes = rng.choice((["n0"], ["n0", "n0"], ["n0", "n0"], ["n0", "n1"], ["n0", "n0", "n1"]))
-        capacity = WorkerCapacity(
-            seats=rng.randint(2, 4),
-            hot_chunks=rng.randint(6, 14),
-            index_pages=rng.randint(9, 16),
-            slab_pages=rng.randint(4, 8),
-            host_pages=rng.randint(9, 24),
-            page_bytes=1024,
-            hot_size_classes=(PAGE_TOKENS, 2 * PAGE_TOKENS),
-            tail_slots=8,
-            overshoot_tokens=1,
-            pool_path="/sim",
+        capacity = _capacity(
+            rng.randint(2, 4), rng.randint(6, 14), rng.randint(9, 16), rng.randint(4, 8), rng.randint(9, 24)
         )
         ahead_tokens = rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS))
         settings = CoordinatorSettings(
@@ -110,7 +104,46 @@ class Shape:
         return cls({f"w{i}": node for i, node in enumerate(nodes)}, capacity, settings)
 
 
+def _capacity(seats: int, hot_chunks: int, index_pages: int, slab_pages: int, host_pages: int) -> WorkerCapacity:
+    return WorkerCapacity(
+        seats=seats,
+        hot_chunks=hot_chunks,
+        index_pages=index_pages,
+        slab_pages=slab_pages,
+        host_pages=host_pages,
+        page_bytes=1024,
+        hot_size_classes=(PAGE_TOKENS, 2 * PAGE_TOKENS),
+        tail_slots=8,
+        overshoot_tokens=1,
+        pool_path="/sim",
+    )
+
+
 # ---------------------------------------------------------------- processes
+
+
+class TappedOutbox(Outbox):
+    """Shows the checker each report that it makes."""
+
+    def __init__(self, epoch: int, on_report: Callable[[messages.Report], None]) -> None:
+        super().__init__(epoch)
+        self._on_report = on_report
+
+    def take(self, command_ack: int, now: float, *, probe: bool = False) -> messages.Report | None:
+        report = super().take(command_ack, now, probe=probe)
+        if report is not None:
+            self._on_report(report)
+        return report
+
+
+class TappedLinkState(LinkState):
+    """Shows the checker each command that it applies by its number."""
+
+    on_command: Callable[[int, messages.Command], None]
+
+    def _apply(self, command: messages.Command) -> Iterator[Action]:
+        self.on_command(self.outbox.epoch, command)
+        return super()._apply(command)
 
 
 class WorkerProcess:
@@ -120,8 +153,11 @@ class WorkerProcess:
         self.name, self.node, self.pid = name, node, pid
         self.gate = Gate()
         self.exited = trio.Event()
-        self.outbox = Outbox(epoch=pid * EPOCHS_PER_PROCESS)
-        self.state = LinkState(Identity(name, node, pid, MODEL, cluster.shape.capacity), self.outbox, LinkCounters())
+        checker = cluster.checker
+        identity = Identity(name, node, pid, MODEL, cluster.shape.capacity)
+        self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
+        self.state = TappedLinkState(identity, self.outbox, LinkCounters())
+        self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, command)
         self.executor = FakeExecutor(
             pid,
             cluster.shape.capacity,
@@ -129,7 +165,6 @@ class WorkerProcess:
             self.outbox,
             self.gate,
             random.Random(f"{cluster.seed} executor {pid}"),
-            lambda command: cluster.checker.obeyed(name, self.outbox.epoch, command),
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()
@@ -194,11 +229,12 @@ class CoordinatorLife:
     @property
     def held(self) -> list[str]:
         """Requests that wait for the operator."""
-        return [it.state.request_id for it in self.scheduler._requests.live.values() if it.state.held]
+        lives = self._scheduler._requests.live.values() if self._scheduler else ()
+        return [it.state.request_id for it in lives if it.state.held]
 
     @property
     def is_draining(self) -> bool:
-        return any(worker.drain for worker in self.scheduler._roster.workers.values())
+        return self._scheduler is not None and any(it.drain for it in self._scheduler._roster.workers.values())
 
     # ------------------------------------------------------------ for the checker
 
@@ -349,7 +385,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
     """Replace what the real code takes from the machine; the order of tasks is drawn from the seed."""
     random.seed(f"{cluster.seed} code")  # pauses before reconnecting
     trio._core._run._r.seed(f"{cluster.seed} tasks")
-    queue, apply = coordinator.worker_link.WorkerLinks.queue, coordinator.changes.apply
+    worker_links, apply = coordinator.worker_link.WorkerLinks, coordinator.changes.apply
+    queue, apply_report = worker_links.queue, worker_links._apply
 
     def tapped_queue(
         links: coordinator.worker_link.WorkerLinks,
@@ -359,6 +396,12 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         if not link.is_down:
             cluster.checker.given(link.name, link.state.epoch, command)
         queue(links, link, command)
+
+    def tapped_report(
+        links: coordinator.worker_link.WorkerLinks, link: coordinator.worker_link.WorkerLink, report: messages.Report
+    ) -> None:
+        cluster.checker.heard(link.name, report)
+        apply_report(links, link, report)
 
     def tapped_apply(ledger: Ledger, change: Change) -> Int32Array:
         cluster.trace.note("ledger", "changes", change)
@@ -378,7 +421,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (coordinator.client, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
         (coordinator.worker_link, "wait_exit", cluster.wait_exit),
-        (coordinator.worker_link.WorkerLinks, "queue", tapped_queue),
+        (worker_links, "queue", tapped_queue),
+        (worker_links, "_apply", tapped_report),
         (coordinator.host_pool, "apply", tapped_apply),
     )
     pages = [

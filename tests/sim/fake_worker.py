@@ -20,7 +20,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -124,6 +123,8 @@ class FakePool:
     def read(self, pages: list[int], rows: int) -> Rows:
         """Rows 0..rows-1 of a context in `pages`, as they are at this moment."""
         self.settle()
+        if len(pages) < pages_for(rows):
+            raise Violation("I3", f"{rows} rows are said to be in pages {pages}")
         context: Rows = self.rows[pages[: pages_for(rows)]].reshape(-1)[:rows]
         return context
 
@@ -224,7 +225,6 @@ class FakeExecutor:
         reports: Reports,
         gate: Gate,
         rng: random.Random,
-        on_submit: Callable[[Command], None],
     ) -> None:
         self.counters = WorkerCounters()
         self.runs: dict[int, Run] = {}
@@ -235,7 +235,6 @@ class FakeExecutor:
         self._reports = reports
         self._gate = gate
         self._rng = rng
-        self._on_submit = on_submit
         self._commands: deque[Command] = deque()
         self._news = trio.Event()
         self._prompts: deque[Run] = deque()
@@ -243,7 +242,6 @@ class FakeExecutor:
         self._hung_until = 0.0
 
     def submit(self, command: Command) -> None:
-        self._on_submit(command)
         self._commands.append(command)
         self._news.set()
 

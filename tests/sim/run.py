@@ -67,7 +67,7 @@ def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[o
     began = time.perf_counter()
     clock = coarse_clock()
     trace = Trace(clock.current_time)
-    cluster = Cluster(seed, Shape.draw(random.Random(f"{seed} shape")), trace)
+    cluster = Cluster(seed, Shape.draw(random.Random(f"{seed} shape"), roomy=not faults), trace)
     tally: list[Faults] = []
 
     async def main() -> None:

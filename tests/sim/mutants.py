@@ -1,0 +1,272 @@
+"""Protocol bugs, planted one at a time in the real code while a seed runs.
+
+Each is a mistake that somebody could make, in one place or in the places that would be written together. Undisturbed,
+a cluster with any of them works; under faults one of the named invariants must catch it (tests/test_sim_mutants.py).
+What the design shrugs off is no use here: losing a command or a report by itself ends in a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+from coordinator import dispatch, events, gateway, messages
+from coordinator.connections import Connections
+from coordinator.deliveries import Deliveries
+from coordinator.ledger import Ledger
+from coordinator.lifecycle import Kind, Resolve
+from coordinator.messages import Withdraw
+from coordinator.request_state import _HANDLERS, RequestState
+from coordinator.roster import Roster
+from coordinator.token_log import TokenLog
+from coordinator.worker_epoch import Arrival, WorkerEpoch
+from coordinator.worker_link import WorkerLinks
+from worker.link_state import LinkState, Phase
+
+Mutant = Callable[[], "contextmanager[None]"]
+
+MUTANTS: Final[dict[str, Any]] = {}
+
+
+def plant(function: Callable[[], Iterator[tuple[Any, str, Any]]]) -> Callable[[], Any]:
+    """`function` yields what to replace: owner, name, replacement."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name, replacement in function():
+                if isinstance(owner, dict):
+                    stack.enter_context(patch.dict(owner, {name: replacement}))
+                else:
+                    stack.enter_context(patch.object(owner, name, replacement))
+            yield
+
+    MUTANTS[function.__name__] = planted
+    return planted
+
+
+Plan = Iterator[tuple[Any, Any, Any]]
+
+
+# ---------------------------------------------------------------- commands and reports
+
+
+@plant
+def apply_commands_behind_a_gap() -> Plan:
+    """The worker takes whatever comes next."""
+    original = LinkState._commands
+
+    def commands(self: LinkState, message: messages.Commands, now: float) -> Iterator[Any]:
+        self.command_ack = max(self.command_ack, message.first - 1)
+        return original(self, message, now)
+
+    yield LinkState, "_commands", commands
+
+
+@plant
+def apply_replayed_commands_again() -> Plan:
+    """The worker does not look at the numbers that it has applied."""
+
+    def commands(self: LinkState, message: messages.Commands, now: float) -> Iterator[Any]:
+        self.command_ack = max(self.command_ack, message.first + len(message.commands) - 1)
+        for command in message.commands:
+            yield from self._apply(command)
+
+    yield LinkState, "_commands", commands
+
+
+@plant
+def skip_reports_that_are_missing() -> Plan:
+    """The coordinator does not mind a gap in reports."""
+    original = WorkerEpoch.report
+
+    def report(self: WorkerEpoch, report: messages.Report, now: float) -> Arrival:
+        self.report_ack = max(self.report_ack, report.number - 1)
+        return original(self, report, now)
+
+    yield WorkerEpoch, "report", report
+
+
+@plant
+def lose_the_outbox_on_reconnect() -> Plan:
+    """What was in flight when a connection ended is not sent again; numbers go on where the coordinator is."""
+    original = LinkState._welcome
+
+    def welcome(self: LinkState, message: messages.WorkerWelcome, now: float) -> Iterator[Any]:
+        if self.incarnation == message.incarnation and self.outbox._in_flight:
+            self.outbox._in_flight.clear()
+            self.outbox._next_number = message.report_ack + 1
+        return original(self, message, now)
+
+    yield LinkState, "_welcome", welcome
+
+
+@plant
+def hear_an_epoch_that_is_over() -> Plan:
+    """A worker that was declared down goes on being heard, whoever has its requests by now."""
+    hear, append = WorkerLinks._receive, TokenLog.append
+
+    def receive(self: WorkerLinks, received: Any, to_acknowledge: Any) -> None:
+        link = self._by_peer.get(received.peer)
+        if link is None or not link.is_down:
+            return hear(self, received, to_acknowledge)
+        link.is_down = False
+        try:
+            return hear(self, received, to_acknowledge)
+        finally:
+            link.is_down = True
+
+    def append_any(self: TokenLog, progress: messages.Progress, source: int) -> Any:
+        slots = self._unpack(progress)[0]
+        now = self._admission[slots].astype("<i8")
+        known = now >= 0
+        if not known.all():
+            return append(self, progress, source)
+        owner = self._source[slots].copy()
+        self._source[slots] = source
+        try:
+            fields = {name: getattr(progress, name) for name in progress.__struct_fields__}
+            return append(self, messages.Progress(**(fields | {"admissions": now.tobytes()})), source)
+        finally:
+            self._source[slots] = owner
+
+    yield WorkerLinks, "_receive", receive
+    yield TokenLog, "append", append_any
+
+
+# ---------------------------------------------------------------- memory
+
+
+@plant
+def reuse_quarantined_pages() -> Plan:
+    """A lost worker's pages are free at once."""
+    original = Ledger.release
+
+    def release(self: Ledger, admission: int) -> int:
+        if (budget := self._holding(admission).budget) is not None and budget.lost:
+            budget.exited = True
+        return original(self, admission)
+
+    yield Ledger, "release", release
+
+
+@plant
+def keep_pages_of_a_process_that_may_live() -> Plan:
+    """Silence counts as proof of exit: rows are kept, and their request goes on elsewhere."""
+    original = WorkerLinks._put_down
+
+    def put_down(self: WorkerLinks, link: Any, *, proved_exit: bool, reason: str) -> None:
+        original(self, link, proved_exit=True, reason=reason)
+
+    yield WorkerLinks, "_put_down", put_down
+
+
+def _depart_at_once(original: Any, *, durable: bool) -> Any:
+    def handler(self: RequestState, event: Any, target: Any, rows: Any, now: float) -> list[Any]:
+        actions: list[Any] = original(self, event, target, rows, now)
+        if not any(isinstance(action, Withdraw) for action in actions):
+            return actions
+        way = Resolve.WAIT if durable else Resolve.OUTCOME
+        return actions + self._depart(Kind.RELEASED, way, rows.durable if durable else 0, rows, now)
+
+    return handler
+
+
+@plant
+def free_a_retracted_request_before_released() -> Plan:
+    """Withdraw was sent: that must do."""
+    yield _HANDLERS, events.Retract, (Kind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
+
+
+@plant
+def free_an_aborted_request_before_released() -> Plan:
+    """Nobody wants its output: why wait?"""
+    yield _HANDLERS, events.End, (Kind.END, _depart_at_once(RequestState._ended, durable=False))
+
+
+@plant
+def begin_a_new_epoch_with_work_in_flight() -> Plan:
+    """The worker forgets what it held instead of waiting for the executor."""
+    original = LinkState.may_connect
+
+    def may_connect(self: LinkState) -> bool:
+        if self.phase is Phase.EMPTYING:
+            self.outbox._held.clear()
+        return original(self)
+
+    yield LinkState, "may_connect", may_connect
+
+
+@plant
+def free_kept_pages_twice() -> Plan:
+    """What is given back stays in the list of what is kept."""
+    original = Ledger.keep
+
+    def keep(self: Ledger, admission: int, pages: int) -> int:
+        everything = self._holding(admission).all_pages()
+        freed = original(self, admission, pages)
+        holding = self._holding(admission)
+        holding.pages, holding.page_count = [everything], len(everything)
+        return freed
+
+    yield Ledger, "keep", keep
+
+
+@plant
+def drop_the_last_page_of_what_is_kept() -> Plan:
+    """Rows kept, rounded down to pages."""
+    yield dispatch, "pages_for", lambda tokens: max(tokens // dispatch.PAGE_TOKENS, 1)
+
+
+@plant
+def resume_beyond_the_durable_length() -> Plan:
+    """Every token that was delivered counts as a row."""
+    original = RequestState._depart
+
+    def depart(
+        self: RequestState, kind: Kind, target: Any, durable: int, rows: Any, now: float, reason: str = ""
+    ) -> list[Any]:
+        return original(self, kind, target, durable and self.prompt_tokens + rows.generated - 1, rows, now, reason)
+
+    yield RequestState, "_depart", depart
+
+
+@plant
+def number_stays_by_request() -> Plan:
+    """An admission is named after its request, and comes again."""
+    original = Roster.admit
+
+    def admit(self: Roster, entry: Any, worker: Any, memory: Any, rung: Any) -> int:
+        self._admissions = entry.slot
+        return original(self, entry, worker, memory, rung)
+
+    yield Roster, "admit", admit
+
+
+# ---------------------------------------------------------------- clients
+
+
+@plant
+def count_refused_deliveries_as_sent() -> Plan:
+    """A cursor moves although the socket was full."""
+    original = Connections.offer
+
+    def offer(self: Connections, connection: Any, frame: bytes, now: float) -> bool:
+        return original(self, connection, frame, now) or (
+            not connection.is_gone and isinstance(messages.decode_gateway(frame), messages.Delivery)
+        )
+
+    yield Connections, "offer", offer
+
+
+@plant
+def attach_from_the_beginning() -> Plan:
+    """The offset of an Attach is not looked at."""
+    original = gateway.Deliveries.subscribe
+
+    def subscribe(self: Deliveries, connection: Any, slot: int, cursor: int) -> int:
+        return original(self, connection, slot, 0)
+
+    yield Deliveries, "subscribe", subscribe
