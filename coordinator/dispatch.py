@@ -35,10 +35,11 @@ from coordinator.events import (
     Told,
 )
 from coordinator.journal_records import Record
-from coordinator.ledger import Ledger, Memory
+from coordinator.ledger import EpochKey, Ledger, Memory
 from coordinator.messages import Grant, Resize
 from coordinator.policy import Policy
 from coordinator.roster import ON_WORKER, Drain, Entry, Phase, Roster, Worker
+from coordinator.suspicion import poison_reason
 from kernels.layout import PAGE_TOKENS, pages_for
 
 
@@ -138,18 +139,37 @@ class Dispatch:
         joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
         return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
-    def worker_down(self, worker: Worker, *, proved_exit: bool) -> Heard:
+    def worker_down(self, worker: Worker, *, proved_exit: bool, died: bool = False) -> Heard:
+        """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
         lost = self.roster.lose(worker)
+        key = worker.name, worker.epoch
+        self.roster.suspects.lost(key, lost)
         self.dirty = True
-        return Heard(
-            (Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit)),),
-            tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost),
-        )
+        ends = self._judge(key, died=died) if proved_exit else NOTHING
+        tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
+        step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit))
+        return Heard((step, *ends.steps), (*ends.tells, *tells))
 
-    def worker_exited(self, worker: str, epoch: int) -> Heard:
+    def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
         self.dirty = True
-        return _heard(*(Step(node, ProveExit(worker, epoch)) for node in self.policy.ledgers))
+        ends = self._judge((worker, epoch), died=died)
+        steps = [Step(node, ProveExit(worker, epoch)) for node in self.policy.ledgers]
+        return Heard((*steps, *ends.steps), ends.tells)
+
+    def _judge(self, key: EpochKey, *, died: bool) -> Heard:
+        """Fail those for whom this death was one too many."""
+        if not died:
+            self.roster.suspects.survived(key)
+            return NOTHING
+        steps: list[Step] = []
+        tells: list[Tell] = []
+        for entry in self.roster.suspects.died(key):
+            if self.roster.entries.get(entry.slot) is entry and entry.phase is not Phase.CLOSING:
+                heard = self.end(entry, "FAILED", poison_reason(entry, key[0]))
+                steps += heard.steps
+                tells += heard.tells
+        return Heard(tuple(steps), tuple(tells))
 
     # ---------------------------------------------------------------- from operators
 

@@ -65,8 +65,8 @@ class LinkScheduler(Protocol):
 
     async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None: ...
     async def worker_back(self, hello: messages.WorkerHello) -> None: ...
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None: ...
-    def worker_exited(self, worker: str, epoch: int) -> None: ...
+    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None: ...
+    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None: ...
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
     def starving(self, slots: Int32Array) -> None: ...
     async def drain(
@@ -314,7 +314,7 @@ class WorkerLinks:
                 self._socket.send(received.peer, messages.encode(welcome))
             case course, _:
                 if course is Course.SUCCEED and link is not None:
-                    self._prove(link)
+                    self._prove(link, died=False)
                 self._check_room(hello.worker)
                 self._joining.add(hello.worker)
                 self._start(self._join, received, hello)
@@ -426,27 +426,32 @@ class WorkerLinks:
             if not has_ended(link.attested):
                 await wait_exit(link.process)
         if not link.watch.cancelled_caught:
-            self._prove(link)
+            self._prove(link, died=True)
 
-    def _prove(self, link: WorkerLink) -> None:
-        """Nothing of that epoch can touch memory any more: its process has exited or has emptied itself."""
+    def _prove(self, link: WorkerLink, *, died: bool) -> None:
+        """Nothing of that epoch can touch memory any more: its process has died, or has emptied itself."""
         if link.proved_exit:
             return
         link.proved_exit = True
         link.watch.cancel()
         if link.is_down:
-            self._scheduler.worker_exited(link.name, link.state.epoch)
+            self._scheduler.worker_exited(link.name, link.state.epoch, died)
         else:
-            self._put_down(link, proved_exit=True, reason="its process has ended, or begun a new epoch")
+            self._put_down(
+                link,
+                proved_exit=True,
+                reason="its process has ended" if died else "it has begun a new epoch",
+                died=died,
+            )
 
-    def _put_down(self, link: WorkerLink, *, proved_exit: bool, reason: str) -> None:
+    def _put_down(self, link: WorkerLink, *, proved_exit: bool, reason: str, died: bool = False) -> None:
         if link.is_down:
             return
         link.is_down = True
         self._sender.forget(link)
         self._tokenizers.forget(link.name)
         log.warning("worker down", extra=fields(worker=link.name, epoch=link.state.epoch, reason=reason))
-        self._scheduler.worker_down(link.name, link.state.epoch, proved_exit)
+        self._scheduler.worker_down(link.name, link.state.epoch, proved_exit, died)
 
     # ------------------------------------------------------------ what is sent
 

@@ -26,6 +26,7 @@ PURE = [
     "sizing",
     "space",
     "subscriptions",
+    "suspicion",
     "token_log",
     "tokenizer_store",
     "verbs",

@@ -39,6 +39,7 @@ class FakeLinkScheduler:
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
+        self.deaths: list[str] = []
         self.ports: dict[str, WorkerPort] = {}
         self.refuse_with: HiSparseError | None = None
         self.break_on_event = False
@@ -53,10 +54,13 @@ class FakeLinkScheduler:
         self.told.append(("up", hello.worker, hello.epoch))
         self.ports[hello.worker] = port
 
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool) -> None:
+    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None:
+        assert proved_exit or not died
+        self.deaths += [worker] if died else []
         self.told.append(("down", worker, epoch, proved_exit))
 
-    def worker_exited(self, worker: str, epoch: int) -> None:
+    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
+        self.deaths += [worker] if died else []
         self.told.append(("exited", worker, epoch))
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
@@ -433,6 +437,7 @@ async def test_a_new_epoch_of_the_same_process_proves_that_the_old_is_quiesced(r
     await worker.say(hello(epoch=2))
     assert isinstance(await worker.hear(), WorkerWelcome)
     assert rig.scheduler.told == [("up", "w0", 1), ("down", "w0", 1, True), ("up", "w0", 2)]
+    assert rig.scheduler.deaths == [], "it has emptied itself"
     worker.close()
 
 
@@ -466,6 +471,7 @@ async def test_a_second_process_cannot_take_a_living_workers_name(tmp_path: Path
         process.kill()
         process.wait()
         await rig.told("down", "w0", 1, True)
+        assert rig.scheduler.deaths == ["w0"]
         await impostor.say(hello(epoch=5))
         assert isinstance(await impostor.hear(), WorkerWelcome)
         impostor.close()
@@ -541,7 +547,7 @@ async def test_names_are_bounded_and_the_dead_make_room(rig: Rig, monkeypatch: p
     third = await rig.worker()
     await third.say(hello("w2"))
     assert (await refusal(third)).code == "capacity"
-    rig.links._prove(rig.links._by_name["w0"])
+    rig.links._prove(rig.links._by_name["w0"], died=True)
     await third.say(hello("w2"))
     assert isinstance(await third.hear(), WorkerWelcome)
     for worker in (*workers, third):

@@ -113,7 +113,9 @@ class FakeCluster:
         fake.emit, fake.report = _nobody, _nobody
         if not proved:
             self.zombies.append(fake)
-        self.take(self.dispatch.worker_down(self.dispatch.roster.workers[name], proved_exit=proved))
+        for entry in self.dispatch.roster.on(name):
+            entry.generated = len(self.live[entry.slot].tokens)
+        self.take(self.dispatch.worker_down(self.dispatch.roster.workers[name], proved_exit=proved, died=proved))
 
     def prove_exit(self, zombie: FakeWorker) -> None:
         self.zombies.remove(zombie)
@@ -196,8 +198,8 @@ class FakeCluster:
 
     def settle(self, *, tick: bool = False) -> list[decisions.Decision]:
         """Plan, apply, tell; returns the decisions, each checked against the rules of rank."""
-        for slot, entry in self.dispatch.roster.starving.items():
-            entry.generated = len(self.live[slot].tokens)
+        for entry in self.dispatch.roster.in_view():
+            entry.generated = len(self.live[entry.slot].tokens)
         best = min((entry.rank for entry in self.dispatch.roster.entries.values() if not entry.held), default=None)
         plan = self.dispatch.plan(self.now, tick=tick)
         for decision in plan:
