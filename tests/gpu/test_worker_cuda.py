@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,8 +18,10 @@ if not torch.cuda.is_available():
 
 from tests import test_worker_executor as cpu  # noqa: E402
 from tests import test_worker_fences as stories  # noqa: E402
+from tests import test_worker_model as model  # noqa: E402
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
 
 replace = msgspec.structs.replace
@@ -103,3 +107,52 @@ def test_waits_are_measured() -> None:
     waits = rig.executor.counters.fence_waits
     assert waits.samples["sampled"] > 10
     assert {"row_written", "backed_up"} & waits.samples.keys()
+
+
+# ---------------------------------------------------------------- the real model classes
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
+    return path
+
+
+@cache
+def resident(path: Path, dtype: str) -> tuple[list[list[int]], Logits]:
+    """Graphs on, no replacement."""
+    tokens, logits, _ = model.run(path, (0, 0, 0), cuda(), dtype=dtype)
+    return tokens, logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (256, 256, 256), (128, 0, 64)], ids=str)
+def test_neither_hot_sizes_nor_graphs_change_a_bit(
+    checkpoint: Path, sizes: tuple[int, ...], graphs: bool, dtype: str
+) -> None:
+    settings = replace(model.SETTINGS, graphs=graphs)
+    tokens, logits, misses = model.run(checkpoint, sizes, cuda(), settings, dtype)
+    assert misses > 0
+    assert tokens == resident(checkpoint, dtype)[0]
+    assert same(logits, resident(checkpoint, dtype)[1])
+
+
+def test_operators_do_not_show(checkpoint: Path) -> None:
+    tokens, logits = model.run_moved_about(checkpoint, cuda())
+    assert tokens == resident(checkpoint, "float32")[0]
+    assert all(torch.equal(values, resident(checkpoint, "float32")[1][step]) for step, values in logits.items())
+
+
+def test_tokens_are_those_of_the_model_library(checkpoint: Path) -> None:
+    assert model.library_agrees(checkpoint, resident(checkpoint, "float32")[0]) > 2 * model.NEW_TOKENS
+
+
+def test_no_turn_of_the_model_waits_for_the_device(checkpoint: Path) -> None:
+    rig, lives = model.start(checkpoint, cuda())
+    with no_syncs():
+        for life in lives:
+            assert rig.coordinator.admit(life, 64)
+        rig.run()
+    assert [life.tokens for life in lives] == resident(checkpoint, "float32")[0]
