@@ -6,6 +6,7 @@ The tests play the coordinator (tests/fakes/listening_coordinator.py), so that t
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,34 @@ async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) ->
     assert code == EXIT_DEFECT, log
     (line,) = [line for line in log.splitlines() if "critical" in line]
     assert "admitted twice" in line
+
+
+STUCK = """
+import sys, threading
+from coordinator.config import load
+from worker import process
+
+class Stuck:
+    def __init__(self, config, halted):
+        threading.Thread(target=threading.Event().wait).start()  # as a thread that waits for the device
+
+    def run(self):
+        return process.EXIT_CLEAN
+
+    def close(self):
+        return False
+
+process.Worker = Stuck
+sys.exit(process.run_worker(load(flags={"worker.model": "any"})))
+"""
+
+
+@pytest.mark.process
+async def test_a_thread_that_hangs_does_not_hold_the_process(tmp_path: Path) -> None:
+    """I8: the end of the interpreter would wait for it without bound."""
+    with trio.fail_after(60.0):
+        done = await trio.run_process([sys.executable, "-c", STUCK], check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == EXIT_DEFECT
 
 
 @pytest.mark.process
