@@ -4,9 +4,11 @@ Order, and why:
 
     start   nobody may be listening in the runtime directory: the workers would join that cluster and share its pool
             coordinator first, workers once it answers; ready when all of them have registered
-    run     until a signal, or until a child that is needed has ended; nothing is restarted
+    run     until a signal, `hisparse stop`, or the end of a child that is needed and was given up; what dies is
+            restarted and what hangs is killed (coordinator.keeper)
     stop    drain the coordinator (running requests may finish until the deadline), then SIGTERM, then SIGKILL
-            the pool is removed last: it outlives workers by design, and only the parent knows that none will return
+            the pool is removed last: it outlives workers by design, and only the parent knows that none will return.
+            Until then the parent holds it open, so that nobody takes it for a dead cluster's while no worker is there
 
 A second signal, or one during start, goes straight to SIGKILL.
 """
@@ -17,7 +19,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,8 @@ from coordinator.children import Child, child_environ, exit_text, stop_children,
 from coordinator.client import Client, open_client
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import HiSparseError, Unavailable, WrongState
+from coordinator.keeper import COORDINATOR, Keeper
+from worker.pool_file import keep_pool, remove_pool
 
 #: Longest start: importing torch and loading a checkpoint of some gigabytes from a slow disk.
 START_LIMIT_S: Final = 600.0
@@ -43,15 +47,35 @@ CONNECTED: Final = "connected"
 
 @dataclass
 class Cluster:
-    """Running children. `workers` by name; a worker that has ended stays listed, its Child knows its status."""
+    """Running children. `workers` by name; a child that has ended stays listed, and knows its status, until it is
+    restarted."""
 
     config: Config
     coordinator: Child
+    log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
 
     @property
     def children(self) -> tuple[Child, ...]:
         return (*self.workers.values(), self.coordinator)
+
+    @property
+    def by_name(self) -> Mapping[str, Child]:
+        return self.workers | {COORDINATOR: self.coordinator}
+
+    def add_worker(self) -> None:
+        own = _worker_config(self.config, len(self.workers))
+        self.workers[own.worker.name] = _start("worker", own, self.log_dir)
+
+    def restart(self, name: str) -> Child:
+        """Start a child that has ended once more, under its name and with its settings."""
+        self.by_name[name].close()
+        if name == COORDINATOR:
+            self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
+        else:
+            own = _worker_config(self.config, list(self.workers).index(name))
+            self.workers[name] = _start("worker", own, self.log_dir)
+        return self.by_name[name]
 
     @property
     def pool(self) -> Path:
@@ -92,14 +116,14 @@ async def running_cluster(
             value=config.cluster.runtime_dir,
             remedy="stop it, or choose another --runtime-dir",
         )
-    cluster = Cluster(config, _start("coordinator", config, log_dir))
+    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
-        for i in range(workers):
-            own = _worker_config(config, i)
-            cluster.workers[own.worker.name] = _start("worker", own, log_dir)
+        for _ in range(workers):
+            cluster.add_worker()
         async with cluster.client("hisparse up") as client:
             await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+        kept = keep_pool(cluster.pool)
         yield cluster
     finally:
         try:
@@ -107,7 +131,9 @@ async def running_cluster(
         finally:
             for child in cluster.children:
                 child.close()
-            cluster.pool.unlink(missing_ok=True)
+            if kept is not None:
+                os.close(kept)
+            remove_pool(cluster.pool)
 
 
 def _start(verb: str, config: Config, log_dir: Path | None) -> Child:
@@ -203,52 +229,45 @@ async def _serve(
         interrupts.is_up = True
         _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
         _say("Ctrl-C drains and stops; a second one exits at once")
-        with _published(cluster, ready_file):
-            ended = await _until_asked_or_lost(cluster, interrupts.asked)
+        with _published(cluster, ready_file) as publish:
+            ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)
             if ended is None:
                 await _drain(cluster, deadline_s)
                 return 0
-            _say(f"{ended.name} {exit_text(await ended.wait())}; stopping")
+            _say("stopping")
             return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
 
 
 @contextmanager
-def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[None]:
-    """The ready file exists, whole, while the cluster takes requests."""
-    if ready_file is None:
-        yield
-        return
-    partial = ready_file.with_name(ready_file.name + ".partial")
-    partial.write_text(json.dumps(cluster.describe()))
-    partial.replace(ready_file)
+def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[], None]]:
+    """The ready file exists, whole, while the cluster takes requests. Gives what writes it anew."""
+
+    def publish() -> None:
+        if ready_file is not None:
+            partial = ready_file.with_name(ready_file.name + ".partial")
+            partial.write_text(json.dumps(cluster.describe()))
+            partial.replace(ready_file)
+
+    publish()
     try:
-        yield
+        yield publish
     finally:
-        ready_file.unlink(missing_ok=True)
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
 
 
-async def _until_asked_or_lost(cluster: Cluster, asked: trio.Event) -> Child | None:
-    """None once a drain was asked for; else the child without which the cluster is over: its coordinator, which may
-    have been told to stop (`hisparse stop`), or its last worker."""
+async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | None:
+    """Keep the cluster until a drain is asked for (None), or until it is over: the child whose end ended it."""
     last: Child | None = None
 
     async def asked_for() -> None:
         await asked.wait()
         nursery.cancel_scope.cancel()
 
-    async def watch(child: Child) -> None:
-        nonlocal last
-        status = await child.wait()
-        if child is cluster.coordinator or not any(worker.running for worker in cluster.workers.values()):
-            last = child
-            nursery.cancel_scope.cancel()
-        else:
-            _say(f"{child.name} {exit_text(status)}; its requests go on at the other workers")
-
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asked_for)
-        for child in cluster.children:
-            nursery.start_soon(watch, child)
+        last = await keeper.run()
+        nursery.cancel_scope.cancel()
     return last
 
 

@@ -137,16 +137,45 @@ def test_hisparse_stop_ends_it_cleanly_and_one_worker_less_does_not(model: Path,
         assert up.hisparse("stop").returncode == 0
         _, stderr = up.process.communicate(timeout=30)
         assert up.process.returncode == 0
-        assert "w0 killed by SIGKILL; its requests go on at the other workers" in stderr
+        assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
 
 
-def test_the_last_worker_lost_ends_it(model: Path, tmp_path: Path) -> None:
+def generated(up: Up, name: str) -> int:
+    return int(json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"])
+
+
+def worker_pid(up: Up) -> int:
+    """As the ready file has it now."""
+    ready = json.loads((up.runtime_dir / "ready.json").read_text())
+    pid = int(ready["workers"][0]["pid"])
+    if pid not in up.pids:
+        up.pids.append(pid)
+    return pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
+    model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2, I5: a stopped worker is declared down, killed, and its exit proved; either way nothing is prefilled again."""
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
     with running(model, tmp_path) as up:
-        psutil.Process(up.ready["workers"][0]["pid"]).kill()
+        name, first = up.submit_endless(), worker_pid(up)
+        eventually(lambda: generated(up, name) > 100)
+        before = generated(up, name)
+        psutil.Process(first).send_signal(number)
+        eventually(lambda: worker_pid(up) != first)
+        eventually(lambda: generated(up, name) > before + 100)
+        story = json.loads(up.hisparse("request", name, "-o", "json").stdout)["story"]
+        assert [line["event"] for line in story].count("staged") == 1, story
+        up.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        up.process.send_signal(signal.SIGINT)
         _, stderr = up.process.communicate(timeout=30)
-        assert up.process.returncode == 70
-        assert "w0 killed by SIGKILL" in stderr
+        assert ("w0 hangs; killed" in stderr) == (number is signal.SIGSTOP)
+        assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
 
 
