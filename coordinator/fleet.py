@@ -1,7 +1,8 @@
 """Which workers and nodes there are, and whether another one may join. Pure, but for opening a node's pool.
 
 Workers of a coordinator serve one model (a request may run on any of them), and those of a node share one host pool.
-Both are pinned by the first to come, for as long as anything depends on them.
+Both are pinned by the first to come, for as long as anything depends on them. A pool that was created anew (its id
+says so) is another pool: what was kept in the one before is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coordinator.intake import check_name
 from coordinator.journal_records import Joined, PoolOpened
 from coordinator.ledger import Ledger
 from coordinator.messages import ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
-from coordinator.roster import Roster, Worker
+from coordinator.roster import ON_WORKER, Roster, Worker
 from kernels.layout import CONTEXT_MAX_TOKENS
 
 #: Workers that are gone are listed until there are this many.
@@ -53,7 +54,13 @@ class Fleet:
         self._check_epoch(hello)
         self._check_model(hello)
         self._check_pool(hello)
-        if hello.node not in self._ledgers or self._pools[hello.node].host_pages != hello.capacity.host_pages:
+        known = self._pools.get(hello.node)
+        if (
+            known is None
+            or hello.node not in self._ledgers
+            or known.host_pages != hello.capacity.host_pages
+            or _is_another_file(known, hello.capacity)
+        ):
             self._open_pool(hello)
         self._pools[hello.node] = hello.capacity
         self.model = hello.model
@@ -161,6 +168,9 @@ class Fleet:
         known, ledger = self._pools.get(hello.node), self._ledgers.get(hello.node)
         if known is None or ledger is None:
             return
+        if _is_another_file(known, hello.capacity):
+            self._check_pool_is_left(hello)
+            return
         ours = (hello.capacity.host_pages, hello.capacity.page_bytes, hello.capacity.pool_path)
         theirs = (known.host_pages, known.page_bytes, known.pool_path)
         in_use = self._roster.of_node(hello.node) or ledger.holdings_count or ledger.quarantines
@@ -171,6 +181,22 @@ class Fleet:
                 value=hello.worker,
                 remedy="give all workers of a node the same host_mem, pool_dir and model",
             )
+
+    def _check_pool_is_left(self, hello: WorkerHello) -> None:
+        """The node's pool was created anew: its rows are gone, and with them what quarantines guard. Raise Unavailable
+        while somebody may still use the one before."""
+        leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._roster.entries.values())
+        if leaving or self._roster.of_node(hello.node):
+            raise Unavailable(
+                f"workers of node {hello.node} still use the host pool that was there before",
+                field="pool_dir",
+                value=hello.worker,
+                remedy="stop them, or wait until they are declared down",
+            )
+
+
+def _is_another_file(known: WorkerCapacity, ours: WorkerCapacity) -> bool:
+    return bool(known.pool_id and ours.pool_id and known.pool_id != ours.pool_id)
 
 
 def _check_capacity(capacity: WorkerCapacity) -> None:

@@ -30,7 +30,7 @@ from coordinator.front import Front, Message
 from coordinator.host_pool import Applied, HostPool
 from coordinator.intake import check_deadline, check_fits, check_submit
 from coordinator.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal_records import Accepted, Forgotten, Ordered, PoolOpened
+from coordinator.journal_records import Accepted, Departed, Forgotten, Ordered, PoolOpened
 from coordinator.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.lifecycle import TERMINAL
 from coordinator.live import Live, Requests
@@ -321,8 +321,13 @@ class Scheduler(Front):
     # ---------------------------------------------------------------- workers
 
     def _open_pool(self, hello: messages.WorkerHello) -> None:
+        """A pool with nothing in it. Whoever kept rows in the one before is prefilled again."""
         if hello.node in self._pools:
             self._pools[hello.node].close()
+        for entry in [entry for entry in self._roster.kept.values() if entry.node == hello.node]:
+            self._roster.demote(entry)
+            self._journal.append([Departed(entry.slot, 0)])
+            self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
         self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
         self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
         self._start_pool(hello.node)

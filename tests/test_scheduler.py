@@ -261,6 +261,29 @@ async def test_a_worker_with_another_model_or_pool_is_refused() -> None:
 
 
 @pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
+async def test_a_pool_created_anew_has_no_rows_of_before(autojump_clock: MockClock, proved: bool) -> None:
+    """I3, I5: what was kept in the file that is gone is prefilled again, never read from the new one."""
+    async with open_rig() as rig:
+        await rig.add_worker("w0", pool_id=1)
+        await rig.submit("r", prompt=100, max_tokens=300)
+        await rig.run_until("r", "RUNNING")
+        for _ in range(30):
+            rig.round()
+        await rig.settle()
+        rig.lose_worker("w0", proved=proved)
+        with pytest.raises(Unavailable, match="still use the host pool"):
+            await rig.add_worker("w1", pool_id=2)
+        await rig.settle()
+        assert rig.state("r") == "RETRACTED"
+        rig.pools.clear()
+        await rig.add_worker("w1", pool_id=2)
+        story = rig.scheduler.describe("r")[1]
+        assert [line.event for line in story][-1] == "demoted"
+        await rig.run_until("r", "FINISHED")
+        rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
 @pytest.mark.parametrize("state", ["PREFILLING", "READY", "RUNNING", "RETRACTING"])
 async def test_worker_loss_in_every_state(autojump_clock: MockClock, state: str, proved: bool) -> None:
     """I2: what a silent worker held is quarantined; its requests go on elsewhere, nothing lost or repeated."""
