@@ -14,8 +14,10 @@ One task receives and hands each message to whom it concerns: replies by tag to 
 handle to their streams. A stream buffers what its reader has not taken: at most the tokens that its request asked for.
 
 When the connection is lost the task connects anew, for at most `reconnect_limit_s`, and attaches every unfinished
-stream again at the offset it holds. Calls in flight raise Unavailable instead: whether a verb was carried out cannot be
-known, and repeating it is the caller's choice. Admin verbs need a connection to the admin endpoint with role "admin".
+stream again at the offset it holds. A submission with a request id of the caller's choice is submitted again: the same
+one under the same id is the same request. Other calls in flight raise ConnectionLost instead: whether a verb was
+carried out cannot be known, and repeating it is the caller's choice. Admin verbs need a connection to the admin
+endpoint with role "admin".
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ RECONNECT_LIMIT_S: Final = 30.0
 T = TypeVar("T")
 
 
+class ConnectionLost(Unavailable):
+    """The connection went while a call was in flight; whether it was carried out is unknown."""
+
+
 class Client:
     """Made by `open_client`. Any number of tasks of one trio run may call it at once."""
 
@@ -76,10 +82,16 @@ class Client:
         request_id: str = "",
         priority: int = 0,
     ) -> Stream:
-        """Submit and subscribe. Raises BadInput, WrongState (id in use), CapacityError or Unavailable."""
+        """Submit and subscribe. Raises BadInput, WrongState (id of another request), CapacityError or Unavailable.
+
+        With a `request_id` it outlives lost connections, for as long as the client does.
+        """
         packed = pack_int32(prompt)
-        return await self._subscribe(
-            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=True), start=0
+        return await self._surely(
+            request_id,
+            lambda: self._subscribe(
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=True), start=0
+            ),
         )
 
     async def submit_detached(
@@ -90,10 +102,14 @@ class Client:
         request_id: str = "",
         priority: int = 0,
     ) -> str:
-        """Submit without subscribing; returns the request's id."""
+        """As `submit`, without subscribing; returns the request's id."""
         packed = pack_int32(prompt)
-        accepted = await self._call(
-            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=False), messages.Accepted
+        accepted = await self._surely(
+            request_id,
+            lambda: self._call(
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=False),
+                messages.Accepted,
+            ),
         )
         return accepted.request_id
 
@@ -172,6 +188,15 @@ class Client:
 
     # ------------------------------------------------------------ calls
 
+    async def _surely(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
+        """Submit until an answer comes, if that can be done twice."""
+        while True:
+            try:
+                return await submit()
+            except ConnectionLost:
+                if not request_id or self._lost is not None:
+                    raise
+
     async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
         return (await self._call(make, messages.Done)).detail
 
@@ -194,10 +219,25 @@ class Client:
         dealer = await self._connected()
         self._calls[tag] = call.take
         try:
-            await dealer.send(message)
+            await self._send(dealer, message)
             return await call.wait()
         finally:
             self._calls.pop(tag, None)
+
+    async def _send(self, dealer: DealerSocket, message: bytes) -> None:
+        """The receiving task sees a lost connection too, and connects anew."""
+        try:
+            await dealer.send(message)
+        except (Unavailable, trio.ClosedResourceError) as error:
+            raise self._connection_lost(str(error)) from error
+
+    def _connection_lost(self, why: str) -> ConnectionLost:
+        return ConnectionLost(
+            f"the connection was lost ({why}); whether it was carried out is unknown",
+            field="endpoint",
+            value=self.endpoint,
+            remedy="look at it with: hisparse requests",
+        )
 
     async def _connected(self) -> DealerSocket:
         await self._ready.wait()
@@ -246,14 +286,7 @@ class Client:
     async def _recover(self, cause: HiSparseError) -> None:
         self._disconnect()
         self._ready = trio.Event()
-        self._fail_calls(
-            Unavailable(
-                f"the connection was lost ({cause.message}); whether it was carried out is unknown",
-                field="endpoint",
-                value=self.endpoint,
-                remedy="look at it with: hisparse requests",
-            )
-        )
+        self._fail_calls(self._connection_lost(cause.message))
         streams = [stream for stream in (*self._streams.values(), *self._attaching.values()) if stream.unfinished]
         self._streams.clear()
         self._attaching.clear()
