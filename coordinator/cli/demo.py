@@ -48,7 +48,6 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option(
     "--streams",
     type=click.Choice(["inline", "simulated"]),
-    default="",
     help="simulated: copies lag and run in any order that the fences permit. Default: what the device has.",
 )
 @click.option(
@@ -67,7 +66,7 @@ def demo(
     workers: int,
     device: str,
     dtype: str,
-    streams: str,
+    streams: str | None,
     work_dir: Path | None,
     as_json: bool,
 ) -> int:
@@ -90,7 +89,7 @@ def demo(
         prompt_tokens_max=prompt_tokens[1],
         device=device,
         dtype=dtype,
-        streams=streams,
+        streams=streams or "",
     )
     report = run_demo(options, prompts, work_dir)
     if as_json:

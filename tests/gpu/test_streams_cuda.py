@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -114,6 +115,22 @@ def test_a_fence_that_never_comes_ends_the_wait_by_name(streams: CudaStreams, mo
         streams.close()
     with pytest.raises(FenceError, match="closed"):
         streams.compute.launch("late", lambda: None)
+
+
+def test_only_the_thread_that_adopted_them_launches(streams: CudaStreams) -> None:
+    """Elsewhere another stream is the current one, and work for compute would go there."""
+    caught: list[FenceError] = []
+
+    def launch() -> None:
+        try:
+            streams.compute.launch("nothing", lambda: None)
+        except FenceError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert "adopted" in str(caught[0])
 
 
 async def test_a_task_waits_while_others_run(streams: CudaStreams) -> None:
