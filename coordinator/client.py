@@ -240,10 +240,11 @@ class Client:
         )
 
     async def _connected(self) -> DealerSocket:
-        await self._ready.wait()
-        if self._lost is not None:
-            raise self._lost
-        assert self._dealer is not None
+        """The connection. One that was made may be lost again before whoever waited for it has run."""
+        while self._dealer is None:
+            if self._lost is not None:
+                raise self._lost
+            await self._ready.wait()
         return self._dealer
 
     def _adopt(self, reply: Reply, start: int) -> Stream:
@@ -340,7 +341,8 @@ class Client:
             take(error)
 
     def close(self) -> None:
-        """Let go of the connection; `run` must not be running."""
+        """Let go of the connection for good; `run` must not be running."""
+        self._lost = self._lost or Unavailable("the client was closed", field="endpoint", value=self.endpoint)
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -15,6 +15,7 @@ from coordinator.client import Client, open_client, run_client
 from coordinator.errors import BadInput, NotFound, ProtocolError, Unavailable
 from coordinator.messages import Ended, Sampling, Submit
 from coordinator.token_stream import Stream
+from tests.fakes.dealer import FakeDealer
 from tests.gateway_rig import GatewayRig, running
 
 SAMPLING = Sampling(max_tokens=1000)
@@ -173,3 +174,25 @@ async def test_a_cancelled_reader_loses_no_tokens(rig: GatewayRig) -> None:
         rig.scheduler.finish("a")
         got += list(await stream.collect())
     assert got == list(range(60))
+
+
+async def test_a_call_waits_on_when_a_fresh_connection_is_lost_before_it_could_use_it() -> None:
+    client = Client("ipc:///nowhere", "client", "", 1.0)
+    dealers: list[object] = []
+
+    async def call() -> None:
+        dealers.append(await client._connected())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await trio.testing.wait_all_tasks_blocked()
+        client._ready.set()  # made, and lost again in the same instant
+        client._ready = trio.Event()
+        await trio.testing.wait_all_tasks_blocked()
+        assert dealers == []
+        client._dealer = dealer = FakeDealer()  # type: ignore[assignment]
+        client._ready.set()
+    assert dealers == [dealer]
+    client.close()
+    with pytest.raises(Unavailable, match="the client was closed"):
+        await client.welcome()
