@@ -33,6 +33,7 @@ SOURCE_DIR: Final = Path(__file__).parent
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
 LINE_BYTES: Final = 128
+LOADED_MAX: Final = 512  # kernels of one process: a worker has one row layout, tests have dozens
 
 Defines = tuple[tuple[str, int], ...]
 
@@ -82,7 +83,7 @@ def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compi
         list(headers.values()),
         [header.encode() for header in headers],
     )
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
     options += [f"-D{key}={value}" for key, value in defines]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = _log(nvrtc, program)
@@ -194,13 +195,13 @@ class Kernel:
         _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=LOADED_MAX)
 def load(unit: str, kernel: str, defines: Defines, device: int) -> Kernel:
     """`kernel` of `unit` on a device whose context is current, compiled or from the cache, once per process."""
     return Kernel(_module(unit, defines, device), kernel)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=LOADED_MAX)
 def _module(unit: str, defines: Defines, device: int) -> Any:
     import torch
 
