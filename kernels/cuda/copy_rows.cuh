@@ -39,6 +39,28 @@ __device__ void copy_section(const CopyRows& p, u8* device, i64 section, const v
     }
 }
 
+template <class P> __device__ void copy_plane(const CopyRows& p, i64 layer) {
+    copy_section<typename P::Shape>(p, arena_of<P>(p.state, layer), section_of<P>(layer), p.device_row,
+                                    p.group_of_layer[layer] * p.n, p.wide_device_row);
+}
+
+template <class P> __device__ void replay_plane(const ReplayMisses& p, int row, int part) {
+    using Shape = typename P::Shape;
+    const i64 base = static_cast<i64>(row) * p.k;
+    u8* const arena = arena_of<P>(p.state, p.layer);
+    const auto host = [&](int i) {
+        return host_place<P>(p.state, p.plan.host_page[base + i], p.plan.host_offset[base + i], p.layer);
+    };
+    const auto target = [&](int i) { return arena + static_cast<i64>(p.plan.device_row[base + i]) * Shape::ROW; };
+    const int groups = blockDim.x / Shape::LANES, tasks = p.plan.count[row] * Shape::LINES;
+    const int stride = p.parts * groups;  // neighbouring lines go to different multiprocessors
+    for (int begin = threadIdx.x / Shape::LANES * p.parts + part; begin < tasks; begin += stride * COPY_FLIGHT) {
+        Lines<Shape, COPY_FLIGHT> lines;
+        lines.load(begin, stride, tasks, host, host);
+        lines.store(begin, stride, tasks, host, target);
+    }
+}
+
 }  // namespace hisparse
 
 // grid: (tiles, PLANES * layers + groups), or (tiles, groups) when there are no rows to copy, or without keys.
@@ -49,13 +71,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::COPY_ROWS_THREADS, 4)
     const int sections = PLANES * s.layers;
     const int section = p.device_row == nullptr ? blockIdx.y + sections : blockIdx.y;
     if (section < sections) {
-        const i64 layer = section / PLANES, group = p.group_of_layer[layer];
-        each_plane([&](auto plane) {
-            using P = decltype(plane);
-            if (section % PLANES == P::NUMBER)
-                copy_section<typename P::Shape>(p, arena_of<P>(s, layer), section_of<P>(layer), p.device_row, group * p.n,
-                                                p.wide_device_row);
-        });
+        if (section % PLANES == 0) copy_plane<Plane<0>>(p, section / PLANES);
+        else copy_plane<LastPlane>(p, section / PLANES);
     } else {
         const i64 group = section - sections;
         const i64 before = static_cast<i64>(s.layers) * PAGE_TOKENS * ROW_BYTES;
@@ -69,24 +86,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::COPY_ROWS_THREADS, 4)
     replay_misses(const __grid_constant__ hisparse::ReplayMisses p) {
     using namespace hisparse;
     const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
-    const i64 base = static_cast<i64>(row) * p.k;
-    const int count = p.plan.count[row];
-    each_plane([&](auto plane) {
-        using P = decltype(plane);
-        using Shape = typename P::Shape;
-        u8* const arena = arena_of<P>(p.state, p.layer);
-        const auto host = [&](int i) {
-            return host_place<P>(p.state, p.plan.host_page[base + i], p.plan.host_offset[base + i], p.layer);
-        };
-        const auto target = [&](int i) { return arena + static_cast<i64>(p.plan.device_row[base + i]) * Shape::ROW; };
-        const int groups = blockDim.x / Shape::LANES, tasks = count * Shape::LINES;
-        const int stride = p.parts * groups;  // neighbouring lines go to different multiprocessors
-        for (int begin = threadIdx.x / Shape::LANES * p.parts + part; begin < tasks; begin += stride * COPY_FLIGHT) {
-            Lines<Shape, COPY_FLIGHT> lines;
-            lines.load(begin, stride, tasks, host, host);
-            lines.store(begin, stride, tasks, host, target);
-        }
-    });
+    replay_plane<Plane<0>>(p, row, part);
+    if (PLANES == 2) replay_plane<LastPlane>(p, row, part);
 }
 
 extern "C" __global__ void null_kernel() {}

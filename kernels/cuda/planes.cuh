@@ -1,10 +1,8 @@
 // Where the planes of a row lie: the twin of kernels/layout.py's diagrams. A row has one plane or two, each an array of
 // its own with its own alignment, so rows are moved plane by plane, each in the widest words that it allows:
 //
-//     each_plane([&](auto plane) {
-//         using P = decltype(plane);  // P::Shape splits this plane's rows into lines
-//         ... host_place<P>(...), arena_of<P>(...) ...
-//     });
+//     move<Plane<0>>(...);  // arena_of<P>, host_place<P>; P::Shape splits the plane's rows into lines
+//     if (PLANES == 2) move<LastPlane>(...);
 #pragma once
 
 #include "memory.cuh"
@@ -14,22 +12,17 @@ namespace hisparse {
 // BEFORE: bytes of a row that lie in earlier planes.
 template <int NUMBER> struct Plane;
 template <> struct Plane<0> {
-    static constexpr int NUMBER = 0, BEFORE = 0;
+    static constexpr int BEFORE = 0;
     using Shape = RowShape<PLANE0_BYTES, PLANE0_ALIGN>;
 };
 #if PLANES == 2
 template <> struct Plane<1> {
-    static constexpr int NUMBER = 1, BEFORE = PLANE0_BYTES;
+    static constexpr int BEFORE = PLANE0_BYTES;
     using Shape = RowShape<PLANE1_BYTES, PLANE1_ALIGN>;
 };
 #endif
 
-template <class Move> __device__ __forceinline__ void each_plane(Move move) {
-    move(Plane<0>{});
-#if PLANES == 2
-    move(Plane<1>{});
-#endif
-}
+using LastPlane = Plane<PLANES - 1>;
 
 // First row of a layer's arena.
 template <class P> __device__ __forceinline__ u8* arena_of(const State& s, i64 layer) {

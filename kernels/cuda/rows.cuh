@@ -53,16 +53,16 @@ template <int BYTES> __device__ __forceinline__ void fetch(const MoveRows& p) {
 
 extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
     store_rows(const __grid_constant__ hisparse::MoveRows p) {
-    hisparse::each_plane([&](auto plane) {
-        if (p.plane == plane.NUMBER) hisparse::store<decltype(plane)::Shape::ROW>(p);
-    });
+    using namespace hisparse;
+    if (p.plane == 0) store<Plane<0>::Shape::ROW>(p);
+    else if (PLANES == 2) store<LastPlane::Shape::ROW>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)
     fetch_rows(const __grid_constant__ hisparse::MoveRows p) {
-    hisparse::each_plane([&](auto plane) {
-        if (p.plane == plane.NUMBER) hisparse::fetch<decltype(plane)::Shape::ROW>(p);
-    });
+    using namespace hisparse;
+    if (p.plane == 0) fetch<Plane<0>::Shape::ROW>(p);
+    else if (PLANES == 2) fetch<LastPlane::Shape::ROW>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(hisparse::ROWS_THREADS)

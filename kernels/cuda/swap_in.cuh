@@ -93,7 +93,8 @@ __device__ void prepare_tables(const SwapIn& p, const Seat& at, const Shared& s)
     }
 }
 
-template <class P> __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, int records) {
+template <class P, bool FIRST>
+__device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, int records) {
     using Shape = typename P::Shape;
     const int first = (threadIdx.x - CONTROL_THREADS) / Shape::LANES;
     constexpr int GROUPS = COPY_THREADS / Shape::LANES;
@@ -108,7 +109,7 @@ template <class P> __device__ __forceinline__ void copy_plane(const SwapIn& p, c
     };
     Lines<Shape, FLIGHT> lines;
     lines.load(first, GROUPS, tasks, host, host);
-    if (P::NUMBER == 0) sync_named(VICTIMS_KNOWN, BLOCK_THREADS);
+    if (FIRST) sync_named(VICTIMS_KNOWN, BLOCK_THREADS);
     lines.store(first, GROUPS, tasks, host, target);
     for (int begin = first + GROUPS * FLIGHT; begin < tasks; begin += GROUPS * FLIGHT) {
         lines.load(begin, GROUPS, tasks, host, host);
@@ -117,7 +118,8 @@ template <class P> __device__ __forceinline__ void copy_plane(const SwapIn& p, c
 }
 
 __device__ __forceinline__ void copy_misses(const SwapIn& p, const Shared& s, int records) {
-    each_plane([&](auto plane) { copy_plane<decltype(plane)>(p, s, records); });
+    copy_plane<Plane<0>, true>(p, s, records);
+    if (PLANES == 2) copy_plane<LastPlane, false>(p, s, records);
 }
 
 // ---- managed requests: control warps
