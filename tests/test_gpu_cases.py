@@ -1,0 +1,138 @@
+"""What holds a GPU against the reference sees differences and allows what the contract leaves open. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import run_cases
+from tests.gpu.compare import Difference, check
+from tests.gpu.program import OF_GROUP, Machine, Program, pack, unpack, uploaded
+
+Record = list[list[Tensor]]
+
+reference = importlib.import_module("kernels.reference.swap_in")
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """A drawn world with hits, misses and evictions in it, top-k wide enough to matter."""
+    programs = run_cases.draw_small(1, 0, 8)
+    return max(programs, key=lambda p: (p.geometry.row_bytes > 8, p.geometry.topk))
+
+
+def recorded(program: Program) -> Record:
+    machine = Machine(program, run_cases.host_of(program), "cpu")
+    return [[tensor.clone() for tensor in machine.run(op)] for op in uploaded(program.ops, "cpu")]
+
+
+def swaps(program: Program) -> list[int]:
+    return [number for number, op in enumerate(program.ops) if op.verb == "swap_in"]
+
+
+def test_the_reference_agrees_with_itself(program: Program) -> None:
+    check(program, run_cases.host_of(program), recorded(program))
+
+
+def test_victims_may_be_given_to_misses_in_any_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not part of the contract, and yet LRU goes on from the tables that were recorded."""
+    chosen = reference._victims
+
+    def backwards(*arguments: Any) -> Any:
+        victims = chosen(*arguments)
+        for row, count in enumerate(arguments[-1].tolist()):
+            victims[row, :count] = victims[row, :count].flip(0)
+        return victims
+
+    straight = recorded(program)
+    monkeypatch.setattr(reference, "_victims", backwards)
+    record = recorded(program)
+    monkeypatch.undo()
+    assert any(not torch.equal(straight[number][0], record[number][0]) for number in swaps(program))
+    check(program, run_cases.host_of(program), record)
+
+
+@pytest.mark.mutation
+def test_another_victim_is_seen(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, never = reference.eviction_keys, reference.NEVER
+
+    def newest_first(*arguments: Tensor) -> Tensor:
+        order = keys(*arguments)
+        return torch.where(order == never, never, (2**40 - (order >> 16) << 16) | order & 0xFFFF)
+
+    monkeypatch.setattr(reference, "eviction_keys", newest_first)
+    record = recorded(program)
+    monkeypatch.undo()
+    with pytest.raises(Difference, match="swap_in"):
+        check(program, run_cases.host_of(program), record)
+
+
+def corrupt_bytes(program: Program, record: Record) -> str:
+    number = next(n for n in swaps(program) if (record[n][0] >= 0).any())
+    row, column = (record[number][0] >= 0).nonzero()[0].tolist()
+    record[number][11][row, column, -1] ^= 1
+    return "bytes behind out_rows"
+
+
+def corrupt_padding(program: Program, record: Record) -> str:
+    record[swaps(program)[0]][0][-1, -1] = 0
+    return "entries of -1"
+
+
+def corrupt_hits(program: Program, record: Record) -> str:
+    record[swaps(program)[0]][5 + OF_GROUP.index("hits")][0] += 1
+    return "hits"
+
+
+def corrupt_slot_map(program: Program, record: Record) -> str:
+    slots = record[swaps(program)[-1]][5 + OF_GROUP.index("slot_of")]
+    first, other = (slots >= 0).nonzero().flatten()[:2].tolist()
+    slots[first], slots[other] = int(slots[other]) + 1, int(slots[first]) + 1
+    return "slot_of of the tokens"
+
+
+def corrupt_memory(_: Program, record: Record) -> str:
+    record[-1][0][0, -1] += 1
+    return "memory.*output 0"
+
+
+def corrupt_begin(program: Program, record: Record) -> str:
+    record[next(n for n, op in enumerate(program.ops) if op.verb == "begin")][2][0, 0] += 1
+    return "begin.*output 2"
+
+
+@pytest.mark.parametrize(
+    "corrupt", [corrupt_bytes, corrupt_padding, corrupt_hits, corrupt_slot_map, corrupt_memory, corrupt_begin]
+)
+@pytest.mark.mutation
+def test_each_kind_of_difference_is_seen(corrupt: Callable[[Program, Record], str], program: Program) -> None:
+    record = recorded(program)
+    story = corrupt(program, record)
+    with pytest.raises(Difference, match=story):
+        check(program, run_cases.host_of(program), record)
+
+
+def test_scripts_are_the_same_for_the_same_seed_and_cover_every_verb() -> None:
+    """What a label names can be run again."""
+    first, again = (run_cases.draw_small(7, 3, 6) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert [op.verb for op in one.ops] == [op.verb for op in other.ops]
+        assert torch.equal(
+            pack([op.args[1] for op in one.ops if op.verb == "swap_in"]),
+            pack([op.args[1] for op in other.ops if op.verb == "swap_in"]),
+        )
+    verbs = {op.args[0] if op.verb in ("seat", "copy") else op.verb for p in first for op in p.ops}
+    assert verbs >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
+    assert verbs >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
+
+
+def test_packed_tensors_come_back() -> None:
+    tensors = [torch.arange(3, dtype=torch.int16), torch.zeros(0, 4), torch.arange(6).view(2, 3), torch.tensor([True])]
+    for one, other in zip(tensors, unpack(pack(tensors), tensors), strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
