@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kernels.cuda.index_topk import Indexer
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
 from kernels.layout import Geometry
 
@@ -21,10 +22,15 @@ ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 # parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
 LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584, 132, 512), (4096, 256, 2048))
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
+# DeepSeek-V3.2's indexer in each pair of formats, and a small one whose heads fill no tile.
+INDEXERS: Final = (Indexer(64, 128, 2, 2), Indexer(64, 128, 2, 1), Indexer(64, 128, 4, 4), Indexer(4, 32, 4, 1))
+SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES")
 
 
-def variants() -> Iterator[tuple[str, Defines]]:
-    """Unit and defines of every variant that is kept compiling."""
+def variants(arch: str) -> Iterator[tuple[str, Defines]]:
+    """Unit and defines of every variant that is kept compiling for `arch`."""
+    yield "index_select", ()
+    yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         yield from ((unit, defines) for unit in UNITS if place == 0 or unit not in ROWLESS)
@@ -32,7 +38,7 @@ def variants() -> Iterator[tuple[str, Defines]]:
 
 def report(arch: str) -> Iterator[tuple[Defines, Resources]]:
     """What each kernel of each variant costs on `arch`."""
-    for unit, defines in variants():
+    for unit, defines in variants(arch):
         for resources in compile_unit(unit, defines, arch).resources:
             yield defines, resources
 
@@ -45,16 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spills = 0
     for arch in options.arch:
         for defines, cost in report(arch):
-            sizes = dict(defines)
             line = {
                 "kernel": cost.kernel,
                 "arch": arch,
                 "registers": cost.registers,
                 "smem_bytes": cost.smem_bytes,
                 "spill_bytes": cost.spill_bytes,
-                "row_bytes": sizes["ROW_BYTES"],
-                "planes": sizes["PLANES"],
-                "index_row_bytes": sizes["INDEX_ROW_BYTES"],
+                **{name.lower(): value for name, value in defines if name in SHOWN},
             }
             print(json.dumps(line) if options.json else "  ".join(f"{k}={v}" for k, v in line.items()), flush=True)
             spills += cost.spill_bytes

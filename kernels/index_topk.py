@@ -1,19 +1,29 @@
 """index_topk: the lightning indexer's scores over paged keys, and an exact top-k.
 
-    score[t] = sum_h weights[h] * relu(queries[h] . key[t] * scale)        in fp32, t in 0..length-1
+    score[t] = sum_h weights[h] * relu(queries[h] . key[t] * scale)        in float32, t in 0..length-1
 
-Exact: the k highest scores, ties to the lowest position, NaN below everything, ascending by position, -1 padded. The
-result of a row depends neither on its neighbours nor on its place in the batch.
+Keys are in the dtype of the queries, or in fp8 with a float32 scale (kernels/row_format.py); products accumulate in
+float32, float32 keys are multiplied as such, and heads are summed in an order that never changes. Scores may differ in
+the last bits from one backend to another; the selection is exact for the scores that a backend computed: the k highest,
+ties to the lowest position, NaN below everything, both zeros equal, ascending by position, -1 padded. A row's result
+depends neither on its neighbours nor on its place in the batch.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
+from coordinator.errors import BadInput
 from kernels.backend import backend
-from kernels.check import Sizes
+from kernels.check import Sizes, check_number
+from kernels.layout import TOPK_MAX
+from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+
+QUERY_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 def index_topk(
@@ -27,13 +37,45 @@ def index_topk(
 ) -> None:
     """Top-k positions of each real row into `topk_out` int32[B, k]; every entry is written, padding is -1.
 
-    `queries` [B, H, D] in the dtype of the keys (D * itemsize == index_row_bytes), `weights` float32[B, H]. A row
-    whose context is not wholly granted gives -1 and counts Tripwire.UNGRANTED. Raises BadInput before any change.
+    `queries` float32|bfloat16[B, H, D], `weights` float32[B, H], `scale` above 0. Keys of `index_row_bytes`
+    D * itemsize are in the queries' dtype, of D + 4 in fp8. A row whose context is not wholly granted gives -1 and
+    counts Tripwire.UNGRANTED. Never waits for the device. Raises BadInput before any change.
     """
+    check_number("group", group, state.geometry.groups)
     sizes = Sizes()
-    dim = state.geometry.index_row_bytes // queries.element_size()
-    sizes.check("queries", queries, ("batch", "heads", dim), torch.float32, torch.bfloat16, torch.float16)
+    sizes.check("queries", queries, ("batch", "heads", "dim"), *QUERY_DTYPES)
     sizes.check("weights", weights, ("batch", "heads"), torch.float32)
     sizes.check("topk_out", topk_out, ("batch", "k"), torch.int32)
     sizes.check("batch.seats", batch.seats, ("batch",), torch.int32, torch.int64)
-    backend(state).index_topk(state, group, queries, weights, batch, scale, topk_out)
+    sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)
+    sizes.check("state.index_keys", state.index_keys[group], ("keys", state.geometry.index_row_bytes), torch.uint8)
+    check_number("k", sizes["k"] - 1, TOPK_MAX)
+    if not scale > 0:
+        raise BadInput("must be above 0", field="scale", value=scale, remedy="pass the indexer's softmax scale")
+    keys = index_key_format(state, sizes["dim"], queries.dtype)
+    backend(state).index_topk(state, group, queries, weights, batch, keys, scale, topk_out)
+
+
+def prepare_index(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Get ready for `queries` [B, heads, dim] of `dtype`: compile, load, allocate. At worker start, before any capture.
+
+    Raises BadInput when keys of this state fit no such queries, ConfigError when the kernels cannot be cached.
+    """
+    backend(state).prepare_index(state, heads, index_key_format(state, dim, dtype), dtype)
+
+
+def index_key_format(state: DeviceState, dim: int, dtype: torch.dtype) -> RowFormat:
+    """The format of index keys that queries of `dim` values of `dtype` are compared with. Raises BadInput."""
+    kind = f"{dtype}".removeprefix("torch.")
+    if dtype not in QUERY_DTYPES:
+        raise BadInput("no such queries", field="dtype", value=kind, remedy="use float32 or bfloat16")
+    plain, fp8 = RowFormat(kind, dim, 0, dim), RowFormat("fp8", dim, 0, dim)
+    for form in (plain, fp8):
+        if form.row_bytes == state.geometry.index_row_bytes:
+            return form
+    raise BadInput(
+        f"index keys of {state.geometry.index_row_bytes} bytes hold {dim} values neither in {kind} nor in fp8",
+        field="queries",
+        value=f"{kind}[..., {dim}]",
+        remedy=f"{plain.row_bytes} bytes ({kind}) or {fp8.row_bytes} (fp8 and a scale) fit these queries",
+    )

@@ -24,11 +24,12 @@ TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"null_kernel"}
+    alone = {"null_kernel", "index_scores", "index_select"}
+    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | alone
     for line in lines:
         assert line["arch"] == arch
         assert line["spill_bytes"] == 0, line
-        assert 0 < line["registers"] <= 80, line
+        assert 0 < line["registers"] <= (255 if line["kernel"] == "index_scores" else 80), line
 
 
 def test_host_and_device_structures_are_equal() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.errors import BadInput
 from kernels.index_topk import index_topk
 from kernels.reference.index_topk import index_scores, top_positions
+from kernels.row_format import RowFormat
 from kernels.state import Tripwire
 from tests.kernel_rig import Rig
 
@@ -19,7 +20,9 @@ HEADS, DIM, SCALE = 2, 4, 0.5
 
 
 def naive_top(scores: list[float], k: int) -> list[int]:
-    ranked = sorted(range(len(scores)), key=lambda t: (-(-math.inf if math.isnan(scores[t]) else scores[t]), t))
+    """By score, NaN below everything, then by position."""
+    nan = [math.isnan(score) for score in scores]
+    ranked = sorted(range(len(scores)), key=lambda t: (nan[t], 0.0 if nan[t] else -scores[t], t))
     return sorted(ranked[:k])
 
 
@@ -36,17 +39,22 @@ def test_top_positions_equal_a_sort_with_ties_to_the_lowest(scores: list[float],
     assert top_positions(torch.tensor(scores), k).tolist() == naive_top(scores, k)
 
 
-def rig_with_keys(lengths: list[int], itemsize: int = 4, k: int = 7, seed: int = 0) -> tuple[Rig, torch.Tensor]:
-    """Requests whose index keys are small integers, so that sums are exact and ties abound. Returns keys by seat."""
-    rig = Rig(groups=(0, 1), index_row_bytes=DIM * itemsize, topk=k, batch=4, seed=seed)
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+def rig_with_keys(lengths: list[int], kind: str = "float32", k: int = 7, seed: int = 0) -> tuple[Rig, torch.Tensor]:
+    """Requests whose index keys are small integers, so that sums are exact and ties abound. Returns keys by seat.
+
+    Largest magnitudes of fp8 keys are powers of two times 448, so that their scales are too.
+    """
+    form = RowFormat(kind, DIM, 0, DIM)
+    rig = Rig(groups=(0, 1), index_row_bytes=form.row_bytes, topk=k, batch=4, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    keys = torch.randint(-2, 3, (3, 200, DIM), generator=generator).to(dtype)
+    keys = torch.randint(-2, 3, (3, 200, DIM), generator=generator).float()
+    if kind == "fp8":
+        keys[..., 0] = 448 * 2.0 ** torch.randint(-1, 2, (3, 200), generator=generator)
     for seat, length in enumerate(lengths):
         rig.open(seat, length, 0)
         for position in range(length):
             row = rig.requests[seat].pages[position // 64][0] * 64 + position % 64
-            rig.state.index_keys[1, row] = keys[seat, position].view(torch.uint8)
+            rig.state.index_keys[1, row] = form.encode(keys[seat, position])
         rig.batch.seats[seat], rig.batch.lengths[seat] = seat, length
     rig.batch.seats[len(lengths) :], rig.batch.lengths[len(lengths) :] = 0, 50
     rig.batch.num_real.fill_(len(lengths))
@@ -70,13 +78,13 @@ def naive_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 190), min_size=1, max_size=3),
-    itemsize=st.sampled_from([2, 4]),
+    kinds=st.sampled_from([("float32", "float32"), ("bfloat16", "bfloat16"), ("fp8", "float32")]),
     k=st.integers(1, 70),
     seed=st.integers(0, 1000),
 )
-def test_rows_equal_a_naive_sort(lengths: list[int], itemsize: int, k: int, seed: int) -> None:
-    rig, keys = rig_with_keys(lengths, itemsize, k, seed)
-    queries, weights = queries_for(seed, keys.dtype)
+def test_rows_equal_a_naive_sort(lengths: list[int], kinds: tuple[str, str], k: int, seed: int) -> None:
+    rig, keys = rig_with_keys(lengths, kinds[0], k, seed)
+    queries, weights = queries_for(seed, getattr(torch, kinds[1]))
     out = torch.full((4, k), 99, dtype=torch.int32)
     index_topk(rig.state, 1, queries, weights, rig.batch, SCALE, out)
     for row, length in enumerate(lengths):
@@ -109,6 +117,29 @@ def test_scores_follow_the_formula_of_the_model_library() -> None:
     assert torch.allclose(index_scores(queries, weights, keys, 0.3).double(), wanted, atol=1e-5)
 
 
+def test_fp8_keys_are_their_values_times_their_scale() -> None:
+    """132 bytes a key, whichever dtype the queries have; the choice is by what was stored, not by what was meant."""
+    form = RowFormat("fp8", 128, 0, 128)
+    rig = Rig(groups=(0,), index_row_bytes=form.row_bytes, topk=20, batch=1)
+    request = rig.open(0, 150, 0)
+    keys = torch.randn(150, 128, generator=torch.Generator().manual_seed(5))
+    stored = form.encode(keys)
+    for position in range(150):
+        rig.state.index_keys[0, request.pages[position // 64][0] * 64 + position % 64] = stored[position]
+    rig.batch.seats[0], rig.batch.lengths[0] = 0, 150
+    rig.batch.num_real.fill_(1)
+    values = stored[:, :128].view(torch.float8_e4m3fn).double() * stored[:, 128:].view(torch.float32).double()
+    for dtype in (torch.float32, torch.bfloat16):
+        queries, weights = (
+            torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(6)).to(dtype),
+            torch.ones(1, 3),
+        )
+        out = torch.empty(1, 20, dtype=torch.int32)
+        index_topk(rig.state, 0, queries, weights, rig.batch, 1.0, out)
+        scores = torch.relu(queries[0].double() @ values.t()).sum(0)
+        assert out[0].tolist() == naive_top(scores.tolist(), 20)
+
+
 def test_a_context_not_wholly_granted_trips() -> None:
     rig, _ = rig_with_keys([150])
     queries, weights = queries_for(1)
@@ -125,7 +156,11 @@ def test_unfit_queries_are_named() -> None:
     rig, _ = rig_with_keys([10])
     queries, weights = queries_for(1)
     out = torch.zeros(4, 7, dtype=torch.int32)
-    with pytest.raises(BadInput, match=r"queries=bfloat16: got bfloat16\[4, 2, 4\].*heads=2, 8"):
+    with pytest.raises(BadInput, match=r"queries=bfloat16\[..., 4\]: index keys of 16 bytes hold 4 values neither"):
         index_topk(rig.state, 1, queries.bfloat16(), weights, rig.batch, SCALE, out)
+    with pytest.raises(BadInput, match="queries=float16"):
+        index_topk(rig.state, 1, queries.half(), weights, rig.batch, SCALE, out)
+    with pytest.raises(BadInput, match="scale=0"):
+        index_topk(rig.state, 1, queries, weights, rig.batch, 0.0, out)
     with pytest.raises(BadInput, match="weights=float32"):
         index_topk(rig.state, 1, queries, weights[:3], rig.batch, SCALE, out)

@@ -6,6 +6,7 @@
 from kernels.cuda.attention import attend_rows
 from kernels.cuda.begin_step import begin_step
 from kernels.cuda.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
+from kernels.cuda.index_topk import index_topk, prepare_index
 from kernels.cuda.launch import prepare
 from kernels.cuda.rows import (
     gather_rows,
@@ -18,7 +19,6 @@ from kernels.cuda.rows import (
 )
 from kernels.cuda.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed
 from kernels.cuda.swap_in import replay_misses, swap_in
-from kernels.reference.index_topk import index_topk
 
 __all__ = [
     "attend_rows",
@@ -33,6 +33,7 @@ __all__ = [
     "init_managed",
     "init_resident",
     "prepare",
+    "prepare_index",
     "read_index_keys",
     "read_slab_rows",
     "replay_misses",

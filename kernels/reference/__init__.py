@@ -3,7 +3,7 @@
 from kernels.reference.attention import attend_rows
 from kernels.reference.begin_step import begin_step
 from kernels.reference.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
-from kernels.reference.index_topk import index_topk
+from kernels.reference.index_topk import index_topk, prepare_index
 from kernels.reference.rows import (
     gather_rows,
     read_index_keys,
@@ -28,6 +28,7 @@ __all__ = [
     "index_topk",
     "init_managed",
     "init_resident",
+    "prepare_index",
     "read_index_keys",
     "read_slab_rows",
     "replay_misses",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.gpu.index_bench import IndexBench
 from tests.gpu.twin import Twin
 
 
@@ -41,9 +42,21 @@ def copies() -> None:
     twin.copy(places, "to_device")
 
 
+def indexes() -> None:
+    """Scores in every pair of formats; selection from lists and without, ties, refusals, padding."""
+    for kind, dtype in (("bfloat16", torch.bfloat16), ("fp8", torch.bfloat16), ("float32", torch.float32)):
+        IndexBench([700, 3, 64, 65, 200], kind=kind, dtype=dtype, heads=12, k=64, padding=2).check()
+    crowded = IndexBench([20_000, 300], k=100)
+    crowded.state.index_keys.zero_()
+    crowded.check()
+    crowded.state.index_table.fill_(-1)
+    crowded.run()
+
+
 if __name__ == "__main__":
     for ranks in (1, 2, 16):
         lives(ranks, ranks)
     copies()
+    indexes()
     torch.cuda.synchronize()
     print("done")

@@ -1,0 +1,121 @@
+// What the two kernels of index_topk share: which rows take part, how work is cut, how scores are ordered.
+//
+//     index_scores   scores of every row longer than k, and a histogram of their order keys by the top 13 bits
+//     index_select   the bin of the k-th score, the few positions at or above it, exact selection among those
+//
+// Both are grids of one block per multiprocessor. Work is measured in units of keys, summed over rows from the lengths
+// on the device, and cut into equal shares of whole units: the time follows the tokens held, not the captured maximum,
+// and one long row is shared by all blocks. Scores lie row after row, padded to whole units: rows hold pages of their
+// own, so all scores of a step fit in one float per index-key row.
+//
+// Order key of a score: a u32 that compares as the score does, 0 for NaN, equal for both zeros.
+//
+// Rejected: a block per row (one block reads 1M scores at an SM's own pace), a grid-wide barrier between scoring and
+// selection (every block resident at once, and no gain over a second launch inside a graph), scores per head in memory
+// (64 times the traffic), an approximate threshold.
+#pragma once
+
+#include "memory.cuh"
+
+namespace hisparse {
+
+constexpr int UNIT = 16;    // keys that one warp scores together
+constexpr int SPAN = 1024;  // positions in a unit of selection
+constexpr int BATCH_MAX = 1024;
+constexpr int BIN_SHIFT = 19;
+constexpr int BINS = 1 << (32 - BIN_SHIFT);
+constexpr int EDGES_MAX = 8192;  // listed positions in the bin of the k-th score; beyond, scores are read again
+static_assert(PAGE_TOKENS % UNIT == 0, "a unit lies in one page");
+
+enum Counter { EDGES = 0, SURE = 1, DONE = 2, UNGRANTED_ROW = 3, COUNTERS = 4 };
+enum Kind { PADDING, REFUSED, IDENTITY, SCORED };
+
+struct IndexRow {
+    i32 seat, length;
+    Kind kind;
+};
+
+__device__ __forceinline__ IndexRow index_row(const IndexTopk& p, int row) {
+    IndexRow r{-1, 0, PADDING};
+    if (row >= *p.batch.num_real || row >= p.rows) return r;
+    const i64 seat = read_id(p.batch.seats, row, p.batch.wide_seats);
+    const i64 length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
+    if (seat < 0 || seat >= p.state.seats || length < 1 || p.state.hot_slots[seat] < 0) return r;
+    r.seat = static_cast<i32>(seat);
+    r.kind = REFUSED;
+    if (length > static_cast<i64>(p.state.max_pages) * PAGE_TOKENS) return r;
+    r.length = static_cast<i32>(length);
+    r.kind = r.length <= p.k ? IDENTITY : SCORED;
+    return r;
+}
+
+__device__ __forceinline__ u32 units_of(const IndexRow& r) {
+    return r.kind == SCORED ? static_cast<u32>(r.length + UNIT - 1) / UNIT : 0;
+}
+__device__ __forceinline__ u32 spans_of(const IndexRow& r) {
+    return r.kind == SCORED ? static_cast<u32>(r.length + SPAN - 1) / SPAN : 1;
+}
+
+// Sum of `value` over the threads before this one; `total` over all. `sums` holds a word per warp.
+template <int THREADS> __device__ __forceinline__ u32 sum_before(u32 value, u32* sums, u32& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 inclusive = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    __syncthreads();
+    if (lane == 31) sums[warp] = inclusive;
+    __syncthreads();
+    u32 before = inclusive - value;
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) {
+        const u32 sum = sums[w];
+        if (w < warp) before += sum;
+        total += sum;
+    }
+    return before;
+}
+
+// first[row] = units of all rows before it, by `units`; first[batch] = all. Ends with a barrier.
+template <int THREADS, class Units>
+__device__ __forceinline__ void divide(const IndexTopk& p, u32* first, u32* sums, Units units) {
+    u32 carry = 0;
+    for (int base = 0; base < p.batch.size; base += THREADS) {
+        const int row = base + static_cast<int>(threadIdx.x);
+        u32 total;
+        const u32 before = sum_before<THREADS>(row < p.batch.size ? units(index_row(p, row)) : 0, sums, total);
+        if (row < p.batch.size) first[row] = carry + before;
+        carry += total;
+    }
+    if (threadIdx.x == 0) first[p.batch.size] = carry;
+    __syncthreads();
+}
+
+// The row that holds unit `place`: the last with first[row] <= place that is not empty.
+__device__ __forceinline__ int row_at(const u32* first, int rows, u32 place) {
+    int low = 0, high = rows;
+    while (low + 1 < high) {
+        const int middle = (low + high) / 2;
+        if (first[middle] <= place)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// Where block b's share of `total` units begins.
+__device__ __forceinline__ u32 share(u32 total, u32 block) {
+    return static_cast<u32>(static_cast<u64>(total) * block / gridDim.x);
+}
+
+__device__ __forceinline__ u32 order_key(float score) {
+    const u32 bits = __float_as_uint(score);
+    if (score != score) return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+}  // namespace hisparse

@@ -1,0 +1,200 @@
+"""index_topk on CUDA: the contract of kernels/index_topk.py, launched on the current stream as two kernels.
+
+index_scores is compiled for one indexer (heads, dimensions, formats), so `prepare_index` names it at worker start; a
+first index_topk without that compiles then, which must not happen inside a graph capture. Both kernels are one block
+per multiprocessor, whatever the batch: they cut the work by the lengths on the device (index_rows.cuh).
+
+Scratch is allocated once for a state, whatever its batches and longest context: a float per index-key row, since rows
+of a step hold pages of their own, and a histogram and lists per seat, since a seat is at most once in a step
+(`scratch_bytes`). Launches for one state share it: they must be ordered, as on one stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from coordinator.errors import BadInput
+from kernels.cuda import parameters
+from kernels.cuda.jit import Defines, Kernel, load
+from kernels.cuda.launch import processors, stream_of
+from kernels.layout import TOPK_MAX
+from kernels.row_format import RowFormat
+from kernels.state import DeviceState, StepBatch
+
+# index_rows.cuh
+BATCH_MAX: Final = 1024
+UNIT: Final = 16
+BINS: Final = 8192
+EDGES_MAX: Final = 8192
+COUNTERS: Final = 4
+# index_keys.cuh
+HEADS_MAX: Final = 64
+DIM_STEP: Final = 32
+DIM_MAX: Final = 128
+
+SELECT_SHARED_BYTES: Final = 8 * EDGES_MAX + 4 * TOPK_MAX
+STATIC_SHARED_BYTES: Final = 8 << 10  # of index_scores, with room to spare
+STAGES_MAX: Final = 8
+SHARED_KIB: Final = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # most that a block gets, by architecture
+SHARED_KIB_LEAST: Final = 99  # every other one from sm_80 on
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What index_scores is compiled for. `query_bytes` 4 or 2: float32 or bfloat16; `key_bytes` 1: fp8 with a scale."""
+
+    heads: int
+    dim: int
+    query_bytes: int
+    key_bytes: int
+
+    @property
+    def key_row_bytes(self) -> int:
+        return self.dim + 4 if self.key_bytes == 1 else self.dim * self.key_bytes
+
+    @property
+    def queries_bytes(self) -> int:
+        """Shared memory for the queries of a row: struct Queries of index_mma.cuh; float32 ones stay where they are."""
+        tiles = -(-self.heads // 8)
+        return -(-tiles * (16 * self.dim + 32) // 128) * 128 if self.query_bytes == 2 else 128
+
+    def defines(self, arch: int) -> Defines:
+        """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
+        shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
+        ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
+        warps = 8 if self.query_bytes == 2 else 4
+        while ring < 2 * warps * UNIT * self.key_row_bytes:
+            warps //= 2
+        return (
+            ("HEADS", self.heads),
+            ("DIM", self.dim),
+            ("QUERY_BYTES", self.query_bytes),
+            ("KEY_BYTES", self.key_bytes),
+            ("WARPS", warps),
+            ("STAGES", min(STAGES_MAX, ring // (warps * UNIT * self.key_row_bytes))),
+        )
+
+    def shared_bytes(self, arch: int) -> int:
+        """Dynamic shared memory of a block of index_scores: histogram, queries, rings."""
+        sizes = dict(self.defines(arch))
+        return 4 * BINS + self.queries_bytes + sizes["WARPS"] * sizes["STAGES"] * UNIT * self.key_row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """N index pages, S seats. Histogram and counters are zero between launches."""
+
+    scores: Tensor  # float32[N*64]: of the last step, row after row, each padded to a multiple of UNIT
+    histogram: Tensor  # int32[S, BINS]
+    edges: Tensor  # int64[S, EDGES_MAX]
+    sure: Tensor  # int32[S, TOPK_MAX]
+    counters: Tensor  # int32[S, COUNTERS]
+
+
+_scratch: WeakKeyDictionary[DeviceState, Scratch] = WeakKeyDictionary()
+
+
+def scratch_bytes(index_rows: int, seats: int) -> int:
+    """Device memory that index_topk takes for a state of `index_rows` index-key rows (64 a page) and `seats`."""
+    return 4 * index_rows + seats * (4 * BINS + 8 * EDGES_MAX + 4 * TOPK_MAX + 4 * COUNTERS)
+
+
+def scratch_of(state: DeviceState) -> Scratch:
+    """The state's scratch, allocated on first use."""
+    held = _scratch.get(state)
+    if held is None:
+        device, seats = state.rows.device, state.seats
+        held = _scratch[state] = Scratch(
+            scores=torch.empty(state.index_keys.shape[1], dtype=torch.float32, device=device),
+            histogram=torch.zeros(seats, BINS, dtype=torch.int32, device=device),
+            edges=torch.empty(seats, EDGES_MAX, dtype=torch.int64, device=device),
+            sure=torch.empty(seats, TOPK_MAX, dtype=torch.int32, device=device),
+            counters=torch.zeros(seats, COUNTERS, dtype=torch.int32, device=device),
+        )
+    return held
+
+
+def prepare_index(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
+    """Compile, load and allocate all that index_topk needs for such queries. Raises BadInput where none is written."""
+    _kernels(_indexer(heads, keys, queries), state.rows.device)
+    scratch_of(state)
+
+
+def index_topk(
+    state: DeviceState,
+    group: int,
+    queries: Tensor,
+    weights: Tensor,
+    batch: StepBatch,
+    keys: RowFormat,
+    scale: float,
+    topk_out: Tensor,
+    *,
+    only_scores: bool = False,
+) -> None:
+    """As kernels.index_topk.index_topk, unchecked but for what the kernels are limited to.
+
+    `only_scores` is for benchmarks: without the second kernel, the histogram is the caller's to zero.
+    """
+    heads, device = queries.shape[1], state.rows.device
+    indexer = _indexer(heads, keys, queries.dtype)
+    _require(batch.seats.shape[0] <= BATCH_MAX, "batch", batch.seats.shape[0], f"at most {BATCH_MAX} rows in a step")
+    _require(queries.data_ptr() % 16 == 0, "queries", "not at a multiple of 16 bytes", "pass a clone")
+    scratch = scratch_of(state)
+    block = parameters.IndexTopk(
+        state=parameters.state_parameters(state),
+        batch=parameters.batch_parameters(batch),
+        queries=queries.data_ptr(),
+        weights=weights.data_ptr(),
+        topk_out=topk_out.data_ptr(),
+        scores=scratch.scores.data_ptr(),
+        histogram=scratch.histogram.data_ptr(),
+        edges=scratch.edges.data_ptr(),
+        sure=scratch.sure.data_ptr(),
+        counters=scratch.counters.data_ptr(),
+        capacity=scratch.scores.shape[0],
+        scale=scale,
+        k=topk_out.shape[1],
+        group=group,
+        rows=state.seats,
+    )
+    score, select = _kernels(indexer, device)
+    grid, stream = (processors(device), 1), stream_of(state)
+    score.launch(grid, block, stream, shared_bytes=indexer.shared_bytes(_arch(device)))
+    if not only_scores:
+        select.launch(grid, block, stream, shared_bytes=SELECT_SHARED_BYTES)
+
+
+@lru_cache(maxsize=64)
+def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
+    number = device.index or 0
+    score = load("index_scores", "index_scores", indexer.defines(_arch(device)), number)
+    select = load("index_select", "index_select", (), number)
+    for kernel in (score, select):
+        kernel.allow_all(clusters=False)
+    return score, select
+
+
+def _indexer(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
+    dim = keys.scaled
+    _require(1 <= heads <= HEADS_MAX, "queries", f"{heads} heads", f"use 1 to {HEADS_MAX} heads")
+    fits = dim % DIM_STEP == 0 and DIM_STEP <= dim <= DIM_MAX
+    _require(fits, "queries", f"{dim} dimensions", f"use a multiple of {DIM_STEP} up to {DIM_MAX}")
+    return Indexer(heads, dim, queries.itemsize, 1 if keys.kind == "fp8" else queries.itemsize)
+
+
+@lru_cache(maxsize=8)
+def _arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _require(holds: bool, field: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise BadInput("is beyond what the CUDA kernels are written for", field=field, value=value, remedy=remedy)

@@ -1,0 +1,203 @@
+"""index_topk on the GPU: scores near float64, the selection exact for the kernel's own scores, equal to the reference
+where arithmetic is exact.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernels.index_topk import index_topk, prepare_index  # noqa: E402
+from kernels.layout import PAGE_TOKENS  # noqa: E402
+from kernels.reference.index_topk import index_topk as reference_topk  # noqa: E402
+from kernels.reference.index_topk import top_positions  # noqa: E402
+from kernels.state import Tripwire  # noqa: E402
+from tests.gpu.index_bench import SCALE, IndexBench  # noqa: E402
+
+EXAMPLES = int(os.environ.get("HISPARSE_GPU_EXAMPLES", "100"))
+SMALL = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(max_examples=max(4, EXAMPLES // 25), deadline=None, suppress_health_check=list(HealthCheck))
+KINDS = [("bfloat16", torch.bfloat16), ("fp8", torch.bfloat16), ("float32", torch.float32), ("fp8", torch.float32)]
+
+
+@SMALL
+@given(
+    lengths=st.lists(st.integers(1, 700) | st.sampled_from([63, 64, 65, 128, 1024, 1025]), min_size=1, max_size=6),
+    kinds=st.sampled_from(KINDS),
+    shape=st.sampled_from([(1, 32), (4, 32), (12, 64), (9, 96), (64, 128)]),
+    k=st.sampled_from([1, 2, 31, 64, 128, 300]),
+    padding=st.integers(0, 3),
+    ids=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 2**32),
+)
+def test_scores_and_selection(
+    lengths: list[int],
+    kinds: tuple[str, torch.dtype],
+    shape: tuple[int, int],
+    k: int,
+    padding: int,
+    ids: torch.dtype,
+    seed: int,
+) -> None:
+    heads, dim = shape
+    bench = IndexBench(
+        lengths, kind=kinds[0], dtype=kinds[1], heads=heads, dim=dim, k=k, padding=padding, ids=ids, seed=seed
+    )
+    bench.check()
+
+
+@SMALL
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=6),
+    kinds=st.sampled_from(KINDS),
+    k=st.sampled_from([1, 7, 64, 128]),
+    seed=st.integers(0, 2**32),
+)
+def test_the_reference_chooses_the_same_where_arithmetic_is_exact(
+    lengths: list[int], kinds: tuple[str, torch.dtype], k: int, seed: int
+) -> None:
+    """Small integers: few different scores, so that ties decide most of the selection."""
+    bench = IndexBench(lengths, kind=kinds[0], dtype=kinds[1], k=k, padding=1, seed=seed, exact=True)
+    out = bench.run()
+    want = torch.empty_like(out)
+    reference_topk(bench.state, 1, bench.queries, bench.weights, bench.batch, bench.form, SCALE, want)
+    assert out.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("kinds", KINDS[:3])
+@pytest.mark.parametrize("k", [64, 65, 128])
+def test_every_length_around_k_and_pages(kinds: tuple[str, torch.dtype], k: int) -> None:
+    IndexBench(list(range(1, k + 20)), kind=kinds[0], dtype=kinds[1], k=k).check()
+
+
+@LIMITS
+@given(
+    lengths=st.sampled_from([[1_048_576], [300_001, 2049, 70_000, 2048], [32_768] * 64, [5000] * 200, [131_072, 4097]]),
+    kind=st.sampled_from(["bfloat16", "fp8"]),
+    k=st.sampled_from([2048, 4096]),
+    seed=st.integers(0, 2**32),
+)
+def test_real_dimensions_and_long_contexts(lengths: list[int], kind: str, k: int, seed: int) -> None:
+    IndexBench(lengths, kind=kind, heads=64, dim=128, k=k, seed=seed).check()
+
+
+@pytest.mark.parametrize("length", [5000, 300_000])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_scores_give_the_first_positions(length: int, value: float) -> None:
+    """Every position is an edge: more than the list holds, in more than one window of the bitmap."""
+    bench = IndexBench([length], k=2048, seed=1)
+    bench.state.index_keys[1].copy_(bench.form.encode(torch.full((1, 32), value, device="cuda")))
+    bench.weights.fill_(1.0)
+    assert bench.run()[0].tolist() == list(range(2048))
+    bench.check()
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3])
+def test_scores_that_crowd_into_one_bin(spread: float) -> None:
+    """Different in the last bits alone: both refining passes, over a list that overflowed."""
+    bench = IndexBench([200_000], kind="float32", dtype=torch.float32, k=2048, seed=2)
+    values = 1 + spread * torch.rand(bench.state.index_keys.shape[1], 32, device="cuda")
+    bench.state.index_keys[1].copy_(bench.form.encode(values))
+    bench.queries.fill_(1.0)
+    bench.weights.fill_(1.0)
+    bench.check()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_infinities_and_nan_have_their_places(kinds: tuple[str, torch.dtype]) -> None:
+    """NaN is chosen last of all, after -inf; +inf first."""
+    bench = IndexBench([400], kind=kinds[0], dtype=kinds[1], k=390, seed=3)
+    bench.weights[:, ::2] = 0.5
+    bench.weights[:, 1::2] = -1.5
+    row = bench.state.index_table[bench.seats[0]].long().repeat_interleave(64) * 64
+    row += torch.arange(64, device="cuda").repeat(len(row) // 64)
+    values = bench.keys(0)[:12]
+    values[:4], values[4:8, 3], values[8:12, 5] = torch.nan, torch.inf, -torch.inf
+    if kinds[0] == "fp8":
+        encoded = bench.form.encode(torch.ones(12, 32, device="cuda"))
+        encoded[:4, 7] = 0x7F  # NaN as a value, not as a scale
+        encoded[4:12, 32:] = torch.tensor([torch.inf], device="cuda").view(torch.uint8)
+    else:
+        encoded = bench.form.encode(values)
+    bench.state.index_keys[1, row[:12]] = encoded
+    out = bench.run()[0]
+    (scores,) = bench.scores()
+    assert scores is not None
+    assert bool(scores[:4].isnan().all())
+    assert bool((~scores[4:12].isfinite()).all())
+    assert out.tolist() == top_positions(scores, 390).tolist()
+
+
+def test_a_row_does_not_depend_on_neighbours_or_place() -> None:
+    """Bit for bit: scores and selection alone in the batch, first of many and last of many."""
+    many = IndexBench([70_001, 9000, 2500, 33_000, 8191, 70_001], heads=64, dim=128, k=2048, seed=4)
+    out, scores = many.run(), many.scores()
+    for row in range(len(many.lengths)):
+        alone, lengths = IndexBench([many.lengths[row]], heads=64, dim=128, k=2048, seed=5), many.batch.lengths
+        alone.state, alone.queries, alone.weights = many.state, many.queries[row : row + 1], many.weights[row : row + 1]
+        alone.batch.seats, alone.batch.lengths = many.batch.seats[row : row + 1], lengths[row : row + 1]
+        assert torch.equal(alone.run()[0], out[row])
+        (got,), want = alone.scores(), scores[row]
+        assert got is not None
+        assert want is not None
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("length", [50, 500, 5000])
+def test_a_context_not_wholly_granted_trips(length: int) -> None:
+    """Rows beside it are whole; a page that does not exist is refused like one not granted."""
+    bench = IndexBench([length, 3000, length], k=64)
+    seats, pages = bench.seats.tolist(), bench.state.index_keys.shape[1] // PAGE_TOKENS
+    want = bench.run()
+    for bad in (-1, pages, 2**31 - 1):
+        kept = bench.state.index_table.clone()
+        bench.state.index_table[seats[0], (length - 1) // 64] = bad
+        bench.state.tripwires.zero_()
+        out = bench.run()
+        assert bool((out[0] == -1).all())
+        assert torch.equal(out[1:], want[1:])
+        assert int(bench.state.tripwires[Tripwire.UNGRANTED]) == 1
+        bench.state.index_table.copy_(kept)
+    bench.batch.lengths[0] = 64 * bench.state.index_table.shape[1] + 1
+    assert bool((bench.run()[0] == -1).all())
+    assert int(bench.state.tripwires[Tripwire.UNGRANTED]) == 2
+    bench.batch.lengths[0], bench.state.tripwires[:] = length, 0
+    bench.check()
+
+
+def test_rows_that_do_not_decode_are_padding() -> None:
+    bench = IndexBench([500, 600, 700], k=64)
+    bench.batch.seats[0], bench.batch.lengths[1] = 99, 0
+    bench.state.hot_slots[bench.seats[2]] = -1
+    assert bool((bench.run() == -1).all())
+    assert not bench.state.tripwires.any()
+
+
+def test_graphs_follow_lengths_and_never_wait() -> None:
+    """One graph, lengths from 1 to the table's end: as without it."""
+    bench = IndexBench([40_000, 3000, 2100], heads=64, dim=128, k=2048, padding=1, seed=6)
+    prepare_index(bench.state, 64, 128, torch.bfloat16)
+    out = torch.empty(4, 2048, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            index_topk(bench.state, 1, bench.queries, bench.weights, bench.batch, SCALE, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for lengths in ([40_000, 3000, 2100], [1, 2048, 2049], [2050, 1, 64], [39_999, 2999, 2099]):
+        bench.lengths = lengths
+        bench.batch.lengths[:3] = torch.tensor(lengths, device="cuda")
+        out.fill_(777)
+        graph.replay()
+        assert torch.equal(out, bench.run())
+        bench.check()
