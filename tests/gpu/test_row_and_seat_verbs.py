@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -25,7 +27,10 @@ from kernels.seat import clear_seat, grow_managed, init_managed, init_resident, 
 from kernels.state import DeviceState, StepBatch  # noqa: E402
 from tests.gpu.twin import GIVEN, TABLES, Twin, same  # noqa: E402
 
-SIZES = pytest.mark.parametrize(("row_bytes", "index_row_bytes"), [(656, 132), (1152, 256), (13, 7), (24, 8), (1, 1)])
+SIZES = pytest.mark.parametrize(
+    ("row_bytes", "split", "index_row_bytes"),
+    [(656, 0, 132), (1152, 0, 256), (13, 0, 7), (24, 0, 8), (1, 0, 1), (584, 512, 132), (26, 13, 8)],
+)
 
 
 @contextmanager
@@ -64,33 +69,46 @@ def opened(**changes: object) -> Twin:
 
 
 @SIZES
-def test_rows_of_a_step(row_bytes: int, index_row_bytes: int) -> None:
-    twin = opened(row_bytes=row_bytes, index_row_bytes=index_row_bytes)
+def test_rows_of_a_step(row_bytes: int, split: int, index_row_bytes: int) -> None:
+    twin = opened(row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes)
     batches: dict[bool, StepBatch] = dict(zip((False, True), twin.begin([2, 0, 1]), strict=True))
-    rows = [noise(twin, twin.size, row_bytes) for _ in range(3)]
-    shifted = torch.cat((rows[0][1].new_zeros(1), rows[0][1].flatten()))[1:].view_as(rows[0][1])  # off every word
-    on_both(twin, lambda s: write_new_rows(s, 0, batches[s.rows.is_cuda], shifted if s.rows.is_cuda else rows[0][0]))
-    for layer in (1, 2):
-        on_both(twin, lambda s, n=layer: write_new_rows(s, n, batches[s.rows.is_cuda], rows[n][s.rows.is_cuda]))  # type: ignore[misc]
+    for layer, (plane, size) in product((0, 2), enumerate(twin.geometry.planes)):
+        rows = noise(twin, twin.size, size)
+        shifted = torch.cat((rows[1].new_zeros(1), rows[1].flatten()))[1:].view_as(rows[1])  # off every word
+        data = (rows[0], shifted if layer else rows[1])
+        on_both(twin, partial(_write_new, batches, data, layer, plane))
     keys = noise(twin, twin.size, index_row_bytes)
-    for group in (0, 1):
-        on_both(twin, lambda s, g=group: write_index_keys(s, g, batches[s.rows.is_cuda], keys[s.rows.is_cuda]))  # type: ignore[misc]
+    on_both(twin, lambda s: write_index_keys(s, 0, batches[s.rows.is_cuda], keys[s.rows.is_cuda]))
+    on_both(twin, lambda s: write_index_keys(s, 1, batches[s.rows.is_cuda], keys[s.rows.is_cuda]))
     places = torch.randint(-1, twin.cpu.rows.shape[1], (4, 33), generator=twin.torch, dtype=torch.int32)
     both = {False: places, True: places.cuda()}
-    on_both(twin, lambda s: gather_rows(s, 2, both[s.rows.is_cuda]))
+    for plane in range(len(twin.geometry.planes)):
+        on_both(twin, partial(_gather, both, 2, plane))
+
+
+def _write_new(
+    batches: dict[bool, StepBatch], rows: tuple[torch.Tensor, ...], layer: int, plane: int, state: DeviceState
+) -> None:
+    write_new_rows(state, layer, batches[state.rows.is_cuda], rows[state.rows.is_cuda], plane)
+
+
+def _gather(places: dict[bool, torch.Tensor], layer: int, plane: int, state: DeviceState) -> torch.Tensor:
+    return gather_rows(state, layer, places[state.rows.is_cuda], plane)
 
 
 @SIZES
-def test_rows_of_a_prompt(row_bytes: int, index_row_bytes: int) -> None:
+def test_rows_of_a_prompt(row_bytes: int, split: int, index_row_bytes: int) -> None:
     """Also of positions whose pages are not granted: not stored, zeros, one tripwire each."""
-    twin = opened(row_bytes=row_bytes, index_row_bytes=index_row_bytes)
+    twin = opened(row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes)
     twin.cpu.index_table[0, 1] = -1
     twin.upload()
-    rows, keys = noise(twin, 50, row_bytes), noise(twin, 170, index_row_bytes)
-    on_both(twin, lambda s: write_slab_rows(s, 1, 0, 9, rows[s.rows.is_cuda]))
-    on_both(twin, lambda s: write_slab_rows(s, 1, 1, 9, rows[s.rows.is_cuda]))
+    last = len(twin.geometry.planes) - 1
+    rows, keys = noise(twin, 50, twin.geometry.planes[last]), noise(twin, 170, index_row_bytes)
+    on_both(twin, lambda s: write_slab_rows(s, 1, 0, 9, rows[s.rows.is_cuda], last))
+    on_both(twin, lambda s: write_slab_rows(s, 1, 1, 9, rows[s.rows.is_cuda], last))
     on_both(twin, lambda s: read_slab_rows(s, 1, 0, 64))
-    on_both(twin, lambda s: read_slab_rows(s, 1, 2, 64))
+    on_both(twin, lambda s: read_slab_rows(s, 1, 0, 64, last))
+    on_both(twin, lambda s: read_slab_rows(s, 1, 2, 64, last))
     on_both(twin, lambda s: write_prompt_index_keys(s, 1, 0, 30, keys[s.rows.is_cuda]))
     on_both(twin, lambda s: read_index_keys(s, 1, 0, 250))
     on_both(twin, lambda s: read_index_keys(s, 1, 0, 0))
