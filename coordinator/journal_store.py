@@ -12,7 +12,8 @@ The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk
 goes on, and `short` says that no new work should be taken until the reserve is back.
 
 A group that fails is rolled back. After a failing fsync the kernel may call pages clean that never reached the disk,
-so nothing is trusted but what is written again: the retry writes the same records over the same place of the log.
+so nothing is trusted but what is written again: the retry writes the same records under the same numbers, over the same
+place of the log.
 
 Rejected: a log file of our own (SQLite's has checksums, torn-write recovery and thirty years of tests); a row per
 fact of a group (twice the inserts for nothing: `slot` is all that deletes need).
@@ -24,8 +25,9 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import trio
 
@@ -44,11 +46,14 @@ RESERVE_BYTES: Final = 16 * 1024 * 1024
 #: How often to try to have it back.
 RESERVE_RETRY_S: Final = 1.0
 #: SQLite copies the log into the file when it has this many pages (of 4 KiB); an fsync of the file goes with it.
-CHECKPOINT_PAGES: Final = 4_096
+CHECKPOINT_PAGES: Final = 1_024
 #: Free pages given back after a summary.
 VACUUM_PAGES_MAX: Final = 65_536
 #: A lock held by another process is waited for this long: it may be one that is just ending.
 LOCK_WAIT_S: Final = 5.0
+
+#: number, slot, body
+Row: TypeAlias = tuple[int, int | None, bytes]
 
 assert RESERVE_BYTES <= SUMMARY_BYTES  # a reserve that a summary would not outgrow
 
@@ -57,6 +62,7 @@ _SETTINGS: Final = (
     "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
+    "PRAGMA secure_delete = OFF",
     f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}",
     "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS by_slot ON records (slot) WHERE slot IS NOT NULL",
@@ -72,6 +78,7 @@ class SqliteStore:
         self._connection = connection
         self._counters = counters
         self._flow_bytes = 0
+        self._last = connection.execute("SELECT coalesce(max(number), 0) FROM records").fetchone()[0]
         self._reserve_at = 0.0
         self._keep_reserve()
 
@@ -107,7 +114,10 @@ class SqliteStore:
 
     def write_now(self, records: Sequence[Record]) -> None:
         """One transaction. A full disk costs the reserve before it costs the group."""
-        rows = [(record.slot if isinstance(record, LASTING) else None, encode(record)) for record in records]
+        rows = [
+            (number, record.slot if isinstance(record, LASTING) else None, encode(record))
+            for number, record in enumerate(records, self._last + 1)
+        ]
         try:
             self._write_rows(records, rows)
         except sqlite3.Error as error:
@@ -120,9 +130,10 @@ class SqliteStore:
         else:
             if self.short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
                 self._keep_reserve()
-        self._counters.bytes += sum(len(body) for _, body in rows)
+        self._last += len(rows)
+        self._counters.bytes += sum(len(body) for _, _, body in rows)
 
-    def _write_rows(self, records: Sequence[Record], rows: Sequence[tuple[int | None, bytes]]) -> None:
+    def _write_rows(self, records: Sequence[Record], rows: Sequence[Row]) -> None:
         flow_bytes = self._flow_bytes
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
@@ -134,16 +145,22 @@ class SqliteStore:
                 elif isinstance(record, Summary):
                     run("DELETE FROM records WHERE slot IS NULL")
                     flow_bytes = 0
-                self._connection.executemany("INSERT INTO records (slot, body) VALUES (?, ?)", part)
-                flow_bytes += sum(len(body) for slot, body in part if slot is None)
+                self._connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", part)
+                flow_bytes += sum(len(body) for _, slot, body in part if slot is None)
             run("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 run("ROLLBACK")
             raise
-        if flow_bytes < self._flow_bytes:
-            run(f"PRAGMA incremental_vacuum({VACUUM_PAGES_MAX})")
-        self._flow_bytes = flow_bytes
+        has_shrunk, self._flow_bytes = flow_bytes < self._flow_bytes, flow_bytes
+        if has_shrunk:
+            self._vacuum()
+
+    def _vacuum(self) -> None:
+        """The group is written: a disk too full for this is no failure."""
+        with suppress(sqlite3.Error):
+            self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES_MAX})")  # steps to its end
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ------------------------------------------------------------ the reserve
 
@@ -175,9 +192,7 @@ class SqliteStore:
         return True
 
 
-def _parts(
-    records: Sequence[Record], rows: Sequence[tuple[int | None, bytes]]
-) -> Iterator[tuple[Record, Sequence[tuple[int | None, bytes]]]]:
+def _parts(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[tuple[Record, Sequence[Row]]]:
     """Rows cut where a record deletes others: what it begins with, and the rows up to the next one."""
     cuts = [0, *(at for at, record in enumerate(records) if at and isinstance(record, (Forgotten, Summary)))]
     for start, stop in zip(cuts, [*cuts[1:], len(records)], strict=True):
