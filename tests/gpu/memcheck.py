@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.gpu import run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.twin import Twin
 
@@ -53,10 +54,17 @@ def indexes() -> None:
     crowded.run()
 
 
+def scripts(worlds: int) -> None:
+    """Drawn lives of requests: every verb on rows and seats, rows of one plane and of two."""
+    for program in run_cases.draw_small(1, 0, worlds):
+        run_cases.record(program, "cuda", run_cases.host_of(program).pin_memory())
+
+
 if __name__ == "__main__":
     for ranks in (1, 2, 16):
         lives(ranks, ranks)
     copies()
+    scripts(6)
     indexes()
     torch.cuda.synchronize()
     print("done")
