@@ -29,10 +29,13 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
     )
     if not hot_slots:
         return
-    rows = slot_rows(state, torch.tensor([seat]), hot_slots + state.tail_slots)[0]
+    device = state.rows.device
+    rows = slot_rows(state, torch.tensor([seat], device=device), hot_slots + state.tail_slots)[0]
     pages = state.index_table[seat, : pages_for(length)].long()
     held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:length]
-    index_rows = (pages.clamp(min=0).unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[:length]
+    index_rows = (pages.clamp(min=0).unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()[
+        :length
+    ]
     for group in range(state.geometry.groups):
         where = f"group {group}: "
         tokens, stamps = state.slot_token[group, rows].long(), state.stamp[group, rows]

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels.integrity import check_state  # noqa: E402
 from kernels.rows import (  # noqa: E402
     gather_rows,
     read_index_keys,
@@ -129,7 +130,8 @@ def test_seats_are_set_up_resized_and_cleared() -> None:
     on_both(twin, lambda s: grow_managed(s, 0, 70, 192))  # two chunks short: UNGRANTED
     on_both(twin, lambda s: shrink_managed(s, 1, 70, 64))  # resident: SEAT
     assert twin.cpu.tripwires.tolist() == [0, 1, 0, 2]
-    twin.check()
+    for seat in range(3):
+        check_state(twin.gpu, seat, twin.lengths[seat])
     on_both(twin, lambda s: init_managed(s, 0, 100, 64, 77))
     on_both(twin, lambda s: init_managed(s, 1, 65, 0, 0))
     on_both(twin, lambda s: init_resident(s, 0))
