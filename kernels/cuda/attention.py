@@ -26,6 +26,8 @@ from kernels.state import DeviceState
 
 MMA_MIN: Final = 16  # smallest side of a matrix product in Triton
 SPLITS_MAX: Final = 64
+#: Compute capability that converts e4m3; below it, bits are moved.
+FP8_SINCE: Final = (8, 9)
 #: What starting and ending a program costs, in blocks of rows.
 OVERHEAD_BLOCKS: Final = 1
 #: Latent values that one program adds up over the splits.
@@ -59,7 +61,8 @@ def attend_rows(
     batch, heads, latent = out.shape
     k = out_rows.shape[1]
     wide = queries.dtype == torch.float32 or form.kind == "float32"
-    blocks = blocks or blocks_of(form, heads, wide, torch.cuda.get_device_capability(out.device))
+    capability = torch.cuda.get_device_capability(out.device)
+    blocks = blocks or blocks_of(form, heads, wide, capability)
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-k // blocks.rows))
     wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
     span = -(-row_blocks // wanted)
@@ -88,6 +91,7 @@ def attend_rows(
         ROPE=form.plain,
         GROUP=form.group,
         ROW_BYTES=form.row_bytes,
+        E4M3=capability >= FP8_SINCE,
         LATENT_PADDED=_padded(latent),
         ROPE_PADDED=_padded(form.plain),
         BLOCK_HEADS=blocks.heads,
@@ -125,7 +129,7 @@ def blocks_of(form: RowFormat, heads: int, wide: bool, capability: tuple[int, in
     if wide:
         return Blocks(heads=16, rows=16, warps=4, stages=1)
     if capability[0] == 9 and heads >= 64 and form.scaled >= 256:
-        return Blocks(heads=64, rows=64, warps=8, stages=2)
+        return Blocks(heads=64, rows=64, warps=8, stages=1 if form.kind == "fp8" else 2)
     return Blocks(heads=16, rows=32, warps=4, stages=3)
 
 

@@ -10,6 +10,12 @@ from memory once per block of heads (the blocks of one batch row run side by sid
     total     float32 [B, splits, H]           sum of exp2(score - peak)
 
 With one split the first kernel writes the output itself; otherwise `combine` adds the splits, always in the same tree.
+
+Two things in the loop are for Triton's sake, on Hopper. Places are loaded a turn ahead, so that the gather of the next
+block does not begin with a wait for them. And the softmax stands in a branch that is always taken: Triton gives the
+first of two chained products to one warp group per 64 heads, which with 64 heads means that both groups compute all of
+it; it does not follow the chain through a branch, and lets each compute half. Together they take off a tenth. Adding
+the two products after scaling keeps Triton from chaining these two in turn.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,6 +35,7 @@ def load_rows(
     ROPE: tl.constexpr,
     GROUP: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    E4M3: tl.constexpr,  # the card converts fp8
     LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
 ):
@@ -40,8 +47,13 @@ def load_rows(
     in_latent = held[:, None] & (latent < LATENT)[None, :]
     in_rope = held[:, None] & (rope < ROPE)[None, :]
     if KIND == 2:
-        codes = rows.to(tl.pointer_type(tl.float8e4nv)) + start * ROW_BYTES + latent[None, :]
-        values = tl.load(codes, mask=in_latent, other=0.0).to(tl.float32)
+        codes = rows + start * ROW_BYTES + latent[None, :]
+        if E4M3:
+            codes = codes.to(tl.pointer_type(tl.float8e4nv))
+            values = tl.load(codes, mask=in_latent, other=0.0).to(tl.float32)
+        else:  # sign, exponent and mantissa to their places in float32, whose exponent counts from 120 further down
+            code = tl.load(codes, mask=in_latent, other=0).to(tl.uint32)
+            values = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
         groups: tl.constexpr = LATENT_PADDED // GROUP
         group = tl.arange(0, groups)
         scales = tl.load(
@@ -80,6 +92,7 @@ def attend(
     ROPE: tl.constexpr,
     GROUP: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    E4M3: tl.constexpr,  # the card converts fp8
     LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -104,23 +117,29 @@ def attend(
     weight = tl.zeros((BLOCK_HEADS,), tl.float32)
     sums = tl.zeros((BLOCK_HEADS, LATENT_PADDED), tl.float32)
     first = split * span
-    for begin in tl.range(first, min(first + span, k), BLOCK_ROWS, num_stages=STAGES):
-        entry = begin + tl.arange(0, BLOCK_ROWS)
-        place = tl.load(out_rows + row * k + entry, mask=entry < k, other=-1)
-        held = place >= 0
+    end = min(first + span, k)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    place = tl.load(out_rows + row * k + entry, mask=entry < end, other=-1)
+    for begin in tl.range(first, end, BLOCK_ROWS, num_stages=STAGES):
         keys_latent, keys_rope = load_rows(
-            rows, place, product, KIND, LATENT, ROPE, GROUP, ROW_BYTES, LATENT_PADDED, ROPE_PADDED
+            rows, place, product, KIND, LATENT, ROPE, GROUP, ROW_BYTES, E4M3, LATENT_PADDED, ROPE_PADDED
         )
-        scores = tl.dot(query_rope, keys_rope.T, input_precision="ieee")
-        scores = tl.dot(query_latent, keys_latent.T, scores, input_precision="ieee") * scale
+        held = place >= 0
+        entry = begin + BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        place = tl.load(out_rows + row * k + entry, mask=entry < end, other=-1)  # used in the next turn
+        scores = tl.dot(query_latent, keys_latent.T, input_precision="ieee") * scale
+        scores += tl.dot(query_rope, keys_rope.T, input_precision="ieee") * scale
         scores = tl.where(held[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        shares = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(best - level)
-        weight = weight * fade + tl.sum(shares, 1)
+        shares = scores
+        fade = best
+        if splits > 0:  # always; see the top of this file
+            higher = tl.maximum(best, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            shares = tl.exp2(scores - level[:, None])
+            fade = tl.exp2(best - level)
+            weight = weight * fade + tl.sum(shares, 1)
+            best = higher
         sums = tl.dot(shares.to(product), keys_latent, sums * fade[:, None], input_precision="ieee")
-        best = higher
 
     is_out = is_head[:, None] & (latent < LATENT)[None, :]
     if ONE_SPLIT:

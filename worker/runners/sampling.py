@@ -9,6 +9,9 @@ needs sorted and cumulated anyway. Rejected: Gumbel-max, which hashes a number f
 
 Probabilities are formed in float64: the cumulated sum of a 150k vocabulary keeps its small terms. Each row is reduced
 alone, so its result does not depend on its neighbours.
+
+On a GPU the same token is found by search instead of by sorting (kernels/cuda/sampling.py): shapes that depend on no
+data, nothing to wait for, and next to no time for greedy rows.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seed: Tensor, pos
     and position int64[B].
     """
     tokens = logits.argmax(-1)
+    if logits.is_cuda:
+        from kernels.cuda.sampling import draw_tokens
+
+        found = tokens.int()
+        draw_tokens(logits, temperature, top_p, uniform(seed, position), found)
+        return found
     drawn = (temperature > 0).nonzero().flatten()
     if len(drawn):
         uniforms = uniform(seed[drawn], position[drawn])

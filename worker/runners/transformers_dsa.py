@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -130,8 +130,9 @@ class TransformersRunner:
         config, device = model.config, model.device
         self._rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
         self._keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
-        rotates = self._keys.kind == "fp8"
-        self._rotation = hadamard(config.index_head_dim, self.dtype, device) if rotates else None
+        scaled = self._keys.kind == "fp8"
+        self._rotation = hadamard(config.index_head_dim, self.dtype, device) if scaled else None
+        self._index_dtype = self.dtype if scaled else DTYPES[self._keys.kind]  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
         self._rope: mla.Rope = library.apply_rotary_pos_emb_interleave
         self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
@@ -293,8 +294,10 @@ class TransformersRunner:
     def _project_index(
         self, layer: _Layer, normed: Tensor, projected: mla.Projected, cos: Tensor, sin: Tensor
     ) -> mla.IndexProjected:
+        """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
         indexer = layer.attention.indexer
-        return mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin, self._rotation)
+        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin, self._rotation)
+        return replace(index, queries=index.queries.to(self._index_dtype))
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
         """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
