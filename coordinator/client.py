@@ -182,6 +182,10 @@ class Client:
     async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
         return await self._do(lambda tag: messages.UndrainWorkers(tag, tuple(workers)))
 
+    async def audit(self) -> messages.AuditRows:
+        """Compare what all workers hold with the ledgers, now and twice."""
+        return await self._call(messages.AuditWorkers, messages.AuditRows)
+
     async def stop(self, deadline_s: float = 30.0) -> tuple[str, ...]:
         """Drain the coordinator; it exits when running requests have ended, at the latest after `deadline_s`."""
         return await self._do(lambda tag: messages.StopCoordinator(tag, deadline_s))

@@ -64,6 +64,7 @@ class CoordinatorSettings(Settings, frozen=True):
     heartbeat_limit_s: float = 5.0
     command_ack_limit_s: float = 2.0  # past it, commands are replayed
     grant_ahead_tokens: int = 128
+    audit_interval_s: float = 10.0  # each worker's memory is compared with the ledger this often; 0: only when asked
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # 0: any free port, printed at start; -1: off
 

@@ -92,7 +92,7 @@ def _endpoint(field: str, endpoint: str, *, insecure: bool) -> Iterator[Check]:
 def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
     for field in ("live_requests_max", "queue_max", "connections_max", "grant_ahead_tokens"):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 1)
-    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms"):
+    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms", "audit_interval_s"):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
     for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s"):
         yield _positive(f"coordinator.{field}", getattr(coordinator, field))

@@ -224,6 +224,19 @@ class Recovered(msgspec.Struct, frozen=True):
     tells: tuple[Tell, ...]
 
 
+class AuditAsk(msgspec.Struct, frozen=True):
+    """Compare all workers with the ledgers now; the reply comes when they have answered, or after a bound."""
+
+    owner: str
+    reply: Reply[tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]]
+
+
+class InventoryTaken(msgspec.Struct, frozen=True):
+    worker: str
+    epoch: int
+    inventory: messages.Inventory
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: deadlines, lazy growth, forgetting."""
 

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from coordinator import events, messages
 from coordinator.actor import Actor
 from coordinator.arrays import Int32Array
+from coordinator.auditor import Auditor
 from coordinator.errors import ProtocolError
 from coordinator.events import Handle, Promised, Verb, WorkerPort
 from coordinator.fleet import Fleet
@@ -33,6 +34,8 @@ Message: TypeAlias = (
     | events.WorkerBack
     | events.WorkerDown
     | events.WorkerExited
+    | events.AuditAsk
+    | events.InventoryTaken
     | events.Starving
     | events.Progressed
     | events.Resized
@@ -48,6 +51,7 @@ class Front(Actor[Message]):
 
     _requests: Requests
     _fleet: Fleet
+    _auditor: Auditor
     _clock: Callable[[], float]
     _journal: Journal
 
@@ -94,6 +98,10 @@ class Front(Actor[Message]):
     async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Admit to workers again (none named: all)."""
         return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, undrain=True))
+
+    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]:
+        """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
+        return await self.ask(lambda reply: events.AuditAsk(owner, reply))
 
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
@@ -164,6 +172,10 @@ class Front(Actor[Message]):
         """
         if isinstance(event, messages.Counters):
             self._requests.count_swaps(worker, epoch, event)
+            return
+        if isinstance(event, messages.Inventory):
+            if self._auditor.expects(worker, epoch, event.number):
+                self.tell(events.InventoryTaken(worker, epoch, event))
             return
         live = self._requests.admitted(worker, epoch, event.admission)
         if live is None:

@@ -134,6 +134,14 @@ class Ledger:
         """A copy of the page list."""
         return self._holding(admission).all_pages()
 
+    def admissions_of(self, key: EpochKey) -> set[int]:
+        """Admissions that hold memory of an epoch."""
+        return {it.admission for it in self._holdings.values() if it.budget is not None and it.budget.key == key}
+
+    def kept_admissions(self) -> set[int]:
+        """Departed admissions whose pages are kept."""
+        return {it.admission for it in self._holdings.values() if it.budget is None}
+
     def freeable(self, admission: int) -> int:
         """How many pages its release would free: those that no quarantine and no other admission holds too."""
         holding = self._holding(admission)

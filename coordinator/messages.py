@@ -220,6 +220,12 @@ class UndrainWorkers(Message, frozen=True):
     workers: tuple[str, ...]
 
 
+class AuditWorkers(Message, frozen=True):
+    """Compare what all connected workers hold with the ledgers, now and twice; answered by AuditRows."""
+
+    tag: int
+
+
 class StopCoordinator(Message, frozen=True):
     """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
 
@@ -240,7 +246,14 @@ ClientMessage: TypeAlias = (
     | FetchTokenizer
 )
 AdminMessage: TypeAlias = (
-    ClientMessage | RetractRequests | ResumeRequests | ResizeRequests | DrainWorkers | UndrainWorkers | StopCoordinator
+    ClientMessage
+    | RetractRequests
+    | ResumeRequests
+    | ResizeRequests
+    | DrainWorkers
+    | UndrainWorkers
+    | AuditWorkers
+    | StopCoordinator
 )
 
 
@@ -371,6 +384,29 @@ class PoolRow(Part, frozen=True):
     workers: tuple[str, ...]
 
 
+class AuditedRow(Part, frozen=True):
+    """One worker or node (`epoch` 0) that was audited. `answered` false: it said nothing in time."""
+
+    name: str
+    epoch: int
+    answered: bool
+    requests: int
+    host_pages: int
+    differences: int
+
+
+class DifferenceRow(Part, frozen=True):
+    """What a worker and the ledger of its node say of one thing; `admission` 0: of the worker, or node, as a whole."""
+
+    name: str
+    kind: str
+    admission: int
+    request_id: str
+    ledger: str
+    worker: str
+    repaired: bool
+
+
 class RequestRows(Message, frozen=True):
     tag: int
     rows: tuple[RequestRow, ...]
@@ -393,6 +429,12 @@ class PoolRows(Message, frozen=True):
     rows: tuple[PoolRow, ...]
 
 
+class AuditRows(Message, frozen=True):
+    tag: int
+    audited: tuple[AuditedRow, ...]
+    differences: tuple[DifferenceRow, ...]
+
+
 class TokenizerData(Message, frozen=True):
     """The tokenizer of the served model: `kind` "bytes" has no data, "json" is a whole tokenizer.json."""
 
@@ -413,6 +455,7 @@ GatewayMessage: TypeAlias = (
     | RequestDetail
     | WorkerRows
     | PoolRows
+    | AuditRows
     | TokenizerData
 )
 
@@ -476,7 +519,13 @@ class Stop(Part, frozen=True, tag=True):
     deadline_s: float
 
 
-Command: TypeAlias = Admit | Grant | Resize | Withdraw | Stop
+class Audit(Part, frozen=True, tag=True):
+    """Say at this step boundary what every admission holds; answered by Inventory `number`."""
+
+    number: int
+
+
+Command: TypeAlias = Admit | Grant | Resize | Withdraw | Stop | Audit
 
 
 class WorkerWelcome(Message, frozen=True):
@@ -648,7 +697,29 @@ class Counters(Part, frozen=True, tag=True):
     misses: bytes
 
 
-Event: TypeAlias = Staged | Started | Parked | Resized | Finished | Faulted | Released | Counters
+class Inventory(Part, frozen=True, tag=True):
+    """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
+    one have happened.
+
+    Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
+    page ids as int32, -1: not looked at), int32 `host_pages` (how many), `index_pages`, `hot_chunks` (granted) and
+    `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
+    """
+
+    number: int
+    admissions: bytes
+    digests: bytes
+    host_pages: bytes
+    index_pages: bytes
+    hot_chunks: bytes
+    slab_pages: bytes
+    seats_free: int
+    chunks_held: int
+    chunks_free: int
+    index_pages_free: int
+
+
+Event: TypeAlias = Staged | Started | Parked | Resized | Finished | Faulted | Released | Counters | Inventory
 
 
 class Report(Message, frozen=True):

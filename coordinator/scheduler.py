@@ -20,6 +20,7 @@ import trio
 from coordinator import decisions, events, messages
 from coordinator.actor import Level, Reply, Supervisor
 from coordinator.arrays import Int32Array, pack_int32
+from coordinator.auditor import Auditor
 from coordinator.changes import GIVING
 from coordinator.config import CoordinatorSettings
 from coordinator.dispatch import Dispatch, Heard, Step, Tell
@@ -119,6 +120,9 @@ class Scheduler(Front):
         self._roster = self._dispatch.roster
         self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
         self._requests = Requests(token_log, settings, wall_offset_s)
+        self._auditor = Auditor(
+            self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+        )
         self._stop: _Stop | None = None
         self._submitted = 0
 
@@ -180,6 +184,7 @@ class Scheduler(Front):
         for reply in turn.joined:
             reply.set(None)
         if tick:
+            self._auditor.tick(now)
             self._forget_old(now)
             self._journal.summarize_if_long()
         await self._decide(now, tick)
@@ -202,10 +207,10 @@ class Scheduler(Front):
                 for slot in message.slots.tolist():
                     if entry := self._roster.entries.get(slot):
                         self._dispatch.starve(entry)
-            case events.WorkerDown():
-                self._worker_down(message, turn)
-            case events.WorkerExited():
-                turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
+            case events.WorkerDown() | events.WorkerExited():
+                self._worker_gone(message, turn)
+            case events.InventoryTaken():
+                turn.take(self._auditor.hear(message))
             case events.Recovered(steps, tells):
                 turn.take(Heard(steps, tells))
             case (
@@ -215,6 +220,7 @@ class Scheduler(Front):
                 | events.StopAsk()
                 | events.WorkerUp()
                 | events.WorkerBack()
+                | events.AuditAsk()
             ):
                 try:
                     self._answer(message, now, turn)
@@ -223,7 +229,13 @@ class Scheduler(Front):
 
     def _answer(
         self,
-        ask: events.SubmitAsk | events.VerbAsk | events.DrainAsk | events.StopAsk | events.WorkerUp | events.WorkerBack,
+        ask: events.SubmitAsk
+        | events.VerbAsk
+        | events.DrainAsk
+        | events.StopAsk
+        | events.WorkerUp
+        | events.WorkerBack
+        | events.AuditAsk,
         now: float,
         turn: _Turn,
     ) -> None:
@@ -248,6 +260,8 @@ class Scheduler(Front):
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))
                 turn.joined.append(ask.reply)
+            case events.AuditAsk():
+                self._auditor.begin(ask, now)
 
     # ---------------------------------------------------------------- requests
 
@@ -336,7 +350,10 @@ class Scheduler(Front):
         self._pools[node] = HostPool(node, self._ledgers[node], self._journal)
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
-    def _worker_down(self, message: events.WorkerDown, turn: _Turn) -> None:
+    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
+        if isinstance(message, events.WorkerExited):
+            turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
+            return
         worker = self._roster.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
             self._fleet.leave(worker)

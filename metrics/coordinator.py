@@ -109,10 +109,11 @@ def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     yield labelled("hisparse_ended_total", counters.ended)
     yield labelled("hisparse_retractions_total", counters.retractions)
     yield labelled("hisparse_dropped_messages_total", counters.dropped_messages)
+    yield labelled("hisparse_audit_differences_total", counters.audit_differences)
     yield histogram("hisparse_command_ack_seconds", counters.command_ack_s)
     for name in ("submitted", "admissions", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))
-    for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps"):
+    for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps", "audits"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))
 
 

@@ -224,6 +224,14 @@ _COORDINATOR: Final = (
         ("hisparse_replayed_commands_total", "", "commands", "Commands sent again.", "Does a link lose?"),
         ("hisparse_reports_total", "", "reports", "Reports from workers.", "Do workers report?"),
         ("hisparse_report_gaps_total", "", "reports", "Reports that came too early.", "Does a link lose?"),
+        ("hisparse_audits_total", "", "audits", "Workers compared with the ledger.", "Does the audit run?"),
+        (
+            "hisparse_audit_differences_total",
+            "kind",
+            "differences",
+            "What two audits in a row found alike: a worker and the ledger disagree.",
+            "Does memory leak, or belong to two?",
+        ),
         (
             "hisparse_dropped_messages_total",
             "socket reason",

@@ -164,5 +164,7 @@ class CoordinatorCounters:
     command_ack_s: Buckets = field(default_factory=lambda: Buckets(COMMAND_BOUNDS_S))
     reports: int = 0
     report_gaps: int = 0
+    audits: int = 0  # of one worker each
+    audit_differences: Counter[str] = field(default_factory=Counter)  # by kind, each told once
     dropped_messages: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (socket, reason)
     journal: JournalCounters = field(default_factory=JournalCounters)

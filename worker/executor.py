@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Concatenate, Final, ParamSpec
 
 from torch import Tensor
@@ -35,11 +35,12 @@ from torch import Tensor
 from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
 from coordinator.errors import InternalError
-from coordinator.messages import Admit, Command, Grant, Resize, Stop, Withdraw
+from coordinator.messages import Admit, Audit, Command, Grant, Resize, Stop, Withdraw
 from metrics.state import MemoryUse, WorkerCounters
 from worker.batch import RunningRequest, Status
 from worker.decode import Decoder, batch_sizes
 from worker.device_memory import free_device_bytes
+from worker.inventory import Holding, take_inventory
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
@@ -228,6 +229,9 @@ class Executor:
             return
         if isinstance(command, Stop):  # the link withdraws what is here and then ends the process
             return
+        if isinstance(command, Audit):
+            self._report.inventory(take_inventory(command.number, self._holdings(), self._seats.free()))
+            return
         request = self._requests.get(command.admission)
         if request is None or request.status is Status.LEAVING:
             return
@@ -238,6 +242,11 @@ class Executor:
                 self._contain(self._resize, request, command)
             case Withdraw():
                 self._leave(request)
+
+    def _holdings(self) -> Iterator[Holding]:
+        for it in self._requests.values():
+            chunks = len(it.slab) + len(it.hot.chunks)
+            yield Holding(it.admission, it.host_pages, len(it.index_pages), it.hot_chunks, len(it.slab), chunks)
 
     def _admit(self, admit: Admit) -> None:
         if admit.admission in self._requests:

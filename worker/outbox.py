@@ -38,6 +38,7 @@ from coordinator.messages import (
     Event,
     Grant,
     Held,
+    Inventory,
     Parked,
     Progress,
     Released,
@@ -319,7 +320,7 @@ class Outbox:
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        stay = None if isinstance(event, Counters) else self._stays.get(event.admission)
+        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.admission)
         match event:
             case Released(admission):
                 self._stays.pop(admission, None)

@@ -14,6 +14,7 @@ from coordinator.messages import (
     Event,
     Faulted,
     Finished,
+    Inventory,
     Parked,
     Released,
     Resized,
@@ -98,6 +99,10 @@ class Reporter:
     def released(self, admission: int, durable: int, hits: int = 0, misses: int = 0) -> None:
         self._counters.released += 1
         self._reports.add_event(Released(admission, durable, hits, misses))
+
+    def inventory(self, inventory: Inventory) -> None:
+        """What is held, among the events that led to it."""
+        self._reports.add_event(inventory)
 
     def swaps(self, step: StepTokens) -> None:
         """The hits and misses that came with a step, of its requests that are still here."""

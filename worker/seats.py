@@ -34,6 +34,7 @@ from worker.batch import RunningRequest, Status
 from worker.decode import Decoder
 from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
 from worker.inputs import SeatTables, host_tensor
+from worker.inventory import Free
 from worker.output import Output
 from worker.runners.base import Runner, SamplerState
 from worker.sizing import Sizing
@@ -223,6 +224,10 @@ class Seats:
         self._free.append(request.seat)
         hits, misses = self._final_counts[:, request.seat].tolist()
         return hits, misses
+
+    def free(self) -> Free:
+        """What nobody holds."""
+        return Free(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step and every prompt chunk."""

@@ -36,7 +36,7 @@ def _root() -> RootGroup:
         *(serve.up, serve.coordinator, serve.worker, demo.demo, model.model),
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
-        *(fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.stop),
+        *(fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.stop),
     ):
         root.add_command(command)
     return root

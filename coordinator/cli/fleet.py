@@ -109,6 +109,47 @@ def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) ->
     tell(config, "admin", output, lambda client: client.undrain(chosen))
 
 
+@click.command(short_help="Compare workers with the ledgers.")
+@output_option
+@with_config()
+def audit(config: Config, output: str) -> int:
+    """Compare what every connected worker holds with the ledger of its node, now and twice; exit 1 on differences.
+
+    The coordinator does the same all the time. What it finds is in its log, with the story of the request concerned,
+    and repaired where only one side still holds something.
+    """
+    from coordinator.cli.common import EXIT_FAILED
+    from coordinator.cli.output import Column, emit_one, print_table
+    from coordinator.cli.session import call
+    from coordinator.messages import AuditedRow, DifferenceRow
+
+    found = call(config, "admin", lambda client: client.audit())
+    if output != "table":
+        emit_one({"audited": found.audited, "differences": found.differences}, output, ())
+    else:
+        audited: list[Column[AuditedRow]] = [
+            Column("AUDITED", lambda row: row.name),
+            Column("EPOCH", lambda row: str(row.epoch or "-")),
+            Column("ANSWERED", lambda row: "yes" if row.answered else "NO"),
+            Column("REQUESTS", lambda row: str(row.requests), True),
+            Column("HOST PAGES", lambda row: str(row.host_pages), True),
+            Column("DIFFERENCES", lambda row: str(row.differences), True),
+        ]
+        differences: list[Column[DifferenceRow]] = [
+            Column("OF", lambda row: row.name),
+            Column("KIND", lambda row: row.kind),
+            Column("ADMISSION", lambda row: str(row.admission or "-"), True),
+            Column("REQUEST", lambda row: row.request_id or "-"),
+            Column("LEDGER", lambda row: row.ledger),
+            Column("WORKER", lambda row: row.worker),
+            Column("REPAIRED", lambda row: "yes" if row.repaired else "no"),
+        ]
+        print_table(found.audited, audited)
+        if found.differences:
+            print_table(found.differences, differences)
+    return EXIT_FAILED if found.differences or not all(row.answered for row in found.audited) else 0
+
+
 @click.command(short_help="Drain the coordinator, then exit.")
 @click.option(
     "--deadline",

@@ -17,6 +17,7 @@ import numpy as np
 from coordinator import messages
 from coordinator.arrays import unpack_int32
 from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
+from worker.inventory import Free, Holding, take_inventory
 
 #: Tokens of one decode burst between two looks of the coordinator.
 BURST_TOKENS_MAX = 40
@@ -106,6 +107,8 @@ class FakeWorker:
                 self.runs[admission].resize = command
             case messages.Withdraw(admission=admission) if admission in self.runs:
                 self.runs[admission].phase = "leaving"
+            case messages.Audit():
+                self.emit(self.inventory(command.number))
         self.check_memory()
 
     def _admit(self, admit: messages.Admit) -> None:
@@ -136,6 +139,26 @@ class FakeWorker:
             assert token == token_of(admit.request_id, position), "what was delivered never changes"
         for position in range(admit.durable_tokens):
             self._check_row(run, position)
+
+    def inventory(self, number: int) -> messages.Inventory:
+        held = [
+            Holding(
+                it.admit.admission,
+                it.pages,
+                it.index_pages,
+                it.hot_chunks,
+                it.slab_pages,
+                it.hot_chunks + it.slab_pages,
+            )
+            for it in self.runs.values()
+        ]
+        size = self.capacity
+        free = Free(
+            size.seats - len(held),
+            size.hot_chunks + size.slab_pages - sum(it.chunks for it in held),
+            size.index_pages - sum(it.index_pages for it in held),
+        )
+        return take_inventory(number, held, free)
 
     # ---------------------------------------------------------------- work
 

@@ -29,6 +29,7 @@ import trio
 from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.messages import (
     Admit,
+    Audit,
     Command,
     Event,
     Finished,
@@ -48,6 +49,7 @@ from metrics.state import WorkerCounters
 from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
+from worker.inventory import Free, Holding, take_inventory
 from worker.output import Output
 from worker.runners.text import ByteTokenizer
 
@@ -91,7 +93,8 @@ class Write:
 class FakePool:
     """Host pages of a node: uint64[pages, PAGE_TOKENS]. `version` grows with every row that changes."""
 
-    def __init__(self, pages: int, rng: random.Random) -> None:
+    def __init__(self, pool_id: int, pages: int, rng: random.Random) -> None:
+        self.id = pool_id
         self.rows = np.full((pages, PAGE_TOKENS), rng.getrandbits(63), dtype=np.uint64)
         self.version = 0
         self._rng = rng
@@ -284,6 +287,8 @@ class FakeExecutor:
     def _apply(self, command: Command) -> None:
         if isinstance(command, Admit):
             self._admit(command)
+        elif isinstance(command, Audit):
+            self._reports.add_event(take_inventory(command.number, self._holdings(), self._free()))
         elif not isinstance(command, Stop):
             run = self.runs.get(command.admission)
             if run is None or run.status == "leaving":
@@ -490,6 +495,27 @@ class FakeExecutor:
             self._leave(run)
 
     # ---------------------------------------------------------------- what it was given
+
+    def _holdings(self) -> list[Holding]:
+        return [
+            Holding(
+                run.admission,
+                run.pages,
+                run.index_pages,
+                run.hot_chunks,
+                run.slab_pages,
+                run.hot_chunks + run.slab_pages,
+            )
+            for run in self.runs.values()
+        ]
+
+    def _free(self) -> Free:
+        held, capacity = self._holdings(), self._capacity
+        return Free(
+            seats=capacity.seats - len(held),
+            chunks=capacity.hot_chunks + capacity.slab_pages - sum(it.chunks for it in held),
+            index_pages=capacity.index_pages - sum(it.index_pages for it in held),
+        )
 
     def _check_memory(self) -> None:
         """What is given to this worker is never more than it has (I2), nor given twice (I1)."""
