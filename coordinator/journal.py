@@ -24,6 +24,7 @@ then would be forgotten in a crash, and pages would be given out twice).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -59,7 +60,8 @@ class JournalStore(Protocol):
         """Every record that was committed and not replaced since, in order. Raises JournalError."""
 
     async def write(self, records: Sequence[Record]) -> None:
-        """Make all of them durable, in order, or none: raises JournalError. Not cancellable."""
+        """Make all of them durable, in order, or none: raises JournalError. Not cancellable. No records: find out
+        whether the store is still `short`."""
 
     @property
     def short(self) -> str:
@@ -225,7 +227,8 @@ class GroupCommit:
     async def run(self) -> None:
         """Until closed. Cancelled: what was not committed is lost, and nobody was told otherwise."""
         while True:
-            await self._news.wait()
+            with trio.move_on_after(RETRY_S if self._store.short else math.inf):
+                await self._news.wait()
             began = self._clock()
             self._news = trio.Event()
             await self._commit_group()
@@ -239,7 +242,7 @@ class GroupCommit:
         group, self._pending, self._news_at = self._pending, [], 0
         taken, self._taken = self._taken, []
         committed, self._committed = self._committed, trio.Event()
-        if group:
+        if group or self._store.short:
             await self._write(group)
         committed.set()
         for news in taken:

@@ -6,7 +6,8 @@
 
 Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log. Locked exclusively:
 two coordinators cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its
-slots, a Summary every row without a slot before it; pages that become free are given back to the file system.
+slots, a Summary every row without a slot before it. Pages that become free are used again; those beyond a summary's
+worth are given back to the file system, and all of them when it is short.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full: with that room running work
 goes on, and `short` says that no new work should be taken until the reserve is back.
@@ -41,14 +42,19 @@ from metrics.state import JournalCounters
 VERSION: Final = 1
 #: Bytes written without a summary until one is wanted: about a minute at 88k tokens per second.
 SUMMARY_BYTES: Final = 64 * 1024 * 1024
+#: The same on a disk that is short: what a summary saves is what running work can go on with.
+SHORT_SUMMARY_BYTES: Final = 4 * 1024 * 1024
 #: Room kept for running work on a full disk: three million tokens.
 RESERVE_BYTES: Final = 16 * 1024 * 1024
 #: How often to try to have it back.
 RESERVE_RETRY_S: Final = 1.0
 #: SQLite copies the log into the file when it has this many pages (of 4 KiB); an fsync of the file goes with it.
 CHECKPOINT_PAGES: Final = 1_024
-#: Free pages given back after a summary.
-VACUUM_PAGES_MAX: Final = 65_536
+#: Free pages that stay in the file: what the next summary's worth of records will take.
+FREE_PAGES_KEPT: Final = SUMMARY_BYTES // 4_096
+#: Free pages are given back so many at a time, lest the log grow by as many.
+VACUUM_STEP_PAGES: Final = 1_024
+VACUUM_STEPS_MAX: Final = 256
 #: A lock held by another process is waited for this long: it may be one that is just ending.
 LOCK_WAIT_S: Final = 5.0
 
@@ -84,7 +90,7 @@ class SqliteStore:
 
     @property
     def wants_summary(self) -> bool:
-        return self._flow_bytes > SUMMARY_BYTES
+        return self._flow_bytes > (SHORT_SUMMARY_BYTES if self.short else SUMMARY_BYTES)
 
     async def load(self) -> list[Record]:
         return await trio.to_thread.run_sync(self.read)
@@ -157,10 +163,16 @@ class SqliteStore:
             self._vacuum()
 
     def _vacuum(self) -> None:
-        """The group is written: a disk too full for this is no failure."""
+        """Give back what will not be needed soon. The group is written: a disk too full for this is no failure."""
+        run = self._connection.execute
+        kept = 0 if self.short else FREE_PAGES_KEPT
         with suppress(sqlite3.Error):
-            self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES_MAX})")  # steps to its end
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            for _ in range(VACUUM_STEPS_MAX):
+                if run("PRAGMA freelist_count").fetchone()[0] <= kept:
+                    return
+                run("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_STEP_PAGES})")  # to its end
+                run("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ------------------------------------------------------------ the reserve
 
@@ -194,6 +206,8 @@ class SqliteStore:
 
 def _parts(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[tuple[Record, Sequence[Row]]]:
     """Rows cut where a record deletes others: what it begins with, and the rows up to the next one."""
+    if not records:
+        return
     cuts = [0, *(at for at, record in enumerate(records) if at and isinstance(record, (Forgotten, Summary)))]
     for start, stop in zip(cuts, [*cuts[1:], len(records)], strict=True):
         yield records[start], rows[start:stop]

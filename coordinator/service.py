@@ -57,6 +57,9 @@ from metrics.state import CoordinatorCounters
 #: How long running requests may finish after the first signal.
 SIGNAL_DEADLINE_S: Final = 30.0
 
+#: Longest that a stop takes beyond its deadline.
+STOP_MARGIN_S: Final = 10.0
+
 EXIT_CLEAN: Final = 0
 EXIT_INTERRUPTED: Final = 130
 
@@ -109,7 +112,7 @@ class Coordinator:
             exporter = self._serve_metrics(scheduler)
             try:
                 async with trio.open_nursery() as nursery:
-                    await nursery.start(self._watch_signals, scheduler)
+                    await nursery.start(self._watch_signals, scheduler, nursery)
                     nursery.start_soon(garbage.collect)
                     garbage.settle()
                     self._announce(exporter)
@@ -212,7 +215,10 @@ class Coordinator:
     # ------------------------------------------------------------ stopping
 
     async def _watch_signals(
-        self, scheduler: Scheduler, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self,
+        scheduler: Scheduler,
+        nursery: trio.Nursery,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -224,7 +230,17 @@ class Coordinator:
                     os._exit(EXIT_INTERRUPTED)
                 self._stopping = True
                 log.info("stopping", extra=fields(signal=signal.Signals(number).name, deadline_s=SIGNAL_DEADLINE_S))
-                await scheduler.stop(SIGNAL_DEADLINE_S, "signal")
+                nursery.start_soon(self._stop, scheduler)
+
+    async def _stop(self, scheduler: Scheduler) -> None:
+        """Within a deadline that always exists: a Scheduler that waits for a failing journal does not hear of it."""
+        with trio.move_on_after(SIGNAL_DEADLINE_S + STOP_MARGIN_S):
+            await scheduler.stop(SIGNAL_DEADLINE_S, "signal")
+            await scheduler.stopped.wait()
+            return
+        log.error("not stopped in time, exiting as a crash would; what was acknowledged is in the journal")
+        logging.shutdown()
+        os._exit(EXIT_INTERRUPTED)
 
     # ------------------------------------------------------------ metrics
 

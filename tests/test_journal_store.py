@@ -74,6 +74,7 @@ def test_what_is_forgotten_or_summarized_is_deleted_where_it_stands(tmp_path: Pa
 
 def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_store, "SUMMARY_BYTES", 1 << 20)
+    monkeypatch.setattr(journal_store, "FREE_PAGES_KEPT", 8)
     path = tmp_path / "j"
     with opened(path) as store:
         store.write_now([accepted(1)])
@@ -223,6 +224,8 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         store.write_now([Summary(0, 0), order(1)])
         store.write_now([order(2)])
         assert store.read() == [Summary(0, 0), order(1), order(2)]
+        store.write_now([])
+        assert store.short == "", "found out without a group"
 
 
 def test_a_journal_has_one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
