@@ -134,6 +134,11 @@ class Front(Actor[Message]):
         """Live requests by state."""
         return self._requests.count_by_state()
 
+    @property
+    def journal_failing(self) -> str:
+        """Why no new work is taken; empty: it is, as far as the journal is concerned."""
+        return self._journal.failing
+
     def count_held(self) -> int:
         return self._requests.count_held()
 

@@ -137,7 +137,7 @@ class SqliteStore:
             if self.short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
                 self._keep_reserve()
         self._last += len(rows)
-        self._counters.bytes += sum(len(body) for _, _, body in rows)
+        self._counters.written_bytes += sum(len(body) for _, _, body in rows)
 
     def _write_rows(self, records: Sequence[Record], rows: Sequence[Row]) -> None:
         flow_bytes = self._flow_bytes

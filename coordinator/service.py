@@ -271,6 +271,7 @@ class Coordinator:
             workers=scheduler.worker_rows(),
             connections=self.deliveries.connections.count_by_role(),
             stopping=scheduler.stopping,
+            journal_failing=scheduler.journal_failing,
         )
 
 

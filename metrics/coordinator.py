@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CoordinatorView:
-    """What is true now: taken in one piece, in the trio loop. `requests` counts live ones by state."""
+    """What is true now: taken in one piece, in the trio loop. `requests` counts live ones by state; `journal_failing`
+    says why new work is refused."""
 
     requests: Mapping[str, int]
     held: int
@@ -38,6 +39,7 @@ class CoordinatorView:
     workers: Sequence[WorkerRow]
     connections: Mapping[str, int]
     stopping: bool
+    journal_failing: str = ""
 
 
 def ask_loop(token: trio.lowlevel.TrioToken, look: Callable[[], T]) -> T:
@@ -94,6 +96,7 @@ def _now(view: CoordinatorView) -> Iterator[Family]:
     yield labelled("hisparse_requests", view.requests)
     yield number("hisparse_requests_held", view.held)
     yield labelled("hisparse_connections", view.connections)
+    yield number("hisparse_journal_failing", bool(view.journal_failing))
     yield labelled("hisparse_workers", Counter(row.state for row in view.workers))
     yield labelled("hisparse_worker_link_age_seconds", {row.worker: row.link_age_s for row in view.workers})
     pages = {}
@@ -111,6 +114,9 @@ def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     yield labelled("hisparse_dropped_messages_total", counters.dropped_messages)
     yield labelled("hisparse_audit_differences_total", counters.audit_differences)
     yield histogram("hisparse_command_ack_seconds", counters.command_ack_s)
+    yield histogram("hisparse_journal_commit_seconds", counters.journal.commit_s)
+    for name in ("commits", "records", "written_bytes", "errors"):
+        yield number(f"hisparse_journal_{name}_total", getattr(counters.journal, name))
     for name in ("submitted", "admissions", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))
     for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps", "audits"):
@@ -127,12 +133,14 @@ def coordinator_health(sources: CoordinatorSources) -> Health:
 
 
 def coordinator_readiness(sources: CoordinatorSources) -> Health:
-    """Ready: healthy, not stopping, and at least one worker takes requests."""
+    """Ready: healthy, not stopping, able to write its journal, and at least one worker takes requests."""
     try:
         view = sources.view()
     except Unavailable as error:
         return Health(False, f"loop: {error.message}")
     if view.stopping:
         return Health(False, "stopping")
+    if view.journal_failing:
+        return Health(False, f"journal: {view.journal_failing}")
     connected = sum(row.state == "connected" for row in view.workers)
     return Health(connected > 0, f"workers: {connected} connected")

@@ -200,6 +200,7 @@ _COORDINATOR: Final = (
         ("hisparse_workers", "state", "workers", "Workers by state.", "Who is there?"),
         ("hisparse_worker_link_age_seconds", "worker", "seconds", "Time since it was heard.", "Is a worker gone?"),
         ("hisparse_connections", "role", "connections", "Client and admin connections.", "Who is connected?"),
+        ("hisparse_journal_failing", "", "", "1 while the journal refuses new work.", "Is its disk full or dying?"),
     ),
     *_rows(
         Kind.COUNTER,
@@ -241,8 +242,23 @@ _COORDINATOR: Final = (
         ),
     ),
     *_rows(
+        Kind.COUNTER,
+        Role.COORDINATOR,
+        ("hisparse_journal_commits_total", "", "commits", "Groups written.", "How large are groups?"),
+        ("hisparse_journal_records_total", "", "records", "Records written.", "How large are groups?"),
+        ("hisparse_journal_written_bytes_total", "", "bytes", "Bytes of records written.", "How fast does it grow?"),
+        ("hisparse_journal_errors_total", "", "times", "Groups that could not be written.", "Does its disk fail?"),
+    ),
+    *_rows(
         Kind.HISTOGRAM,
         Role.COORDINATOR,
+        (
+            "hisparse_journal_commit_seconds",
+            "",
+            "seconds",
+            "Writing one group, fsync included.",
+            "Is the disk what tokens and grants wait for?",
+        ),
         (
             "hisparse_command_ack_seconds",
             "",

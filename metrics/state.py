@@ -135,11 +135,12 @@ class LinkCounters:
 
 @dataclass(slots=True)
 class JournalCounters:
-    """What was written down. `bytes` are those of the records, without the file's own; `last_error` outlives it."""
+    """What was written down. `written_bytes` are those of the records, without the file's own; `last_error` outlives
+    what it was about."""
 
     commits: int = 0
     records: int = 0
-    bytes: int = 0
+    written_bytes: int = 0
     errors: int = 0
     last_error: str = ""
     commit_s: Buckets = field(default_factory=lambda: Buckets(COMMIT_BOUNDS_S))

@@ -344,3 +344,11 @@ def test_idle_peers_hold_a_bounded_number_of_threads() -> None:
                 status, _ = get(exporter, "/healthz")
             except (OSError, http.client.HTTPException):
                 time.sleep(0.01)
+
+
+def test_a_coordinator_whose_journal_fails_says_so_and_takes_no_work() -> None:
+    failing = CoordinatorView({}, 0, (), (worker_row("connected"),), {}, False, journal_failing="disk full")
+    sources = coordinator_sources(lambda: failing)
+    assert coordinator_readiness(sources) == Health(False, "journal: disk full")
+    with served(CoordinatorCollector(sources)) as exporter:
+        assert "hisparse_journal_failing 1.0" in get(exporter, "/metrics")[1]
