@@ -56,7 +56,7 @@ def indexes() -> None:
 
 def scripts(worlds: int) -> None:
     """Drawn lives of requests: every verb on rows and seats, rows of one plane and of two."""
-    for program in run_cases.draw_small(1, 0, worlds):
+    for program in run_cases.draw_small(1, worlds, slice(worlds)):
         run_cases.record(program, "cuda", run_cases.host_of(program).pin_memory())
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections import Counter, deque
@@ -23,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from kernels.cuda.jit import UNITS, cache_dir, cached_unit, row_defines
@@ -34,7 +35,8 @@ from tests.gpu.compare import Difference, check
 from tests.gpu.program import Machine, Program, pack, unpack, uploaded
 
 PER_WORLD: Final = 11  # small cases that share a state
-PER_DRAW: Final = 15  # worlds drawn by one hypothesis run
+PER_DRAW: Final = 30  # worlds drawn by one hypothesis run, whose first examples are its simplest
+PER_PART: Final = 10  # scripts that one process makes at a time
 IN_FLIGHT: Final = 40  # records waiting for the reference
 LARGE_IN_FLIGHT: Final = 6  # likewise at the limits, where the reference takes gigabytes
 NOISE_BYTES: Final = 2**24
@@ -46,8 +48,8 @@ Shapes = list[list[tuple[torch.dtype, torch.Size]]]
 _noise = np.random.default_rng(0).integers(0, 256, NOISE_BYTES, dtype=np.uint8)  # every process has the same
 
 
-def draw_examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """`count` examples, the same for the same `number`."""
+def draw_examples(strategy: SearchStrategy[Any], count: int, number: int) -> list[Any]:
+    """`count` examples, the same for the same `number`. Shuffled, since hypothesis likes to vary what it drew last."""
     drawn: list[Any] = []
 
     @seed(number)
@@ -63,23 +65,27 @@ def draw_examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> 
         drawn.append(example)
 
     collect()
-    return drawn[:count]
+    random.Random(number).shuffle(drawn)
+    return drawn
 
 
-def draw_small(run: int, part: int, worlds: int) -> list[Program]:
-    """Worlds of PER_WORLD cases."""
-    strategy = st.tuples(lives.WORLDS, st.lists(lives.CASES, min_size=PER_WORLD, max_size=PER_WORLD))
-    examples = draw_examples(strategy, worlds, run * 1_000_003 + part)
-    return [lives.small(f"small:{part}:{n}", *example) for n, example in enumerate(examples)]
-
-
-def draw_limits(run: int, part: int, count: int) -> list[Program]:
-    examples = draw_examples(lives.LIMITS, count, run * 1_000_003 + 500_000 + part)
-    kinds = [lives.KINDS[(part * count + n) % len(lives.KINDS)] for n in range(len(examples))]
+def draw_small(run: int, worlds: int, part: slice) -> list[Program]:
+    """The part of `worlds` worlds of PER_WORLD cases each."""
+    block = part.start // PER_DRAW
+    shapes = draw_examples(lives.WORLDS, PER_DRAW, run * 1_000_003 + 2 * block)
+    cases = draw_examples(lives.CASES, PER_DRAW * PER_WORLD, run * 1_000_003 + 2 * block + 1)
+    numbers = [number % PER_DRAW for number in range(part.start, min(part.stop, worlds))]
     return [
-        lives.limit(f"limit:{part}:{n}", kind, example)
-        for n, (kind, example) in enumerate(zip(kinds, examples, strict=True))
+        lives.small(f"small:{block * PER_DRAW + n}", shapes[n], cases[n * PER_WORLD : (n + 1) * PER_WORLD])
+        for n in numbers
     ]
+
+
+def draw_limits(run: int, cases: int, part: slice) -> list[Program]:
+    """The part of `cases` cases."""
+    examples = draw_examples(lives.LIMITS, cases, run * 1_000_003 - 1)
+    numbers = range(part.start, min(part.stop, cases))
+    return [lives.limit(f"limit:{n}", lives.KINDS[n % len(lives.KINDS)], examples[n]) for n in numbers]
 
 
 def host_of(program: Program, into: Tensor | None = None) -> Tensor:
@@ -130,22 +136,22 @@ class Run:
     def small(self, cases: int) -> int:
         """Cases that were run."""
         worlds = -(-cases // PER_WORLD)
-        return self._all(draw_small, worlds, PER_DRAW, IN_FLIGHT) * PER_WORLD
+        return self._all(draw_small, worlds, IN_FLIGHT) * PER_WORLD
 
     def limits(self, cases: int) -> int:
-        return self._all(draw_limits, cases, len(lives.KINDS), LARGE_IN_FLIGHT)
+        return self._all(draw_limits, cases, LARGE_IN_FLIGHT)
 
     def finish(self) -> None:
         while self._waiting:
             self._collect()
 
-    def _all(self, draw: Any, count: int, per_part: int, in_flight: int) -> int:
-        parts = [(part, min(per_part, count - part * per_part)) for part in range(-(-count // per_part))]
-        drawn = deque(self.pool.submit(draw, self.seed, *part) for part in parts)
+    def _all(self, draw: Any, count: int, in_flight: int) -> int:
+        parts = [slice(first, first + PER_PART) for first in range(0, count, PER_PART)]
+        drawn = deque(self.pool.submit(draw, self.seed, count, part) for part in parts)
         done = 0
         while drawn:
             for program in drawn.popleft().result():
-                if self.only in program.label:
+                if self.only in ("", program.label.split()[0]):
                     self._take(program, in_flight)
                     done += 1
         return done
@@ -196,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=990, help="small cases, rounded up to whole worlds")
     parser.add_argument("--limits", type=int, default=10, help="cases at the limits")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", metavar="LABEL", help="as a difference names it: small:3:7")
+    parser.add_argument("--only", default="", metavar="LABEL", help="as a difference names it: small:37")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 2) - 1))
     options = parser.parse_args(arguments)
