@@ -5,6 +5,7 @@
     seat          set up, resize and clear the hot buffer of a seat
     begin_step    place a step's new tokens, plan their backup
     index_topk    score the context, choose the top-k
+    prompt_topk   the same for each token of a prompt chunk
     swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
     row_format    float32, bfloat16 and fp8 rows and index keys: encode, decode
     attention     absorbed attention over the rows that swap_in named

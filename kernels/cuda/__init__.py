@@ -8,6 +8,7 @@ from kernels.cuda.begin_step import begin_step
 from kernels.cuda.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.cuda.index_topk import index_topk, prepare_index
 from kernels.cuda.launch import prepare
+from kernels.cuda.prompt_topk import prompt_topk
 from kernels.cuda.rows import (
     gather_rows,
     read_index_keys,
@@ -34,6 +35,7 @@ __all__ = [
     "init_resident",
     "prepare",
     "prepare_index",
+    "prompt_topk",
     "read_index_keys",
     "read_slab_rows",
     "replay_misses",

@@ -105,13 +105,13 @@ def scratch_bytes(index_rows: int, seats: int) -> int:
     return 4 * index_rows + seats * (4 * BINS + 8 * EDGES_MAX + 4 * TOPK_MAX + 4 * COUNTERS)
 
 
-def scratch_of(state: DeviceState) -> Scratch:
-    """The state's scratch, allocated on first use."""
+def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
+    """The state's scratch, allocated on first use; with room for `scores`, by default one per index-key row."""
     held = _scratch.get(state)
     if held is None:
         device, seats = state.rows.device, state.seats
         held = _scratch[state] = Scratch(
-            scores=torch.empty(state.index_keys.shape[1], dtype=torch.float32, device=device),
+            scores=torch.empty(scores or state.index_keys.shape[1], dtype=torch.float32, device=device),
             histogram=torch.zeros(seats, BINS, dtype=torch.int32, device=device),
             edges=torch.empty(seats, EDGES_MAX, dtype=torch.int64, device=device),
             sure=torch.empty(seats, TOPK_MAX, dtype=torch.int32, device=device),

@@ -4,6 +4,7 @@ from kernels.reference.attention import attend_rows
 from kernels.reference.begin_step import begin_step
 from kernels.reference.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.reference.index_topk import index_topk, prepare_index
+from kernels.reference.prompt_topk import prompt_topk
 from kernels.reference.rows import (
     gather_rows,
     read_index_keys,
@@ -29,6 +30,7 @@ __all__ = [
     "init_managed",
     "init_resident",
     "prepare_index",
+    "prompt_topk",
     "read_index_keys",
     "read_slab_rows",
     "replay_misses",

@@ -1,0 +1,70 @@
+"""prompt_topk on CUDA: the kernels of index_topk, over a view of the state in which each token of a chunk has a seat.
+
+The seats of the view are up to TOKENS_MAX tokens at a time, all with the index table of the prompt's seat; keys are the
+state's own, and stay in L2 from one token to the next. The view has scratch memory of its own: SCORES_MAX scores, or
+those of one token of the longest context, so that longer contexts take more launches and not more memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.index_topk import UNIT, index_topk, scratch_of
+from kernels.layout import PAGE_TOKENS
+from kernels.row_format import RowFormat
+from kernels.state import DeviceState, StepBatch
+
+#: Tokens of a launch: enough to fill a card.
+TOKENS_MAX: Final = 128
+#: Scores of a launch: 64 MiB of float32.
+SCORES_MAX: Final = 1 << 24
+
+_views: WeakKeyDictionary[DeviceState, DeviceState] = WeakKeyDictionary()
+
+
+def prompt_topk(
+    state: DeviceState,
+    group: int,
+    seat: int,
+    start: int,
+    queries: Tensor,
+    weights: Tensor,
+    keys: RowFormat,
+    scale: float,
+    topk_out: Tensor,
+) -> None:
+    """As kernels.prompt_topk.prompt_topk, unchecked."""
+    view, device = _view_of(state), queries.device
+    view.index_table.copy_(state.index_table[seat])
+    tokens = len(queries)
+    step = tokens_at_once(start + tokens)
+    for first in range(0, tokens, step):
+        part = slice(first, min(first + step, tokens))
+        batch = StepBatch.allocate(part.stop - part.start, 1, device)
+        torch.arange(part.stop - part.start, out=batch.seats)
+        torch.arange(start + part.start + 1, start + part.stop + 1, out=batch.lengths)
+        batch.num_real.fill_(part.stop - part.start)
+        index_topk(view, group, queries[part], weights[part], batch, keys, scale, topk_out[part])
+
+
+def tokens_at_once(length: int) -> int:
+    """Tokens whose scores over `length` positions fit the scratch memory of a view together."""
+    return max(1, min(TOKENS_MAX, SCORES_MAX // (-(-length // UNIT) * UNIT)))
+
+
+def _view_of(state: DeviceState) -> DeviceState:
+    if state not in _views:
+        pages, device = state.index_table.shape[1], state.rows.device
+        view = replace(
+            state,
+            index_table=torch.full((TOKENS_MAX, pages), -1, dtype=torch.int32, device=device),
+            hot_slots=torch.zeros(TOKENS_MAX, dtype=torch.int32, device=device),
+        )
+        scratch_of(view, max(SCORES_MAX, pages * PAGE_TOKENS))
+        _views[state] = view
+    return _views[state]

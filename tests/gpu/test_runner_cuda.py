@@ -1,0 +1,215 @@
+"""The runner on a GPU: the model library's tokens, the same bits however rows are held, nothing that waits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import worker.oracle  # noqa: E402
+from kernels.state import StepBatch  # noqa: E402
+from tests.runner_rig import Rig  # noqa: E402
+from worker.runners import transformers_dsa  # noqa: E402
+from worker.runners.base import StepOutputs  # noqa: E402
+from worker.runners.sampling import sample  # noqa: E402
+from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
+
+TEXT = Path(transformers_dsa.__file__).read_bytes() * 2
+ROWS = 4
+#: float32: tokens may differ only where generate()'s two best logits are closer (of order 5).
+TIE_BOUND = 1e-3
+#: bfloat16: likewise. Sharp attention over rounded keys moves logits by tenths.
+TIE_BOUND_BFLOAT16 = 0.5
+
+
+@cache
+def checkpoint(family: str, topk: int, place: Path) -> Path:
+    path = place / f"{family}-{topk}"
+    write_tiny_checkpoint(path, family, index_topk=topk)
+    return path
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def runner_of(path: Path, dtype: str, kv_dtype: str = "auto") -> TransformersRunner:
+    return TransformersRunner.load(path, device="cuda", dtype=dtype, kv_dtype=kv_dtype)
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def library(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:
+    """What generate() says on this card, in a process of its own."""
+    prompts = [{"tokens": prompt, "max_new_tokens": tokens}]
+    job = {"model": str(path), "prompts": prompts, "dtype": dtype, "device": "cuda", "ignore_eos": True}
+    done = subprocess.run(
+        [sys.executable, "-P", worker.oracle.__file__],
+        input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200,
+    )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def generate(rig: Rig, prompt: list[int], hot_slots: int, tokens: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens of one request and their logits [tokens, vocab]."""
+    token, logits = rig.open(0, prompt, hot_slots=hot_slots)
+    drawn, seen = [token], [logits]
+    for _ in range(tokens - 1):
+        (token,), logits = rig.decode([0], rows=ROWS)
+        drawn.append(token)
+        seen.append(logits[0])
+    return drawn, torch.stack(seen)
+
+
+def rig_of(runner: TransformersRunner, tokens: int, *, graphs: bool = True, seed: int = 0, seats: int = 1) -> Rig:
+    return Rig(runner, seats=seats, context_tokens=tokens, device="cuda", graphs=graphs, seed=seed)
+
+
+# ---------------------------------------------------------------- against generate()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_tokens_are_those_of_generate(place: Path, family: str) -> None:
+    """2,100 tokens of prompt, gathered prefill, a hot buffer of 1/8 of it, graphs; TF32 is off by default in torch."""
+    path, prompt, tokens = checkpoint(family, 128, place), list(TEXT[:2_100]), 96
+    assert not torch.backends.cuda.matmul.allow_tf32
+    rig = rig_of(runner_of(path, "float32"), 2_200)
+    ours, _ = generate(rig, prompt, 256, tokens)
+    answer = library(path, prompt, tokens, "float32")
+    split = next((i for i, (a, b) in enumerate(zip(ours, answer["tokens"], strict=True)) if a != b), tokens)
+    assert split == tokens or answer["gaps"][split] < TIE_BOUND
+    assert len(set(answer["tokens"])) > 16
+    assert 0.2 < rig.hit_rate() < 0.8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_tokens_differ_at_near_ties_alone(place: Path, family: str) -> None:
+    """Fed the library's tokens, every step's best token is the library's, or its two best are within the bound."""
+    path, prompt, tokens = checkpoint(family, 128, place), list(TEXT[:1_000]), 64
+    answer = library(path, prompt, tokens, "bfloat16")
+    rig = rig_of(runner_of(path, "bfloat16"), 1_100)
+    ours = [rig.open(0, prompt, hot_slots=256)[0]]
+    ours += [rig.decode([0], rows=ROWS, inputs=[token])[0][0] for token in answer["tokens"][:-1]]
+    wrong = [step for step in range(tokens) if ours[step] != answer["tokens"][step]]
+    assert all(answer["gaps"][step] < TIE_BOUND_BFLOAT16 for step in wrong), [answer["gaps"][step] for step in wrong]
+    assert len(wrong) < tokens / 4
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "fp8"), ("bfloat16", "auto"), ("bfloat16", "fp8")])
+def test_neither_hot_sizes_nor_graphs_show(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
+    runner, prompt, tokens = runner_of(checkpoint(family, 32, place), dtype, kv_dtype), list(TEXT[:500]), 24
+    _, expected = generate(rig_of(runner, 600), prompt, 0, tokens)
+    for hot_slots, graphs in ((32, True), (96, False), (0, False)):
+        rig = rig_of(runner, 600, graphs=graphs, seed=hot_slots)
+        assert torch.equal(generate(rig, prompt, hot_slots, tokens)[1], expected)
+        assert rig.hit_rate() < 0.9 or not hot_slots
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_neither_hot_sizes_nor_graphs_show_at_real_dimensions(family: str, kv_dtype: str) -> None:
+    """Random weights, 2,500 tokens of context: some hundred more than the top-k, so that tokens are chosen."""
+    runner = synthetic_runner(synthetic_config(family, 2), kv_dtype=kv_dtype)
+    prompt = [(37 * token + 11) % 9_973 for token in range(2_490)]
+    _, expected = generate(rig_of(runner, 2_560), prompt, 0, 6)
+    assert expected.isfinite().all()
+    rig = rig_of(runner, 2_560, graphs=False, seed=1)
+    assert torch.equal(generate(rig, prompt, 2_048, 6)[1], expected)
+    assert 0 < rig.hit_rate() < 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_apart_on_this_card_or_deterministic_mode_is_refused(place: Path, dtype: str) -> None:
+    """Where it is not refused: alone, and in the company of others at other places of the batch, the same bits."""
+    path = checkpoint("deepseek-v3.2", 32, place)
+    runner = TransformersRunner.load(path, device="cuda", dtype=dtype, deterministic_rows=ROWS)
+    alone, together = (rig_of(runner, 300, seats=ROWS) for _ in range(2))
+    for rig in (alone, together):
+        for seat in range(ROWS):
+            rig.open(seat, list(TEXT[seat * 50 : seat * 50 + 100 + seat * 30]), hot_slots=(0, 64)[seat % 2])
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]):
+        tokens, logits = together.decode(order, rows=ROWS)
+        for row, seat in enumerate(order):
+            (token,), own = alone.decode([seat], rows=ROWS)
+            assert token == tokens[row]
+            assert torch.equal(own[0], logits[row])
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "fp8")])
+def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
+    runner = runner_of(checkpoint(family, 32, place), dtype, kv_dtype)
+    rig = rig_of(runner, 300, graphs=False)
+    generate(rig, list(TEXT[:200]), 64, 3)
+    tokens = torch.tensor(list(TEXT[:100]), device="cuda")
+    step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
+    with no_syncs():
+        runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
+        runner.launch_decode(rig.streams, rig.state, rig.sampler, step.batch, step.outputs)
+
+
+def test_a_generator_may_stand_in_for_the_indexer_inside_a_graph(place: Path) -> None:
+    calls: list[int] = []
+
+    def newest(group: int, batch: StepBatch, topk: Tensor) -> None:
+        calls.append(group)
+        back = torch.arange(topk.shape[1], 0, -1, device=topk.device)
+        topk.copy_(torch.where(batch.lengths.unsqueeze(1) > 0, batch.lengths.unsqueeze(1) - back, -1))
+
+    path = checkpoint("deepseek-v3.2", 32, place)
+    runner = TransformersRunner.load(path, device="cuda")
+    runner.after_index_topk = newest
+    rig = rig_of(runner, 400)
+    generate(rig, list(TEXT[:300]), 64, 12)
+    assert len(calls) == 2 * runner.geometry.groups  # warm-up and capture
+    assert rig.hit_rate() > 0.85  # one new token a step, after 31 cold ones
+
+
+# ---------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("vocab", [11, 264, 129_280])
+def test_draws_are_those_of_the_cpu(vocab: int) -> None:
+    draw = torch.Generator().manual_seed(vocab)
+    rows = 96
+    logits = torch.randn(rows, vocab, generator=draw) * 4
+    logits[::3] = logits[::3].round()  # many equal logits
+    temperature = torch.tensor([0.0, 0.3, 1.0, 2.0]).repeat(rows // 4)
+    top_p = torch.tensor([1.0, 0.95, 0.5, 1e-6, 0.999, 0.2]).repeat(rows // 6)
+    seed = torch.randint(-(2**62), 2**62, (rows,), generator=draw)
+    position = torch.randint(0, 2**20, (rows,), generator=draw)
+    arguments = (logits, temperature, top_p, seed, position)
+    on_card: Callable[..., Tensor] = sample
+    assert torch.equal(on_card(*(argument.cuda() for argument in arguments)).cpu(), sample(*arguments))
