@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -121,11 +122,7 @@ def test_scripts_are_the_same_for_the_same_seed_and_cover_every_verb() -> None:
     """What a label names can be run again."""
     first, again = (run_cases.draw_small(7, 20, slice(10, 16)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
-        assert [op.verb for op in one.ops] == [op.verb for op in other.ops]
-        assert torch.equal(
-            pack([op.args[1] for op in one.ops if op.verb == "swap_in"]),
-            pack([op.args[1] for op in other.ops if op.verb == "swap_in"]),
-        )
+        assert pickle.dumps(one) == pickle.dumps(other)
     verbs = {op.args[0] if op.verb in ("seat", "copy") else op.verb for p in first for op in p.ops}
     assert verbs >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
     assert verbs >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.layout import PAGE_TOKENS
 from kernels.state import ABSENT, SLOT_MASK, MissPlan
 from kernels.swap_in import replay_misses
-from tests.gpu.program import OF_GROUP, TABLES, Machine, Op, Program
+from tests.gpu.program import OF_GROUP, TABLES, Machine, Op, Program, uploaded
 
 
 class Difference(AssertionError):
@@ -25,7 +25,7 @@ class Difference(AssertionError):
 def check(program: Program, host: Tensor, record: Sequence[Sequence[Tensor]]) -> None:
     """Raises Difference unless `record`, what each op returned elsewhere, fits the reference."""
     machine = Machine(program, host, "cpu")
-    for number, (op, got) in enumerate(zip(program.ops, record, strict=True)):
+    for number, (op, got) in enumerate(zip(uploaded(program.ops, "cpu"), record, strict=True)):
         try:
             _check_op(machine, op, got)
         except Difference as difference:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
 from tests.gpu.program import Op, Program
+
+Array = np.ndarray[Any, Any]
 
 CASE_SEATS: Final = 3
 CASE_PAGES: Final = 8  # pages of the longest small context, and as many chunks
@@ -45,7 +45,7 @@ WORLDS = st.fixed_dictionaries(
         "topk": st.sampled_from([1, 3, 8, 31, 64, 100]),
         "tail_slots": st.integers(1, 16),
         "ranks": st.sampled_from([None, 1, 2, 4, 8, 16]),
-        "ids": st.sampled_from([torch.int32, torch.int64]),
+        "ids": st.sampled_from([np.int32, np.int64]),
     }
 )
 ACTIONS: Final = ("step", "step", "step", "resize", "reopen", "clear", "age", "prompt", "copy")
@@ -67,9 +67,9 @@ class Seat:
     """What the host knows of a seat. `hot` -1: empty. Pages and chunks are its own while the script lasts."""
 
     number: int
-    pages: np.ndarray[Any, Any]
-    host_pages: np.ndarray[Any, Any]
-    chunks: np.ndarray[Any, Any]
+    pages: Array
+    host_pages: Array
+    chunks: Array
     length: int = 0
     hot: int = -1
 
@@ -80,14 +80,14 @@ class Script:
 
     geometry: Geometry
     tail_slots: int
-    ids: torch.dtype
+    ids: type[np.signedinteger[Any]]
     ops: list[Op] = field(default_factory=list)
 
     def add(self, verb: str, *args: Any) -> None:
         self.ops.append(Op(verb, args))
 
-    def set_table(self, name: str, seat: Seat, entries: np.ndarray[Any, Any], first: int = 0) -> None:
-        self.add("set_table", name, seat.number, first, torch.from_numpy(entries.astype(np.int32)))
+    def set_table(self, name: str, seat: Seat, entries: Array, first: int = 0) -> None:
+        self.add("set_table", name, seat.number, first, entries.astype(np.int32))
 
     def open(self, seat: Seat, draw: random.Random, length: int, hot: int, preload: int, *, holes: bool) -> None:
         """A context of `length` tokens, the first `preload` of them hot; `holes`: some pages are not granted."""
@@ -127,7 +127,7 @@ class Script:
         self.add("seat", "clear_seat", seat.number)
         seat.hot, seat.length = -1, 0
 
-    def prompt(self, seat: Seat, slab: np.ndarray[Any, Any], draw: random.Random) -> None:
+    def prompt(self, seat: Seat, slab: Array, draw: random.Random) -> None:
         """Rows and keys by position, some of them on slab pages that are not granted; `slab` are chunks."""
         slab = slab.copy()
         slab[draw.randrange(len(slab))] = -1 if draw.random() < 0.5 else slab[-1]
@@ -148,10 +148,10 @@ class Script:
         page[order.random(n) < 0.1] = -1
         rows = seat.chunks[tokens // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + tokens % PAGE_TOKENS
         keys = seat.pages[tokens // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + tokens % PAGE_TOKENS
-        dtypes = [draw.choice((torch.int32, torch.int64)) for _ in range(4)]
-        device_row = torch.from_numpy(rows).to(dtypes[0]).repeat(self.geometry.groups, 1)
-        index_row = None if direction != "keys" and draw.random() < 0.3 else torch.from_numpy(keys).to(dtypes[1])
-        host = torch.from_numpy(page).to(dtypes[2]), torch.from_numpy(places % PAGE_TOKENS).to(dtypes[3])
+        dtypes = [draw.choice((np.int32, np.int64)) for _ in range(4)]
+        device_row = np.tile(rows.astype(dtypes[0]), (self.geometry.groups, 1))
+        index_row = None if direction != "keys" and draw.random() < 0.3 else keys.astype(dtypes[1])
+        host = page.astype(dtypes[2]), (places % PAGE_TOKENS).astype(dtypes[3])
         self.add("copy", direction, *(() if direction == "keys" else (device_row,)), index_row, *host)
 
     def step(self, seats: Sequence[Seat], size: int, draw: random.Random, misses: float = 0.3) -> None:
@@ -160,13 +160,13 @@ class Script:
         for seat in seats:
             seat.length += 1
         if len(rows) < size and draw.random() < 0.3:
-            wide = self.ids == torch.int64
+            wide = self.ids == np.int64
             number, length = draw.choice([(-1, 9), (10**6, 9), (0, 0), (2**32 if wide else -7, 9), (-(2**31), 1)])
             if number or all(row[0] for row in rows):
                 rows.insert(draw.randrange(len(rows) + 1), [number, length])
         lengths = [row[1] for row in rows]
         padding = [[draw.randint(-2, 5), draw.randint(-2, 99)] for _ in range(size - len(rows))]
-        seats_of, lengths_of = torch.tensor(rows + padding, dtype=torch.int64).to(self.ids).t().contiguous()
+        seats_of, lengths_of = (np.ascontiguousarray(ids) for ids in np.array(rows + padding).astype(self.ids).T)
         self.add("begin", seats_of, lengths_of, len(rows))
         self.add("tables")
         g = self.geometry
@@ -175,12 +175,12 @@ class Script:
             self.add("swap_in", group, draw_topk(draw, lengths + [50] * len(padding), g.topk, misses))
 
     def program(
-        self, label: str, *, host_used: Tensor, host_pages: int, batch: int, ranks: int | None, **sizes: int
+        self, label: str, *, host_used: int, host_pages: int, batch: int, ranks: int | None, **sizes: int
     ) -> Program:
         self.add("tables")
         self.add("memory")
         sizes["tail_slots"] = self.tail_slots
-        return Program(label, self.geometry, sizes, host_pages, host_used, batch, self.ids, ranks, self.ops)
+        return Program(label, self.geometry, sizes, host_pages, host_used, batch, ranks, self.ops)
 
 
 def small(label: str, world: dict[str, Any], cases: Sequence[dict[str, Any]]) -> Program:
@@ -210,7 +210,7 @@ def small(label: str, world: dict[str, Any], cases: Sequence[dict[str, Any]]) ->
         script.step(taking, size, draws[0])
     return script.program(
         label,
-        host_used=torch.arange(count * CASE_PAGES),
+        host_used=count * CASE_PAGES,
         host_pages=count * CASE_PAGES,
         batch=size,
         ranks=world["ranks"],
@@ -249,7 +249,17 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 
 # -- at the limits
 
-KINDS: Final = ("context", "batch", "context", "batch", "rows", "context", "batch", "arena", "tables", "host")
+USUAL: Final = ("context", "batch", "rows", "context", "batch")
+KINDS: Final = (
+    *USUAL * 3,
+    "arena",
+    *USUAL * 3,
+    "tables",
+    *USUAL * 3,
+    "host",
+    "rows",
+    "rows",
+)  # takes gigabytes: one in 50
 LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (8, 0, 4))
 LIMITS = st.fixed_dictionaries(
     {
@@ -258,7 +268,7 @@ LIMITS = st.fixed_dictionaries(
         "hot": st.sampled_from([4096, 8192, 16_384, 32_768]),
         "tail_slots": st.sampled_from([1, 15, 16]),
         "ranks": st.sampled_from([None, 1, 2, 8, 16]),
-        "ids": st.sampled_from([torch.int32, torch.int64]),
+        "ids": st.sampled_from([np.int32, np.int64]),
         "rows": st.sampled_from(ROWS),
         "misses": st.sampled_from([0.02, 0.3, 1.0]),
         "below": st.integers(3, 70),
@@ -294,12 +304,15 @@ def limit(label: str, kind: str, drawn: dict[str, Any]) -> Program:
     used = extent.used_seats
     chunks = max(extent.chunks, used * held)
     index_pages = max(extent.index_pages, used * max_pages)
-    host_used = min(extent.host_pages, 512)
+    shared = 512
+    host_used = shared + 2 * used  # the newest two pages of a context are its own
     seats = [
         Seat(
             extent.seats - 1 - n,
             (index_pages - (n + 1) * max_pages + order.permutation(max_pages)),
-            extent.host_pages - 1 - order.integers(0, host_used, max_pages),
+            extent.host_pages
+            - host_used
+            + np.append(order.integers(0, shared, max_pages - 2), shared + 2 * n + np.arange(2)),
             (chunks - (n + 1) * held + order.permutation(held)),
         )
         for n in range(used)
@@ -311,7 +324,7 @@ def limit(label: str, kind: str, drawn: dict[str, Any]) -> Program:
         script.step(seats, used + (used < 256), draw, drawn["misses"])
     return script.program(
         f"{label} {kind}",
-        host_used=torch.arange(extent.host_pages - host_used, extent.host_pages),
+        host_used=host_used,
         host_pages=extent.host_pages,
         batch=used + (used < 256),
         ranks=drawn["ranks"],
@@ -343,11 +356,11 @@ def _extent(kind: str, drawn: dict[str, Any]) -> Extent:
 # -- draws
 
 
-def noise(draw: random.Random, *shape: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(draw.randrange(2**32)).integers(0, 256, shape, dtype=np.uint8))
+def noise(draw: random.Random, *shape: int) -> Array:
+    return np.random.default_rng(draw.randrange(2**32)).integers(0, 256, shape, dtype=np.uint8)
 
 
-def draw_topk(draw: random.Random, lengths: Sequence[int], k: int, misses: float) -> Tensor:
+def draw_topk(draw: random.Random, lengths: Sequence[int], k: int, misses: float) -> Array:
     """Any order: recent and old tokens, duplicates, padding, positions out of range: int32[B, k]."""
     order = np.random.default_rng(draw.randrange(2**32))
     length = np.maximum(np.array(lengths, dtype=np.int64), 1)[:, None]
@@ -355,4 +368,4 @@ def draw_topk(draw: random.Random, lengths: Sequence[int], k: int, misses: float
     near = length - 1 - np.minimum(order.integers(0, k, shape), length - 1)
     tokens = np.where(order.random(shape) < misses, order.integers(0, 2**40, shape) % length, near)
     odd = np.where(order.random(shape) < 0.3, length + order.integers(0, 70, shape), order.choice(ODD, shape))
-    return torch.from_numpy(np.where(order.random(shape) < 0.04, odd, tokens).astype(np.int32))
+    return np.where(order.random(shape) < 0.04, odd, tokens).astype(np.int32)

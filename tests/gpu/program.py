@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ OF_GROUP: Final = ("slot_of", "slot_token", "stamp", "hits", "misses")  # what o
 
 
 class Op(NamedTuple):
-    """A method of Machine and its arguments; tensors among them are on the CPU until a machine takes them."""
+    """A method of Machine and its arguments, arrays among them until `uploaded` makes them tensors."""
 
     verb: str
     args: tuple[Any, ...]
@@ -46,15 +47,17 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """`label` tells where it came from. `host_used` names the host pages that hold random bytes; others are zero."""
+    """`label` tells where it came from. The last `host_used` of the host pages hold random bytes.
+
+    Made of numbers and numpy arrays alone, so that it travels between processes as it is.
+    """
 
     label: str
     geometry: Geometry
     sizes: dict[str, int]  # arguments of DeviceState.allocate
     host_pages: int
-    host_used: Tensor
+    host_used: int
     batch: int
-    ids: torch.dtype
     ranks: int | None
     ops: list[Op]
 
@@ -146,8 +149,7 @@ class Machine:
 
     def memory(self) -> list[Tensor]:
         """Fingerprints of all rows by layer, plane and chunk, of all keys by page, of the host pages in use."""
-        host = self.state.host
-        used = host[self.host_used].to(self.device)
+        used = self.state.host[-self.host_used :].to(self.device)
         sections = [plane.unflatten(1, (-1, PAGE_TOKENS)) for plane in self.state.planes]
         sections += [self.state.index_keys.unflatten(1, (-1, PAGE_TOKENS)), used.view(1, len(used), PAGE_TOKENS, -1)]
         return [fingerprints(section) for section in sections]
@@ -197,7 +199,7 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def uploaded(ops: Sequence[Op], device: str) -> list[Op]:
-    """The same script with its tensors on `device`, by one copy."""
-    tensors = [arg for op in ops for arg in op.args if isinstance(arg, Tensor)]
+    """The same script with tensors on `device` for its arrays, by one copy."""
+    tensors = [torch.from_numpy(arg) for op in ops for arg in op.args if isinstance(arg, np.ndarray)]
     there = iter(unpack(pack(tensors).to(device), tensors))
-    return [Op(op.verb, tuple(next(there) if isinstance(arg, Tensor) else arg for arg in op.args)) for op in ops]
+    return [Op(op.verb, tuple(next(there) if isinstance(arg, np.ndarray) else arg for arg in op.args)) for op in ops]

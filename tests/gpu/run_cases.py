@@ -93,8 +93,7 @@ def host_of(program: Program, into: Tensor | None = None) -> Tensor:
     size = program.host_pages * program.geometry.page_bytes
     flat = torch.zeros(size, dtype=torch.uint8) if into is None else into[:size]
     pages = flat.view(program.host_pages, -1)
-    used = pages[int(program.host_used[0]) : int(program.host_used[-1]) + 1]
-    for part in used.view(-1).split(NOISE_BYTES - 1):  # one short, so that pages differ
+    for part in pages[-program.host_used :].view(-1).split(NOISE_BYTES - 1):  # one short, so that pages differ
         part.copy_(torch.from_numpy(_noise)[: len(part)])
     return pages
 
