@@ -35,6 +35,13 @@ def attend_rows(state: DeviceState, layer: int, queries: Tensor, out_rows: Tenso
     backend(state).attend_rows(state, layer, queries, out_rows, scaling, out)
 
 
+def prepare_attention(state: DeviceState, heads: int, latent: int, rope: int, dtype: torch.dtype) -> None:
+    """Compile and load all that attend_rows launches for queries [B, heads, latent + rope] of `dtype` and up to
+    geometry.topk entries, whatever B. At worker start, before any capture. Raises BadInput when no row format fits."""
+    form = kv_row_format_of(state.geometry.row_bytes, latent, rope)
+    backend(state).prepare_attention(state, heads, form, dtype)
+
+
 def row_format(state: DeviceState, queries: Tensor, out: Tensor) -> RowFormat:
     """The format of the rows that `queries` [B, H, r + d] and `out` [B, H, r] speak of. Raises BadInput."""
     latent = out.shape[2]

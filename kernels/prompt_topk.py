@@ -37,3 +37,11 @@ def prompt_topk(
     check_number("k", sizes["k"] - 1, TOPK_MAX)
     keys = index_key_format(state, sizes["dim"], queries.dtype)
     backend(state).prompt_topk(state, group, seat, start, queries, weights, keys, scale, topk_out)
+
+
+def prepare_prompt(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Get ready for `queries` [S, heads, dim] of `dtype`: compile, load, allocate. At worker start.
+
+    Raises as kernels.index_topk.prepare_index does.
+    """
+    backend(state).prepare_prompt(state, heads, index_key_format(state, dim, dtype), dtype)

@@ -3,12 +3,12 @@
 `prepare` (launch.py) compiles and loads what a state needs, at worker start. No verb waits for the device.
 """
 
-from kernels.cuda.attention import attend_rows
+from kernels.cuda.attention import attend_rows, prepare_attention
 from kernels.cuda.begin_step import begin_step
 from kernels.cuda.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.cuda.index_topk import index_topk, prepare_index
 from kernels.cuda.launch import prepare
-from kernels.cuda.prompt_topk import prompt_topk
+from kernels.cuda.prompt_topk import prepare_prompt, prompt_topk
 from kernels.cuda.rows import (
     gather_rows,
     read_index_keys,
@@ -34,7 +34,9 @@ __all__ = [
     "init_managed",
     "init_resident",
     "prepare",
+    "prepare_attention",
     "prepare_index",
+    "prepare_prompt",
     "prompt_topk",
     "read_index_keys",
     "read_slab_rows",

@@ -1,9 +1,9 @@
 """attend_rows on CUDA: the contract of kernels/attention.py, in Triton (attention_triton.py), on the current stream.
 
-Triton comes with torch's CUDA wheels and compiles at first use of a shape class, which `prepare_attention` makes happen
-at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with float32
-sums: probabilities and dequantised fp8 values are rounded to bfloat16, each within 2**-9 of itself. Any other pairing
-multiplies in plain float32.
+Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
+happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
+float32 sums: probabilities and dequantised fp8 values are rounded to bfloat16, each within 2**-9 of itself. Any other
+pairing multiplies in plain float32.
 
 How entries are split over programs: by the count of programs that heads and batch rows make anyway and by the count of
 multiprocessors, never by what is in the entries. A split costs its pass over a partial result (4 (r + 2) bytes per
@@ -26,6 +26,8 @@ from kernels.state import DeviceState
 
 MMA_MIN: Final = 16  # smallest side of a matrix product in Triton
 SPLITS_MAX: Final = 64
+#: Counts of entries that share a compiled kernel: multiples of this, and others.
+ENTRIES_STEP: Final = 16
 #: Compute capability that converts e4m3; below it, bits are moved.
 FP8_SINCE: Final = (8, 9)
 #: What starting and ending a program costs, in blocks of rows.
@@ -115,12 +117,15 @@ def attend_rows(
         )
 
 
-def prepare_attention(state: DeviceState, batch: int, heads: int, latent: int, rope: int, dtype: torch.dtype) -> None:
-    """Compile and load what a step of `batch` rows launches: one run over entries of -1, which touches no row."""
-    device = state.rows.device
-    queries = torch.zeros(batch, heads, latent + rope, dtype=dtype, device=device)
-    nothing = torch.full((batch, state.geometry.topk), -1, dtype=torch.int32, device=device)
-    attend_rows(state, 0, queries, nothing, 1.0, torch.empty(batch, heads, latent, dtype=dtype, device=device))
+def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: torch.dtype) -> None:
+    """One run for each way of splitting, over entries of -1, which touch no row."""
+    device, latent = state.rows.device, form.scaled
+    queries = torch.zeros(1, heads, form.values, dtype=dtype, device=device)
+    out = torch.empty(1, heads, latent, dtype=dtype, device=device)
+    for k in {state.geometry.topk, max(1, state.geometry.topk // ENTRIES_STEP * ENTRIES_STEP)}:
+        nothing = torch.full((1, k), -1, dtype=torch.int32, device=device)
+        for power in range(SPLITS_MAX.bit_length()):
+            attend_rows(state, 0, queries, nothing, 1.0, out, splits=1 << power)
 
 
 def blocks_of(form: RowFormat, heads: int, wide: bool, capability: tuple[int, int]) -> Blocks:

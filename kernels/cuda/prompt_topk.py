@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cuda.index_topk import UNIT, index_topk, scratch_of
+from kernels.cuda.index_topk import UNIT, index_topk, prepare_index, scratch_of
 from kernels.layout import PAGE_TOKENS
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
@@ -25,6 +25,11 @@ TOKENS_MAX: Final = 128
 SCORES_MAX: Final = 1 << 24
 
 _views: WeakKeyDictionary[DeviceState, DeviceState] = WeakKeyDictionary()
+
+
+def prepare_prompt(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
+    """Compile, load and allocate all that prompt_topk needs."""
+    prepare_index(_view_of(state), heads, keys, queries)
 
 
 def prompt_topk(

@@ -1,10 +1,10 @@
 """Every kernel in vectorised torch: what runs on the CPU, and what the CUDA kernels are compared with."""
 
-from kernels.reference.attention import attend_rows
+from kernels.reference.attention import attend_rows, prepare_attention
 from kernels.reference.begin_step import begin_step
 from kernels.reference.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.reference.index_topk import index_topk, prepare_index
-from kernels.reference.prompt_topk import prompt_topk
+from kernels.reference.prompt_topk import prepare_prompt, prompt_topk
 from kernels.reference.rows import (
     gather_rows,
     read_index_keys,
@@ -29,7 +29,9 @@ __all__ = [
     "index_topk",
     "init_managed",
     "init_resident",
+    "prepare_attention",
     "prepare_index",
+    "prepare_prompt",
     "prompt_topk",
     "read_index_keys",
     "read_slab_rows",

@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention import row_format
+from kernels.row_format import RowFormat
 from kernels.rows import gather_rows
 from kernels.state import DeviceState
+
+
+def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: torch.dtype) -> None:
+    """See kernels.attention. Nothing to get ready."""
 
 
 def attend_rows(state: DeviceState, layer: int, queries: Tensor, out_rows: Tensor, scaling: float, out: Tensor) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.reference.index_topk import index_scores, row_keys, top_positions
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, Tripwire
+
+
+def prepare_prompt(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
+    """See kernels.prompt_topk. Nothing to get ready."""
 
 
 def prompt_topk(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attend_rows
-from kernels.layout import PAGE_TOKENS
+from kernels.layout import PAGE_TOKENS, pages_for
 from kernels.prompt_topk import prompt_topk
 from kernels.row_format import RowFormat
 from kernels.rows import read_index_keys, read_slab_rows
@@ -85,7 +85,8 @@ class Gathered:
     ) -> Tensor:
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
         tokens = len(queries)
-        topk = torch.empty(tokens, min(self._topk, start + tokens), dtype=torch.int32, device=queries.device)
+        entries = min(self._topk, PAGE_TOKENS * pages_for(start + tokens))
+        topk = torch.empty(tokens, entries, dtype=torch.int32, device=queries.device)
         prompt_topk(state, group, seat, start, queries, weights, scale, topk)
         return _slab_places(state, seat, topk)
 

@@ -40,9 +40,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
-from kernels.attention import attend_rows
-from kernels.index_topk import index_topk
+from kernels.attention import attend_rows, prepare_attention
+from kernels.index_topk import index_topk, prepare_index
 from kernels.layout import Geometry, pages_for
+from kernels.prompt_topk import prepare_prompt
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
@@ -138,6 +139,7 @@ class TransformersRunner:
         self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
         self._layers = [self._layer(number) for number in range(geometry.layers)]
         self._scratch: dict[int, _Scratch] = {}
+        self._prepared: DeviceState | None = None
         self._decode_experts, self._prompt_experts = experts_for(device, self.dtype)
         gathered = device.type == "cuda" if gathered_prefill is None else gathered_prefill
         self._prompt: PromptAttention = (
@@ -183,7 +185,11 @@ class TransformersRunner:
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
     ) -> None:
-        """Two operations per layer on `compute`, and one on `swap` for each layer that shares a selection."""
+        """Two operations per layer on `compute`, and one on `swap` for each layer that shares a selection.
+
+        The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
+        """
+        self._prepare(state)
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         prefetched: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
@@ -331,6 +337,15 @@ class TransformersRunner:
             anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),
         )
+
+    def _prepare(self, state: DeviceState) -> None:
+        if self._prepared is state:
+            return
+        config = self._model.config
+        prepare_attention(state, config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim, self.dtype)
+        prepare_index(state, config.index_n_heads, config.index_head_dim, self._index_dtype)
+        prepare_prompt(state, config.index_n_heads, config.index_head_dim, self._index_dtype)
+        self._prepared = state
 
     def _scratch_for(self, rows: int) -> _Scratch:
         if rows not in self._scratch:
