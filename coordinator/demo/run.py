@@ -16,7 +16,7 @@ from coordinator.demo.oracles import consult
 from coordinator.demo.plan import DemoOptions, DemoRequest, cut_prompts, memory_for, prompt_lengths
 from coordinator.demo.report import DemoReport, Evidence, build_report
 from coordinator.demo.scenario import run_scenario
-from coordinator.demo.setup import cluster_config, kv_shape, read_sources, write_checkpoint
+from coordinator.demo.setup import cluster_config, kv_shape, pool_directory, read_sources, write_checkpoint
 from coordinator.demo.watch import Outcome
 from coordinator.up import running_cluster
 from worker.runners.text import ByteTokenizer
@@ -68,14 +68,14 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     display.say(f"writing a small random checkpoint of the real {options.family} model code")
     await write_checkpoint(model, options, directory)
     display.say(f"starting a coordinator and {options.workers} workers")
-    async with running_cluster(
-        cluster_config(options, model, directory), options.workers, log_dir=directory
-    ) as cluster:
-        start_s = trio.current_time() - began
-        display.say(_load_text(options, requests))
-        async with cluster.client("hisparse demo") as client:
-            with display.live():
-                await run_scenario(client, requests, options, outcome, display.say)
+    with pool_directory(options.device, directory) as pool_dir:
+        config = cluster_config(options, model, directory, pool_dir)
+        async with running_cluster(config, options.workers, log_dir=directory) as cluster:
+            start_s = trio.current_time() - began
+            display.say(_load_text(options, requests))
+            async with cluster.client("hisparse demo") as client:
+                with display.live():
+                    await run_scenario(client, requests, options, outcome, display.say)
     began = trio.current_time()
     runs = await _oracle_runs(model, requests, options, directory, display)
     layers, row_bytes = kv_shape(model, options.dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +26,8 @@ HOST_BYTES_PER_TOKEN: Final = 2_048
 #: Pages granted ahead of need, beside what a request comes to hold.
 SPARE_TOKENS: Final = 4 * PAGE_TOKENS
 DEVICE_MEM: Final = "256MiB"
+#: CUDA registers no mapping of a file on a disk.
+TMPFS: Final = "/dev/shm"
 VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
@@ -66,12 +70,23 @@ async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> 
         raise Unavailable(f"writing it {exit_text(status)}: {child.tail()}", field="model", value=model)
 
 
-def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path) -> Config:
+@contextmanager
+def pool_directory(device: str, directory: Path) -> Iterator[Path]:
+    """Where the host pool of a demo in `directory` lies: there too, or for a GPU in a directory of its own in TMPFS."""
+    if device == "cpu":
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="hisparse-demo-", dir=TMPFS) as path:
+        yield Path(path)
+
+
+def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
     """Deterministic, every request managed (`memory_for`). Settings of the user do not count here."""
     memory = memory_for(options)
     longest = options.prompt_tokens_max + options.new_tokens + PAGE_TOKENS
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
+        "worker.pool_dir": str(pool_dir),
         "worker.model": str(model),
         "worker.device": options.device,
         "worker.dtype": options.dtype,

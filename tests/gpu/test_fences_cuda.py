@@ -23,7 +23,9 @@ from worker.streams.cuda import CudaStreams  # noqa: E402
 
 #: How late each operation of the producer is: by default about a step, more where a mutant has longer to go wrong.
 DELAY_S = 0.002
-DELAYS_S = {"staged": 0.02, "backed_up": 0.01, "chunk_reclaimed": 0.01, "quiesced": 0.03}
+DELAYS_S = {"staged": 0.02, "backed_up": 0.01, "chunk_reclaimed": 0.01, "quiesced": 0.03} | dict.fromkeys(
+    ("preloaded", "index_loaded"), 0.02
+)
 #: Whom to hold back: the producer whose memory the story's consumer must not touch too early.
 LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}
 PLAYED = [name for name in FENCES if name != "durable"]
