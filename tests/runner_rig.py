@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_rows_to_host
+from kernels.cuda.launch import prepare
 from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.seat import init_managed, init_resident
 from kernels.state import BackupPlan, DeviceState, StepBatch
@@ -64,6 +65,8 @@ class Rig:
             host=host if device == "cpu" else host.pin_memory(),
             device=device,
         )
+        if device != "cpu":
+            prepare(self.state)
         self.sampler = SamplerState.allocate(seats, device)
         self.lengths = [0] * seats
         self.device, self.graphs = device, graphs
