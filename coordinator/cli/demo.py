@@ -27,7 +27,7 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     help="Text files or directories to prompt with; default: the files of hisparse itself. Repeatable.",
 )
 @click.option("--requests", default=8, show_default=True, type=click.IntRange(2), help="Concurrent requests.")
-@click.option("--new-tokens", default=128, show_default=True, type=click.IntRange(1), help="New tokens of each.")
+@click.option("--new-tokens", type=click.IntRange(1), help="New tokens of each; default: 128, on a GPU 512.")
 @click.option(
     "--prompt-tokens",
     default="2048:6000",
@@ -61,7 +61,7 @@ def demo(
     family: str,
     prompts: tuple[Path, ...],
     requests: int,
-    new_tokens: int,
+    new_tokens: int | None,
     prompt_tokens: tuple[int, int],
     workers: int,
     device: str,
@@ -77,14 +77,14 @@ def demo(
     decodes the same prompts and every token is compared. Exit code 1 on a mismatch or a leak.
     """
     from coordinator.cli.output import console, plain, write_json
-    from coordinator.demo.plan import DemoOptions
+    from coordinator.demo.plan import CPU_NEW_TOKENS, GPU_NEW_TOKENS, DemoOptions
     from coordinator.demo.run import run_demo
 
     options = DemoOptions(
         family=family,
         requests=requests,
         workers=workers,
-        new_tokens=new_tokens,
+        new_tokens=new_tokens or (CPU_NEW_TOKENS if device == "cpu" else GPU_NEW_TOKENS),
         prompt_tokens_min=prompt_tokens[0],
         prompt_tokens_max=prompt_tokens[1],
         device=device,

@@ -23,6 +23,9 @@ TOPK_SHARE_MAX: Final = 1 / 16
 #: Files shorter than this say too little to be worth a heading.
 SOURCE_CHARS_MIN: Final = 200
 
+#: Long enough to retract, drain and resume in: a few seconds on either device.
+CPU_NEW_TOKENS: Final = 128
+GPU_NEW_TOKENS: Final = 512
 REQUESTS_MIN: Final = 2  # one to retract, one to hand over
 NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resume and drain
 
@@ -35,7 +38,7 @@ class DemoOptions:
     family: str = "glm-5"
     requests: int = 8
     workers: int = 2
-    new_tokens: int = 128
+    new_tokens: int = CPU_NEW_TOKENS
     prompt_tokens_min: int = 2_048
     prompt_tokens_max: int = 6_000
     topk: int = 128

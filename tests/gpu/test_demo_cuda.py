@@ -1,0 +1,41 @@
+"""`hisparse demo --device cuda`: real processes on one card, every token that of the model library's own generate()."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("glm-5", "float32"), ("deepseek-v3.2", "bfloat16")])
+def test_the_demo_passes_on_a_gpu(family: str, dtype: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "coordinator.cli",
+        "demo",
+        "--json",
+        "--device",
+        "cuda",
+        "--work-dir",
+        str(tmp_path),
+    ]
+    options = ["--family", family, "--dtype", dtype, "--requests", "4", "--prompt-tokens", "2048:2600"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["problems"]) == (0, []), done.stderr
+    assert (report["device"], report["dtype"]) == ("cuda", dtype)
+    assert report["mismatched_tokens"] == 0
+    assert report["verified_tokens"] > 0
+    assert min(report["misses"], report["retracted"], report["handed_over"]) > 0
+    assert report["rows_swapped"] >= report["misses"]  # layers that share a selection replay each miss
