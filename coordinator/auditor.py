@@ -86,7 +86,7 @@ class Auditor:
         return {
             (worker.name, worker.epoch): worker
             for worker in self._roster.workers.values()
-            if self._ledgers[worker.node].has_live(worker.name)
+            if not worker.awaited and self._ledgers[worker.node].has_live(worker.name)
         }
 
     # ---------------------------------------------------------------- hearing

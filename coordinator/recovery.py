@@ -77,14 +77,14 @@ def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> H
     tells: list[Tell] = []
     ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
     for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
-        heard = _restore_ended(known, place) if known.ended else _restore_live(known, book, place)
+        heard = _restore_ended(known, book, place) if known.ended else _restore_live(known, book, place)
         steps += heard.steps
         tells += heard.tells
     place.dispatch.dirty = True
     return Heard(tuple(steps), tuple(tells))
 
 
-def _restore_ended(known: Known, place: Place) -> Heard:
+def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
     ended, accepted = known.ended, known.accepted
     assert ended is not None
@@ -96,48 +96,55 @@ def _restore_ended(known: Known, place: Place) -> Heard:
     live = Live(state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at)
     live.prompt_digest = digest(accepted.prompt)
     place.requests.ended[accepted.request_id] = Ended(live, at)
-    if known.stay is None:
+    if known.stay is None or not _is_held(known.stay, book):
         return Heard()
     return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
 
+def _is_held(stay: journal.Admission, book: Book) -> bool:
+    """Not so when an audit has taken back what a request no longer had."""
+    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
+
+
 def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
+    stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
     rank, prompt_tokens = (-accepted.priority, accepted.arrival), len(accepted.prompt) // 4
     entry = dispatch.roster.recover(slot, rank, prompt_tokens, accepted.sampling.max_tokens, generated)
     state = _state_of(known, place)
-    worker = dispatch.roster.workers.get(known.stay.worker) if known.stay and known.on_worker else None
-    if worker is not None and known.stay and worker.epoch != known.stay.epoch:
+    worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
+    if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
     live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at)
     place.requests.add(live)
-    if known.stay and known.on_worker:
-        heard = _restore_stay(known.stay, known, live, worker, book, place)
+    if stay and known.on_worker:
+        heard = _restore_stay(stay, ordered, live, worker, book, place)
     else:
-        heard = _restore_waiting(known, live, book, place)
+        heard = _restore_waiting(stay, known, live, book, place)
     dispatch.roster.hold(entry, ordered.held)
     dispatch.roster.force(entry, ordered.forced_slots)
     return heard
 
 
-def _restore_waiting(known: Known, live: Live, book: Book, place: Place) -> Heard:
-    entry, ordered, stay = live.entry, known.ordered, known.stay
+def _restore_waiting(stay: journal.Admission | None, known: Known, live: Live, book: Book, place: Place) -> Heard:
+    """Keeping what is left of `stay`, if anything is."""
+    entry, ordered, kept_tokens = live.entry, known.ordered, known.kept_tokens if stay else 0
     if stay is not None:
         pages = book.ledgers[stay.node].held(stay.admission).host_pages
-        place.dispatch.roster.recover_kept(entry, stay.node, stay.admission, known.kept_tokens, pages)
-    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=known.kept_tokens)
+        place.dispatch.roster.recover_kept(entry, stay.node, stay.admission, kept_tokens, pages)
+    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=kept_tokens)
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Heard()
 
 
 def _restore_stay(
-    stay: journal.Admission, known: Known, live: Live, worker: Worker | None, book: Book, place: Place
+    stay: journal.Admission, ordered: journal.Ordered, live: Live, worker: Worker | None, book: Book, place: Place
 ) -> Heard:
     """On `worker`, or (None) on one that the earlier life had lost."""
-    roster, entry, ordered = place.dispatch.roster, live.entry, known.ordered
+    roster, entry = place.dispatch.roster, live.entry
     ledger = book.ledgers[stay.node]
     memory = ledger.held(stay.admission)
     roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory)
