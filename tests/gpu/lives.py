@@ -72,6 +72,7 @@ class Seat:
     chunks: Array
     length: int = 0
     hot: int = -1
+    holes: set[int] = field(default_factory=set)  # pages of the context that are not wholly granted
 
 
 @dataclass
@@ -91,14 +92,15 @@ class Script:
 
     def open(self, seat: Seat, draw: random.Random, length: int, hot: int, preload: int, *, holes: bool) -> None:
         """A context of `length` tokens, the first `preload` of them hot; `holes`: some pages are not granted."""
-        seat.length, seat.hot = length, hot
+        seat.length, seat.hot, seat.holes = length, hot, set()
         tokens = min(preload, hot, length)
         pages, host_pages, chunks = seat.pages.copy(), seat.host_pages.copy(), seat.chunks.copy()
         if holes:
             held = pages_for(tokens) if hot else 0
             for table, first in ((pages, held), (host_pages, 0)) if hot else ((pages, 0), (chunks, 0)):
                 if first < len(table):
-                    table[draw.randrange(first, len(table))] = -1
+                    seat.holes.add(hole := draw.randrange(first, len(table)))
+                    table[hole] = -1
         if hot:
             chunks[managed_chunks(hot) :] = -1
         for name, table in (("index_table", pages), ("host_table", host_pages), ("chunk_table", chunks)):
@@ -128,9 +130,10 @@ class Script:
         seat.hot, seat.length = -1, 0
 
     def prompt(self, seat: Seat, slab: Array, draw: random.Random) -> None:
-        """Rows and keys by position, some of them on slab pages that are not granted; `slab` are chunks."""
+        """Rows and keys by position, now and then on slab pages that are not granted; `slab` are chunks."""
         slab = slab.copy()
-        slab[draw.randrange(len(slab))] = -1 if draw.random() < 0.5 else slab[-1]
+        if draw.random() < 0.5:
+            slab[draw.randrange(len(slab))] = -1
         self.set_table("slab_table", seat, slab)
         room = len(slab) * PAGE_TOKENS
         start = draw.randrange(room - 1)
@@ -155,10 +158,17 @@ class Script:
         self.add("copy", direction, *(() if direction == "keys" else (device_row,)), index_row, *host)
 
     def step(self, seats: Sequence[Seat], size: int, draw: random.Random, misses: float = 0.3) -> None:
-        """One step of `seats`, a stranger that must trip among them now and then, padding of garbage behind."""
-        rows = [[seat.number, seat.length + 1] for seat in seats]
+        """One step of `seats`, a stranger that must trip among them now and then, padding of garbage behind.
+
+        A token whose place is not granted trips too. Its row then selects nothing: `now` stands still for its seat, so
+        there may be fewer victims than misses, and which of them are loaded is nobody's contract.
+        """
+        rows, stuck = [], set()
         for seat in seats:
+            if seat.length // PAGE_TOKENS in seat.holes:
+                stuck.add(seat.number)
             seat.length += 1
+            rows.append([seat.number, seat.length])
         if len(rows) < size and draw.random() < 0.3:
             wide = self.ids == np.int64
             number, length = draw.choice([(-1, 9), (10**6, 9), (0, 0), (2**32 if wide else -7, 9), (-(2**31), 1)])
@@ -172,7 +182,9 @@ class Script:
         g = self.geometry
         self.add("write_new", noise(draw, g.layers, size, g.row_bytes), noise(draw, g.groups, size, g.index_row_bytes))
         for group in range(g.groups):
-            self.add("swap_in", group, draw_topk(draw, lengths + [50] * len(padding), g.topk, misses))
+            topk = draw_topk(draw, lengths + [50] * len(padding), g.topk, misses)
+            topk[[number for number, (seat, _) in enumerate(rows) if seat in stuck]] = -1
+            self.add("swap_in", group, topk)
 
     def program(
         self, label: str, *, host_used: int, host_pages: int, batch: int, ranks: int | None, **sizes: int
