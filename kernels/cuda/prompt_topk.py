@@ -64,12 +64,17 @@ def tokens_at_once(length: int) -> int:
 
 def _view_of(state: DeviceState) -> DeviceState:
     if state not in _views:
-        pages, device = state.index_table.shape[1], state.rows.device
-        view = replace(
-            state,
-            index_table=torch.full((TOKENS_MAX, pages), -1, dtype=torch.int32, device=device),
-            hot_slots=torch.zeros(TOKENS_MAX, dtype=torch.int32, device=device),
-        )
-        scratch_of(view, max(SCORES_MAX, pages * PAGE_TOKENS))
-        _views[state] = view
+        with torch.inference_mode(False):  # whoever comes first: later callers may be outside of it
+            _views[state] = _make_view(state)
     return _views[state]
+
+
+def _make_view(state: DeviceState) -> DeviceState:
+    pages, device = state.index_table.shape[1], state.rows.device
+    view = replace(
+        state,
+        index_table=torch.full((TOKENS_MAX, pages), -1, dtype=torch.int32, device=device),
+        hot_slots=torch.zeros(TOKENS_MAX, dtype=torch.int32, device=device),
+    )
+    scratch_of(view, max(SCORES_MAX, pages * PAGE_TOKENS))
+    return view

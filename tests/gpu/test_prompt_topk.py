@@ -1,0 +1,34 @@
+"""prompt_topk on the GPU chooses what the reference chooses, where arithmetic is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernels.cuda import prompt_topk as room  # noqa: E402
+from kernels.cuda.launch import prepare  # noqa: E402
+from kernels.prompt_topk import prompt_topk  # noqa: E402
+from tests.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 192), (100, 30), (191, 1)])
+@pytest.mark.parametrize("scores_max", [room.SCORES_MAX, 500], ids=["one launch", "few tokens a launch"])
+def test_each_token_selects_what_the_reference_does(
+    monkeypatch: pytest.MonkeyPatch, kind: str, start: int, tokens: int, scores_max: int
+) -> None:
+    monkeypatch.setattr(room, "SCORES_MAX", scores_max)
+    cpu, gpu = state_with_keys(kind), state_with_keys(kind, "cuda")
+    prepare(gpu)
+    draw = torch.Generator().manual_seed(start)
+    queries = whole(tokens, HEADS, DIM, draw=draw).to(getattr(torch, kind))
+    weights = whole(tokens, HEADS, draw=draw)
+    found = [torch.full((tokens, TOPK), 99, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
+    prompt_topk(cpu, 0, 1, start, queries, weights, 0.25, found[0])
+    prompt_topk(gpu, 0, 1, start, queries.cuda(), weights.cuda(), 0.25, found[1])
+    assert torch.equal(found[1].cpu(), found[0])
+    assert not gpu.tripwires.any()
