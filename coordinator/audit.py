@@ -5,7 +5,9 @@
 
 Numbers do most of the work: an inventory is what all commands before the Audit and all reports before the Inventory
 lead to. What crosses them on the way (a grant decided and not yet sent, a Released not yet heard) looks like a
-difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts.
+difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts. (A
+short stay could look missing twice, before its Admit has come and after its Released went: an admission is missed only
+if it was there when the Audit was sent.)
 
     kind           the worker says                       the ledger says                repaired by
     stray          it holds an admission                 nobody of that epoch does      Withdraw to the worker
@@ -26,7 +28,7 @@ agree with the first in what both get wrong); stopping the world to compare.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -76,16 +78,19 @@ def digest_of(pages: Int32Array) -> int:
 # ---------------------------------------------------------------- comparing
 
 
-def compare(ledger: Ledger, key: EpochKey, inventory: Inventory, resizing: Callable[[int], bool]) -> list[Difference]:
+def compare(
+    ledger: Ledger, key: EpochKey, inventory: Inventory, at_ask: Collection[int], resizing: Callable[[int], bool]
+) -> list[Difference]:
     """What `inventory` of the epoch `key` and the ledger of its node do not agree on, at most DIFFERENCES_MAX.
 
-    `resizing` tells of an admission that its hot buffer is between two sizes. Raises ProtocolError when the arrays of
-    the inventory do not match.
+    `at_ask` are the epoch's admissions when the Audit was sent: one that came later may cross it. `resizing` tells of an
+    admission that its hot buffer is between two sizes. Raises ProtocolError when the inventory's arrays do not match.
     """
     rows = _rows(inventory)
     given = ledger.admissions_of(key)
     found = [Difference(STRAY, admission, "nothing", "holds it") for admission in rows.keys() - given]
-    found += [Difference(UNRELEASED, admission, "holds it", "nothing") for admission in given - rows.keys()]
+    missing = (given & set(at_ask)) - rows.keys()
+    found += [Difference(UNRELEASED, admission, "holds it", "nothing") for admission in missing]
     for admission, row in rows.items():
         if admission in given:
             found += _compare_row(ledger, admission, row, is_resizing=resizing(admission))

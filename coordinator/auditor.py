@@ -57,6 +57,7 @@ class Auditor:
         self._token_log = token_log
         self._counters = counters
         self._rounds = Rounds(interval_s)
+        self._at_ask: dict[EpochKey, set[int]] = {}
         self._asked: list[_Asked] = []
 
     def expects(self, worker: str, epoch: int, number: int) -> bool:
@@ -69,7 +70,9 @@ class Auditor:
         """Ask whom it is time to ask; answer those who waited for it."""
         live = self._live()
         for key, number in self._rounds.due(live, now):
+            self._at_ask[key] = self._ledgers[live[key].node].admissions_of(key)
             live[key].port.send(Audit(number))
+        self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
             self._asked.remove(asked)
             asked.reply.set(self._rows(asked.keys))
@@ -100,7 +103,7 @@ class Auditor:
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
-            found = compare(ledger, key, event.inventory, self._is_resizing)
+            found = compare(ledger, key, event.inventory, self._at_ask.get(key, ()), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
             return Heard()
