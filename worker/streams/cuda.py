@@ -16,10 +16,8 @@ blocking-sync mode is seen after 66 us, a spinning one after 1 us and at the pri
 hides. And they end: a kernel that never does would hold a thread that blocks on its event, and with it the end of the
 process, for ever.
 
-Captures. A fence recorded inside becomes an edge of the graph; its event means nothing outside, so it is neither
-waited for outside nor used again. `compute` is captured from the start, another stream from its first wait for a fence
-of a captured one, and it must be waited for again before the capture ends. All graphs share one private pool: they run
-one after another on `compute`, and nothing in their memory lives from one replay to the next.
+All graphs share one private pool of memory: they run one after another on `compute`, and nothing in that memory lives
+from one replay to the next. An event recorded inside a capture is an edge of the graph and is never used again.
 
 What a fence costs is measured on a sample: around every SAMPLE_EVERY-th wait of a stream for a fence of that name, two
 timing events, read when they are complete. Waits inside a graph are not measured: their events would be edges too.
@@ -38,8 +36,8 @@ import torch
 
 from coordinator.errors import ConfigError
 from metrics.state import FenceWaits
+from worker.streams.capture import Capture, check_same
 from worker.streams.fences import (
-    FENCES,
     HOST,
     STREAM_NAMES,
     Fence,
@@ -68,14 +66,14 @@ EVENTS_MAX: Final = 1_024
 
 
 class CudaFence(Fence):
-    """An event, given back to the pool with the last reference. `capture` is the graph it is an edge of, or 0."""
+    """An event, given back to the pool with the last reference; `capture` and `point` of one that is a graph's edge."""
 
-    def __init__(self, streams: CudaStreams, stream: str, name: str, point: int, event: torch.cuda.Event) -> None:
+    def __init__(self, streams: CudaStreams, stream: str, name: str, event: torch.cuda.Event, point: int) -> None:
         self.name = name
         self.stream = stream
-        self.point = point
         self.event = event
         self.capture = streams.capturing
+        self.point = point
         self._streams = streams
         self._number = streams.next_number()
 
@@ -104,12 +102,11 @@ class CudaStream(Stream):
         self.name = name
         self.cuda = torch.cuda.Stream(device, priority=PRIORITIES[name])
         self._streams = streams
-        self._points = count(1)
-        self.point = 0  # grows with whatever may still have to be waited for
 
     def launch(self, label: str, work: Callable[[], object]) -> None:
         self._streams.check_use(self)
-        self.point = next(self._points)
+        if self._streams.capturing is not None:
+            self._streams.capturing.launched(self.name)
         try:
             if self.name == "compute":
                 work()
@@ -121,10 +118,12 @@ class CudaStream(Stream):
 
     def record(self, name: str) -> Fence:
         check_record(self.name, name)
-        self._streams.check_use(self, name)
+        self._streams.check_use(self)
+        capture = self._streams.capturing
+        point = 0 if capture is None else capture.recorded(self.name, name)
         event = self._streams.take_event()
         event.record(self.cuda)
-        return CudaFence(self._streams, self.name, name, self.point, event)
+        return CudaFence(self._streams, self.name, name, event, point)
 
     def wait(self, fence: Fence) -> None:
         check_wait(self.name, fence.name)
@@ -132,8 +131,11 @@ class CudaStream(Stream):
             raise FenceError("a fence of another backend", field="fence", value=fence.name)
         if fence.name in self._streams.omit:
             return
-        self._streams.check_edge(self, fence)
-        self.point = next(self._points)
+        self._streams.check_use(self)
+        capture = self._streams.capturing
+        check_same(str(fence), fence.name, fence.capture, capture)
+        if capture is not None:
+            capture.waited(self.name, fence.name, fence.stream, fence.point)
         if self._streams.is_sampled(self.name, fence):
             self._streams.time_wait(self.cuda, fence)
         else:
@@ -152,8 +154,7 @@ class CudaStreams(Streams):
         self._events: list[torch.cuda.Event] = []
         self._sampler = _WaitSampler(self.waits)
         self._captures = count(1)
-        self.capturing = 0
-        self._joined: dict[str, int] = {}  # in a capture: up to which point of each stream compute has waited
+        self.capturing: Capture | None = None
         self._memory = torch.cuda.graph_pool_handle()
         self._thread = 0
         self._closed = False
@@ -180,21 +181,20 @@ class CudaStreams(Streams):
     def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         problem: Exception | None = None
-        self.capturing = next(self._captures)
-        self._joined = {"compute": 0}
+        self.capturing = capture = Capture(next(self._captures))
         compute = self._by_name["compute"].cuda
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=compute, capture_error_mode="thread_local"):
                 try:
                     launch()
-                    self._check_joined()
+                    capture.check_joined()
                 except Exception as error:
                     problem = error
                     raise
         except Exception as error:  # leaving a broken capture raises too, and says less
             raise problem or error from None
         finally:
-            self.capturing = 0
+            self.capturing = None
         return graph.replay
 
     def work_on(self, stream: CudaStream, work: Callable[[], object]) -> None:
@@ -205,46 +205,12 @@ class CudaStreams(Streams):
         finally:
             torch.cuda.set_stream(self._by_name["compute"].cuda)
 
-    def check_use(self, stream: CudaStream, fence: str = "") -> None:
-        """FenceError when `stream` may not be used now or here, or when `fence` has no place in a capture."""
+    def check_use(self, stream: CudaStream) -> None:
+        """FenceError when `stream` may not be used any more, or not by this thread."""
         if self._closed:
             raise FenceError("the streams are closed", field="stream", value=stream.name)
         if threading.get_ident() != self._thread:
             raise FenceError("this thread has not adopted the streams", field="stream", value=stream.name)
-        if not self.capturing:
-            return
-        if fence:
-            _check_placement(fence)
-        if stream.name not in self._joined:
-            raise FenceError(
-                f"{stream.name} is not part of the capture: it has waited for no fence in it",
-                field="stream",
-                value=stream.name,
-            )
-
-    def check_edge(self, stream: CudaStream, fence: CudaFence) -> None:
-        """FenceError unless `stream` may wait for `fence` here; keeps account of forks and joins."""
-        if self._closed:
-            raise FenceError("the streams are closed", field="stream", value=stream.name)
-        if fence.capture != self.capturing:
-            raise FenceError(
-                f"{fence} was recorded {_place(fence.capture)} and is waited for {_place(self.capturing)}",
-                field="fence",
-                value=fence.name,
-            )
-        if not self.capturing:
-            return
-        _check_placement(fence.name)
-        if stream.name == "compute":
-            self._joined[fence.stream] = max(self._joined.get(fence.stream, 0), fence.point)
-        else:
-            self._joined.setdefault(stream.name, 0)
-
-    def _check_joined(self) -> None:
-        """FenceError when compute has not waited for all that other streams do in this capture."""
-        for name, point in self._joined.items():
-            if name != "compute" and point < self._by_name[name].point:
-                raise FenceError(f"{name} does not rejoin compute before the capture ends", field="stream", value=name)
 
     # ---------------------------------------------------------------- events
 
@@ -267,7 +233,7 @@ class CudaStreams(Streams):
             time.sleep(POLL_S)
 
     def is_sampled(self, consumer: str, fence: CudaFence) -> bool:
-        return not self.capturing and self._sampler.is_due(consumer, fence.name)
+        return self.capturing is None and self._sampler.is_due(consumer, fence.name)
 
     def time_wait(self, stream: torch.cuda.Stream, fence: CudaFence) -> None:
         self._sampler.wait(stream, fence)
@@ -322,12 +288,3 @@ def _device(name: str) -> torch.device:
             remedy=f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
         )
     return torch.device("cuda", index)
-
-
-def _check_placement(name: str) -> None:
-    if FENCES[name].placement != "inside capture":
-        raise FenceError(f"fence {name} lies between replays, and this is inside a capture", field="fence", value=name)
-
-
-def _place(capture: int) -> str:
-    return f"inside capture {capture}" if capture else "outside of captures"

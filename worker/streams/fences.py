@@ -118,7 +118,7 @@ class Streams(ABC):
         """Capture into a graph what `launch` launches on `compute` and on streams forked from it and joined again.
 
         Returns the operation that replays it, to be launched on `compute`; None where there are no graphs, and then
-        nothing was launched. FenceError for a fence between replays and for a fork that does not rejoin.
+        nothing was launched. FenceError for whatever worker/streams/capture.py forbids.
         """
         del launch
         return None
