@@ -83,8 +83,8 @@ def compare(
 ) -> list[Difference]:
     """What `inventory` of the epoch `key` and the ledger of its node do not agree on, at most DIFFERENCES_MAX.
 
-    `at_ask` are the epoch's admissions when the Audit was sent: one that came later may cross it. `resizing` tells of an
-    admission that its hot buffer is between two sizes. Raises ProtocolError when the inventory's arrays do not match.
+    `at_ask` are the epoch's admissions when the Audit was sent: one that came later may cross it. `resizing` tells of
+    an admission that its hot buffer is between two sizes. Raises ProtocolError when the inventory's arrays disagree.
     """
     rows = _rows(inventory)
     given = ledger.admissions_of(key)

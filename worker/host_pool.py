@@ -67,7 +67,6 @@ class HostPool:
         *,
         owner: Mapping[str, object] = NOBODY,
         halted: threading.Event | None = None,
-        huge_pages: bool = False,
     ) -> HostPool:
         """Create the pool at `path`, or attach to it.
 
@@ -82,7 +81,7 @@ class HostPool:
             if opened.found is not None:
                 mapping = mmap.mmap(opened.descriptor, opened.found.file_bytes)
                 return cls(path, mapping, opened.found, created=False)
-            return cls(path, _create(opened, header, halted, huge_pages=huge_pages), header, created=True)
+            return cls(path, _create(opened, header, halted), header, created=True)
         finally:
             os.close(opened.descriptor)  # the mapping has a duplicate, and with it the lock
 
@@ -109,7 +108,7 @@ class HostPool:
             return
 
 
-def _create(opened: OpenPool, header: Header, halted: threading.Event, *, huge_pages: bool) -> mmap.mmap:
+def _create(opened: OpenPool, header: Header, halted: threading.Event) -> mmap.mmap:
     """Size, map and touch the file, then write its header and share the lock. The file is empty when it fails."""
     descriptor = opened.descriptor
     try:
@@ -117,7 +116,7 @@ def _create(opened: OpenPool, header: Header, halted: threading.Event, *, huge_p
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, header.file_bytes)
         mapping = mmap.mmap(descriptor, header.file_bytes)
-        _touch(descriptor, mapping, header, halted, huge_pages=huge_pages)
+        _touch(descriptor, mapping, header, halted)
     except BaseException as error:
         truncate(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # not left to close: a mapping that is still referenced has a duplicate
@@ -135,8 +134,8 @@ def _create(opened: OpenPool, header: Header, halted: threading.Event, *, huge_p
     return mapping
 
 
-def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event, *, huge_pages: bool) -> None:
+def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event) -> None:
     address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-    touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES, huge_pages=huge_pages)
+    touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES)
     with progress("host pool touched", header.file_bytes, log) as advance:
         in_threads(cut(header.pages, header.page_bytes, TOUCH_BYTES), touch, halted, advance)
