@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.gpu import run_cases
 from tests.gpu.compare import Difference, check
-from tests.gpu.program import OF_GROUP, Machine, Program, pack, unpack, uploaded
+from tests.gpu.program import OF_GROUP, Program, pack, unpack
 
 Record = list[list[Tensor]]
 
@@ -23,13 +23,12 @@ reference = importlib.import_module("kernels.reference.swap_in")
 @pytest.fixture(scope="module")
 def program() -> Program:
     """A drawn world with hits, misses and evictions in it, top-k wide enough to matter."""
-    programs = run_cases.draw_small(1, 60, slice(20, 28))
+    programs = run_cases.draw(1, run_cases.Part("small", 3))
     return max(programs, key=lambda p: (p.geometry.row_bytes > 8, p.geometry.topk))
 
 
 def recorded(program: Program) -> Record:
-    machine = Machine(program, run_cases.host_of(program), "cpu")
-    return [[tensor.clone() for tensor in machine.run(op)] for op in uploaded(program.ops, "cpu")]
+    return run_cases.record(program, "cpu")
 
 
 def swaps(program: Program) -> list[int]:
@@ -37,7 +36,7 @@ def swaps(program: Program) -> list[int]:
 
 
 def test_the_reference_agrees_with_itself(program: Program) -> None:
-    check(program, run_cases.host_of(program), recorded(program))
+    check(program, run_cases.host_of(program, "cpu"), recorded(program))
 
 
 def test_victims_may_be_given_to_misses_in_any_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +54,7 @@ def test_victims_may_be_given_to_misses_in_any_order(program: Program, monkeypat
     record = recorded(program)
     monkeypatch.undo()
     assert any(not torch.equal(straight[number][0], record[number][0]) for number in swaps(program))
-    check(program, run_cases.host_of(program), record)
+    check(program, run_cases.host_of(program, "cpu"), record)
 
 
 @pytest.mark.mutation
@@ -70,7 +69,7 @@ def test_another_victim_is_seen(program: Program, monkeypatch: pytest.MonkeyPatc
     record = recorded(program)
     monkeypatch.undo()
     with pytest.raises(Difference, match="swap_in"):
-        check(program, run_cases.host_of(program), record)
+        check(program, run_cases.host_of(program, "cpu"), record)
 
 
 def corrupt_bytes(program: Program, record: Record) -> str:
@@ -115,17 +114,23 @@ def test_each_kind_of_difference_is_seen(corrupt: Callable[[Program, Record], st
     record = recorded(program)
     story = corrupt(program, record)
     with pytest.raises(Difference, match=story):
-        check(program, run_cases.host_of(program), record)
+        check(program, run_cases.host_of(program, "cpu"), record)
 
 
 def test_scripts_are_the_same_for_the_same_seed_and_cover_every_verb() -> None:
     """What a label names can be run again."""
-    first, again = (run_cases.draw_small(7, 20, slice(10, 16)) for _ in range(2))
+    first, again = (run_cases.draw(7, run_cases.Part("small", 2)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert pickle.dumps(one) == pickle.dumps(other)
     verbs = {op.args[0] if op.verb in ("seat", "copy") else op.verb for p in first for op in p.ops}
     assert verbs >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
     assert verbs >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
+
+
+def test_parts_cover_what_was_asked_for_and_one_label_its_part_alone() -> None:
+    assert [part.kind for part in run_cases.parts_of(221, 2, "")] == ["limit"] * 2 + ["small"] * 3
+    assert list(run_cases.parts_of(9900, 100, "small:7:3")) == [run_cases.Part("small", 7)]
+    assert list(run_cases.parts_of(9900, 100, "limit:41")) == [run_cases.Part("limit", 41, 100)]
 
 
 def test_packed_tensors_come_back() -> None:

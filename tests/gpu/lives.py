@@ -77,7 +77,7 @@ class Seat:
 
 @dataclass
 class Script:
-    """Collects ops. `layers`, `groups` and byte counts come from the geometry."""
+    """Collects ops. Its methods are what a worker does with a seat, and keep the books of it."""
 
     geometry: Geometry
     tail_slots: int
