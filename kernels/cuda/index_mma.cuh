@@ -2,8 +2,8 @@
 //
 // Keys are the rows of A, heads the columns of B: a lane then holds a few heads of two keys, sums them by itself in
 // head order, and two shuffles end the sum: no score of a single head leaves its register. All queries of the row stay
-// in registers (128 of them at 64 heads x 128), so that a unit of keys costs no shared memory traffic but its own bytes.
-// Which dimension stands in which of the 16 places of a product is free as long as A and B agree, so lanes read
+// in registers (128 of them at 64 heads x 128): a unit of keys costs no shared memory traffic but its own bytes. Which
+// dimension stands in which of the 16 places of a product is free as long as A and B agree, so lanes read
 // whole words: 16 bytes of a bfloat16 key, 4 of an fp8 one, without bank conflicts and without ldmatrix.
 //
 // fp8 keys become float16 (every e4m3 is one) and so do the queries, after each head is scaled by the power of two that

@@ -122,7 +122,7 @@ def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
 
 def prepare_index(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
     """Compile, load and allocate all that index_topk needs for such queries. Raises BadInput where none is written."""
-    _kernels(_indexer(heads, keys, queries), state.rows.device)
+    _kernels(indexer_of(heads, keys, queries), state.rows.device)
     scratch_of(state)
 
 
@@ -143,7 +143,7 @@ def index_topk(
     `only_scores` is for benchmarks: without the second kernel, the histogram is the caller's to zero.
     """
     heads, device = queries.shape[1], state.rows.device
-    indexer = _indexer(heads, keys, queries.dtype)
+    indexer = indexer_of(heads, keys, queries.dtype)
     _require(batch.seats.shape[0] <= BATCH_MAX, "batch", batch.seats.shape[0], f"at most {BATCH_MAX} rows in a step")
     _require(queries.data_ptr() % 16 == 0, "queries", "not at a multiple of 16 bytes", "pass a clone")
     scratch = scratch_of(state)
@@ -181,7 +181,8 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
     return score, select
 
 
-def _indexer(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
+def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
+    """Raises BadInput for one that no kernel is written for."""
     dim = keys.scaled
     _require(1 <= heads <= HEADS_MAX, "queries", f"{heads} heads", f"use 1 to {HEADS_MAX} heads")
     fits = dim % DIM_STEP == 0 and DIM_STEP <= dim <= DIM_MAX
