@@ -11,8 +11,10 @@ repeats and wrong tokens; one error fails the run.
     token_events_per_s    tokens that reached the client, at the offered rate (--rate; 0: as fast as it goes)
     command_rtt_*_ms      under that load, the longest way round that a command has: an abort leaves the client, its
                           Withdraw reaches the worker, Released comes back, the client reads Ended
+    submit_ack_*_ms       under that load, from a submission to its acknowledgement, which is after its commit
+    recovery_s            afterwards: from the start of a coordinator over the killed one's journal until it answers
 
-    python benchmarks/coordinator.py [--json] [--requests N] [--rate N] [--seconds S]
+    python benchmarks/coordinator.py [--json] [--requests N] [--rate N] [--seconds S] [--journal DIR|none]
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -245,6 +248,7 @@ class CheckingClient:
         self._accepted: dict[int, trio.Event] = {}
         self._ended: dict[str, trio.Event] = {}
         self.round_trips_s: list[float] = []
+        self.acknowledged_s: list[float] = []
 
     async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
@@ -307,8 +311,10 @@ class CheckingClient:
     async def probe(self, number: int) -> None:
         """One request of its own that is aborted once it runs: the round trip of its Withdraw."""
         accepted = self._accepted[number] = trio.Event()
+        start = time.perf_counter()
         await self.submit(number)
         await accepted.wait()
+        self.acknowledged_s.append(time.perf_counter() - start)
         await trio.sleep(0.2)
         request_id = self._ids[number]
         ended = self._ended[request_id] = trio.Event()
@@ -342,12 +348,16 @@ class Result:
     command_rtt_p50_ms: float
     command_rtt_p99_ms: float
     command_rtts: int
+    submit_ack_p50_ms: float
+    submit_ack_p99_ms: float
     admissions_per_s: float
     admission_cpu_us: float
     token_event_cpu_us: float
     coordinator_core_share: float
     generator_core_share: float
     coordinator_rss_mib: float
+    journal_mib: float = 0.0
+    recovery_s: float = 0.0
 
 
 async def run_phases(endpoints: dict[str, str], coordinator_pid: int, options: argparse.Namespace) -> Result:
@@ -391,7 +401,7 @@ async def _measure(
     if probes.cancel_scope.cancelled_caught:
         raise BenchmarkError(f"aborts were not answered within {ABORT_LIMIT_S:g} s")
     generator_cpu_s = time.process_time() - cpu[1]
-    rtts_ms = 1e3 * np.array(client.round_trips_s)
+    rtts_ms, acks_ms = 1e3 * np.array(client.round_trips_s), 1e3 * np.array(client.acknowledged_s)
     return Result(
         live_requests=options.requests,
         token_events_per_s=events / elapsed_s,
@@ -399,6 +409,8 @@ async def _measure(
         command_rtt_p50_ms=float(np.percentile(rtts_ms, 50)),
         command_rtt_p99_ms=float(np.percentile(rtts_ms, 99)),
         command_rtts=len(rtts_ms),
+        submit_ack_p50_ms=float(np.percentile(acks_ms, 50)),
+        submit_ack_p99_ms=float(np.percentile(acks_ms, 99)),
         admissions_per_s=admissions.per_s,
         admission_cpu_us=admissions.cpu_us,
         token_event_cpu_us=1e6 * coordinator_cpu_s / events,
@@ -421,12 +433,13 @@ def _rss_mib(pid: int) -> float:
 
 
 @contextmanager
-def running_coordinator(directory: Path, core: int | None) -> Iterator[tuple[int, dict[str, str]]]:
-    """A coordinator process confined to `core`; gives its pid and its endpoints."""
+def running_coordinator(directory: Path, core: int | None, journal: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """A coordinator process confined to `core`; gives its pid and its endpoints. Killed at the end."""
     environ = os.environ | {
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(directory),
         "HISPARSE_CLUSTER_LOG_LEVEL": "warning",
         "HISPARSE_COORDINATOR_QUEUE_MAX": "16384",
+        "HISPARSE_COORDINATOR_JOURNAL": journal,
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
     }
     with confined_to(core):
@@ -460,13 +473,31 @@ def measure(options: argparse.Namespace) -> Result:
     """One run. Raises BenchmarkError when anything was lost, repeated or late."""
     cores = sorted(os.sched_getaffinity(0))
     apart = len(cores) > 1
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        running_coordinator(Path(directory) / "run", cores[0] if apart else None) as (pid, endpoints),
-    ):
-        if apart:
-            os.sched_setaffinity(0, {cores[1]})
-        return trio.run(run_phases, endpoints, pid, options)
+    core = cores[0] if apart else None
+    with tempfile.TemporaryDirectory(dir=None if options.journal == "none" else options.journal) as name:
+        directory = Path(name)
+        journal = "none" if options.journal == "none" else str(directory / "journal")
+        with running_coordinator(directory / "run", core, journal) as (pid, endpoints):
+            if apart:
+                os.sched_setaffinity(0, {cores[1]})
+            result = trio.run(run_phases, endpoints, pid, options)
+        if journal == "none":
+            return result
+        journal_mib = sum(Path(journal + part).stat().st_size for part in ("", "-wal")) / 2**20
+        shutil.rmtree(directory / "run")
+        start = time.perf_counter()
+        with running_coordinator(directory / "run", core, journal) as (_, endpoints):
+            trio.run(_greet, endpoints["client"])
+            return replace(result, journal_mib=journal_mib, recovery_s=time.perf_counter() - start)
+
+
+async def _greet(endpoint: str) -> None:
+    """Until the coordinator, which is listening, answers."""
+    dealer = await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+    with trio.fail_after(PHASE_LIMIT_S):
+        await dealer.send(messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "bench")))
+        await dealer.recv_batch()
+    dealer.close()
 
 
 def main() -> int:
@@ -474,6 +505,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--rate", type=float, default=220_000.0, help="token events offered per second; 0: no limit")
+    parser.add_argument(
+        "--journal",
+        default=tempfile.gettempdir(),
+        metavar="DIR|none",
+        help="on which disk, or without (default: %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="of measuring under load")
     options = parser.parse_args()
     try:

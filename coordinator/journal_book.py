@@ -38,6 +38,11 @@ from coordinator.sizing import NO_HOT_BUFFER
 from coordinator.token_log import TokenLog
 
 
+def no_order(slot: int) -> Ordered:
+    """Nobody wants anything of a request but its output."""
+    return Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
+
+
 @dataclass(slots=True)
 class Known:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
@@ -66,7 +71,7 @@ class Book:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
             case Accepted(slot):
-                self.requests[slot] = Known(record, Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER))
+                self.requests[slot] = Known(record, no_order(slot))
                 self.arrivals = max(self.arrivals, record.arrival)
             case Joined():
                 self.workers[record.worker, record.epoch] = record
@@ -105,17 +110,18 @@ class Book:
     def summarize(self, token_log: TokenLog) -> list[Record]:
         """What `replay` makes this very book of, given the Accepted, Output and Ended records that are kept."""
         self.workers = {(it.worker, it.epoch): it for node in self.ledgers for it in self.joined(node)}
-        records: list[Record] = [Summary(self.arrivals, self.admissions)]
+        live = [known for known in self.requests.values() if known.ended is None]
+        stays = [known.stay for known in self.requests.values() if known.stay is not None]
+        left = [known for known in self.requests.values() if known.stay is not None and not known.on_worker]
+        ordered = [known.ordered for known in live if known.ordered != no_order(known.ordered.slot)]
+        departed = [Departed(known.accepted.slot, known.kept_tokens) for known in left]
+        records: list[Record] = [
+            Summary(self.arrivals, self.admissions, tuple(ordered), tuple(stays), tuple(departed)),
+        ]
         records += [self.pools[node] for node in self.ledgers]
         records += self.workers.values()
         records += [image_of(node, ledger) for node, ledger in self.ledgers.items()]
-        for slot, known in self.requests.items():
-            if known.ended is None:
-                records.append(known.ordered)
-            if known.stay is not None:
-                records.append(known.stay)
-                records += [] if known.on_worker else [Departed(slot, known.kept_tokens)]
-        return records + token_log.take_outputs([slot for slot, it in self.requests.items() if it.stay is not None])
+        return records + token_log.take_outputs([stay.slot for stay in stays])
 
 
 def replay(records: Iterable[Record], token_log: TokenLog) -> Book:
@@ -152,14 +158,21 @@ def _replay(record: Record, book: Book, token_log: TokenLog) -> None:
             for change in changes:
                 apply(book.ledgers[node], change)
         case Summary():
-            _begin_anew(record, book)
+            _begin_anew(record, book, token_log)
     book.note(record)
 
 
-def _begin_anew(summary: Summary, book: Book) -> None:
+def _begin_anew(summary: Summary, book: Book, token_log: TokenLog) -> None:
     """Everything but what the requests were and how they ended comes again."""
     book.ledgers, book.pools, book.workers = {}, {}, {}
     book.arrivals, book.admissions = summary.arrivals, summary.admissions
     for slot, known in book.requests.items():
-        known.ordered = Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
+        known.ordered = no_order(slot)
         known.stay, known.on_worker, known.kept_tokens = None, False, 0
+    for ordered in summary.ordered:
+        book.note(ordered)
+    for stay in summary.stays:
+        book.note(stay)
+        token_log.set_durable(stay.slot, stay.durable_tokens)
+    for departed in summary.departed:
+        book.note(departed)

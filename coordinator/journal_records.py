@@ -143,11 +143,17 @@ class Tokens(JournalEntry, frozen=True):
 
 
 class Summary(JournalEntry, frozen=True):
-    """What follows in this commit replaces every record before it but Accepted, Output and Ended. The highest numbers
-    given out so far are in here."""
+    """This and what follows in its commit replace every record before but Accepted, Output and Ended.
+
+    The highest numbers given out so far; of every request what is wanted (unless it is nothing), its latest stay, and
+    what is left of that if it is over. One record for all of them: a row for each would hold up commits.
+    """
 
     arrivals: int
     admissions: int
+    ordered: tuple[Ordered, ...] = ()
+    stays: tuple[Admission, ...] = ()
+    departed: tuple[Departed, ...] = ()
 
 
 class NodeImage(JournalEntry, frozen=True):

@@ -40,8 +40,8 @@ from metrics.state import JournalCounters
 
 #: The form of the file; a journal of another one is refused.
 VERSION: Final = 1
-#: Bytes written without a summary until one is wanted: about a minute at 88k tokens per second.
-SUMMARY_BYTES: Final = 64 * 1024 * 1024
+#: Bytes written without a summary until one is wanted: more than a minute at 88k tokens per second.
+SUMMARY_BYTES: Final = 128 * 1024 * 1024
 #: The same on a disk that is short: what a summary saves is what running work can go on with.
 SHORT_SUMMARY_BYTES: Final = 4 * 1024 * 1024
 #: Room kept for running work on a full disk: three million tokens.
@@ -50,8 +50,8 @@ RESERVE_BYTES: Final = 16 * 1024 * 1024
 RESERVE_RETRY_S: Final = 1.0
 #: SQLite copies the log into the file when it has this many pages (of 4 KiB); an fsync of the file goes with it.
 CHECKPOINT_PAGES: Final = 1_024
-#: Free pages that stay in the file: what the next summary's worth of records will take.
-FREE_PAGES_KEPT: Final = SUMMARY_BYTES // 4_096
+#: Free pages that stay in the file: what the records up to the next summary will take, with room to spare.
+FREE_PAGES_KEPT: Final = 2 * SUMMARY_BYTES // 4_096
 #: Free pages are given back so many at a time, lest the log grow by as many.
 VACUUM_STEP_PAGES: Final = 1_024
 VACUUM_STEPS_MAX: Final = 256

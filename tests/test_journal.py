@@ -178,7 +178,7 @@ async def test_a_summary_keeps_its_place_among_tokens(autojump_clock: trio.testi
         desk.journal.append([order(2)])
         await desk.journal.append(()).wait()
         names = [type(record).__name__ for record in desk.store.groups[1]]
-        assert names == ["Tokens", "Ordered", "Summary", "Ordered", "Output", "Tokens", "Ordered"]
+        assert names == ["Tokens", "Ordered", "Summary", "Output", "Tokens", "Ordered"]
         log = TokenLog(4, 1 << 12, journalled=True)
         book = replay(desk.store.records, log)
         assert log.tokens(desk.slot, 0) == desk.log.tokens(desk.slot, 0)

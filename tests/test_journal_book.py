@@ -256,7 +256,7 @@ def test_a_summary_says_it_in_fewer_records() -> None:
         machine.write()
     machine.summarize()
     assert len(machine.records) > 50
-    assert len(kept_of(machine.records)) == 8  # Accepted, Summary, pool, worker, image, order, stay, output
+    assert len(kept_of(machine.records)) == 6  # Accepted, Summary, pool, worker, image, output
 
 
 def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
