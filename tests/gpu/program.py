@@ -34,6 +34,7 @@ from kernels.swap_in import replay_misses, swap_in
 
 EMPTY: Final = 0xDD  # device bytes before anything was written
 UNWRITTEN: Final = 777  # in outputs before a kernel wrote them
+WORDS_AT_ONCE: Final = 2**18  # fingerprinted together: a cache full
 TABLES: Final = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires", "hot_slots")
 OF_GROUP: Final = ("slot_of", "slot_token", "stamp", "hits", "misses")  # what one swap_in changes
 
@@ -175,7 +176,7 @@ def fingerprints(section: Tensor) -> Tensor:
         .mul_(0x632BE59BD9B4E019)
         .add_(0x1B873593CC9E2D51)
     )
-    pieces = [(piece * weights).sum(-1) for piece in words.split(max(1, 2**26 // words.shape[-1]), dim=1)]
+    pieces = [(piece * weights).sum(-1) for piece in words.split(max(1, WORDS_AT_ONCE // words.shape[-1]), dim=1)]
     return torch.cat(pieces, dim=1)
 
 
