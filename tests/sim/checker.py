@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import trio
@@ -30,6 +30,7 @@ from coordinator.arrays import unpack_int32
 from coordinator.errors import InternalError
 from coordinator.ledger import Ledger
 from coordinator.roster import Entry, Phase
+from coordinator.worker_link import WorkerLink
 from kernels import layout
 from tests.sim.fake_worker import Run
 from tests.sim.oracle import Truth
@@ -39,8 +40,12 @@ from worker.outbox import REPORTS_UNACKED_MAX
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, CoordinatorLife, WorkerProcess
 
+#: A coordinator's life by its number, a worker, its epoch.
+Conversation: TypeAlias = tuple[int, str, int]
 #: Simulated seconds in which every request must have ended after the last fault.
 LIVE_LIMIT_S: Final = 150.0
+#: Rounds of the event loop in one run; a few thousand are usual.
+ROUNDS_MAX: Final = 150_000
 
 
 @dataclass
@@ -56,21 +61,28 @@ class Checker(trio.abc.Instrument):
 
     def __init__(self, cluster: Cluster) -> None:
         self.violation: BaseException | None = None
+        self.expects_crashes = False
         self.checks = 0
         self._cluster = cluster
         self._endings: dict[str, messages.Ended] = {}
-        self._given: dict[tuple[str, int], list[messages.Command]] = defaultdict(list)
-        self._obeyed: dict[tuple[str, int], int] = defaultdict(int)
+        self._given: dict[Conversation, list[messages.Command]] = defaultdict(list)
+        self._obeyed: dict[Conversation, int] = defaultdict(int)
         self._reports: dict[tuple[str, int], list[messages.Report]] = defaultdict(list)
-        self._heard: dict[tuple[str, int], int] = defaultdict(int)
+        self._heard: dict[Conversation, int] = {}
         self._incarnations: dict[int, int] = defaultdict(int)
         self.has_ledger_news = False
         self._last_seen = -1
+        self._rounds = 0
 
     # ---------------------------------------------------------------- when
 
     def before_io_wait(self, timeout: float) -> None:
         """Look, when every task rests and something has happened since the last time."""
+        self._rounds += 1
+        if self._rounds == ROUNDS_MAX:
+            self._found(
+                Violation("I8", f"{ROUNDS_MAX} rounds of the event loop and no end: somebody goes round in a circle")
+            )
         if trio._core._run.GLOBAL_RUN_CONTEXT.runner.runq:
             return
         if self.violation is not None or len(self._cluster.trace.entries) == self._last_seen:
@@ -78,9 +90,12 @@ class Checker(trio.abc.Instrument):
         try:
             self.check()
         except Exception as error:
-            self.violation = error
-            self._cluster.abandon()
+            self._found(error)
         self._last_seen = len(self._cluster.trace.entries)
+
+    def _found(self, violation: Exception) -> None:
+        self.violation = violation
+        self._cluster.abandon()
 
     def check(self) -> None:
         self.checks += 1
@@ -99,10 +114,11 @@ class Checker(trio.abc.Instrument):
 
     def _check_books(self, life: CoordinatorLife) -> None:
         """Changes are few, and whatever breaks a book is one of them."""
-        self.has_ledger_news = False
         for ledger in life.ledgers.values():
             _as_invariant("I1", ledger.check_invariants)
-        _as_invariant("I1", life.check_invariants)
+        if life.is_between_turns:
+            _as_invariant("I1", life.check_invariants)
+            self.has_ledger_news = False
 
     # ---------------------------------------------------------------- memory
 
@@ -129,7 +145,7 @@ class Checker(trio.abc.Instrument):
             return
         kept = entry.phase is Phase.WAITING
         durable = entry.kept_tokens if kept else life.durable(entry.slot, entry.admission)
-        if not durable:
+        if not durable or life.pool_id(entry.node) != self._cluster.pools[entry.node].id:
             return
         found = self._cluster.pools[entry.node].read(ledger.pages_of(entry.admission).tolist(), durable)
         if not np.array_equal(found, truth.rows[:durable]):
@@ -150,16 +166,24 @@ class Checker(trio.abc.Instrument):
 
     # ---------------------------------------------------------------- commands
 
-    def given(self, worker: str, epoch: int, command: messages.Command) -> None:
-        """The coordinator has numbered `command`."""
-        self._given[worker, epoch].append(command)
+    def given(self, link: WorkerLink, command: messages.Command) -> None:
+        """The coordinator has numbered `command`. What it gives must be in the journal."""
+        life, disk = self._cluster.coordinator, self._cluster.disk
+        assert life is not None
+        self._given[life.incarnation, link.name, link.state.epoch].append(command)
+        if disk is not None and self.expects_crashes and isinstance(command, (messages.Admit, messages.Grant)):
+            ledger = disk.ledgers.get(link.state.node)
+            held = ledger.pages_of(command.admission) if ledger and ledger.holds(command.admission) else ()
+            if not set(unpack_int32(command.host_pages, "host_pages").tolist()) <= set(held):
+                raise Violation("I4", f"{type(command).__name__} of {command.admission} is sent before it is committed")
 
-    def obeyed(self, worker: str, epoch: int, command: messages.Command) -> None:
+    def obeyed(self, worker: str, epoch: int, incarnation: int, command: messages.Command) -> None:
         """A worker applies `command` as the next one of its epoch."""
-        given, place = self._given[worker, epoch], self._obeyed[worker, epoch]
+        key = (incarnation, worker, epoch)
+        given, place = self._given[key], self._obeyed[key]
         if place >= len(given) or given[place] != command:
             raise Violation("I4", f"{worker} applies a {type(command).__name__} as command {place + 1}, and it is not")
-        self._obeyed[worker, epoch] += 1
+        self._obeyed[key] += 1
 
     def made(self, worker: str, report: messages.Report) -> None:
         """A worker has numbered `report`."""
@@ -169,11 +193,19 @@ class Checker(trio.abc.Instrument):
         reports.append(report)
 
     def heard(self, worker: str, report: messages.Report) -> None:
-        """The coordinator applies `report` as the next one of its epoch."""
-        reports, place = self._reports[worker, report.epoch], self._heard[worker, report.epoch]
-        if place >= len(reports) or reports[place] != report:
-            raise Violation("I4", f"report {report.number} of {worker} is applied as its report {place + 1}")
-        self._heard[worker, report.epoch] += 1
+        """The coordinator applies `report` as the next one of its epoch; a new life begins where the last one had
+        come, or before."""
+        life, reports = self._cluster.coordinator, self._reports[worker, report.epoch]
+        assert life is not None
+        last = self._heard.get((life.incarnation, worker, report.epoch))
+        if last is None:
+            last = min(
+                report.number - 1,
+                max((n for key, n in self._heard.items() if key[1:] == (worker, report.epoch)), default=0),
+            )
+        if report.number != last + 1 or reports[last] != report:
+            raise Violation("I4", f"report {report.number} of {worker} is applied as its report {last + 1}")
+        self._heard[life.incarnation, worker, report.epoch] = report.number
 
     # ---------------------------------------------------------------- clients
 
@@ -185,15 +217,20 @@ class Checker(trio.abc.Instrument):
                 readers.asked[tag] = offset
 
     def told(self, readers: Readers, frame: bytes) -> None:
+        """What the coordinator says to a client, at the moment when it says it."""
+        disk = self._cluster.disk if self.expects_crashes else None
         match messages.decode_gateway(frame):
             case messages.Accepted(tag=tag, request_id=request_id, handle=handle):
                 readers.handles[handle] = (request_id, readers.asked.pop(tag, 0))
+                if disk is not None and request_id not in disk.tokens:
+                    raise Violation("I5", f"{request_id} is acknowledged before it is committed")
             case messages.Delivery() as delivery:
                 self._delivered(readers, delivery)
             case messages.Ended() as ended:
                 self._ended(readers, ended)
 
     def _delivered(self, readers: Readers, delivery: messages.Delivery) -> None:
+        disk = self._cluster.disk if self.expects_crashes else None
         tokens, at = unpack_int32(delivery.tokens, "tokens").tolist(), 0
         arrays = map(_ints, (delivery.handles, delivery.starts, delivery.counts))
         for handle, start, count in zip(*arrays, strict=True):
@@ -202,6 +239,10 @@ class Checker(trio.abc.Instrument):
                 raise Violation("I5", f"{request_id} is delivered from position {start}, {expected} comes next")
             self.check_output(self._cluster.truths[request_id], start, tokens[at : at + count])
             readers.handles[handle] = (request_id, start + count)
+            if disk is not None and disk.tokens[request_id] < start + count:
+                raise Violation(
+                    "I5", f"{request_id} is delivered to {start + count}, {disk.tokens[request_id]} are committed"
+                )
             at += count
 
     @staticmethod
@@ -220,6 +261,9 @@ class Checker(trio.abc.Instrument):
     def _ended(self, readers: Readers, ended: messages.Ended) -> None:
         request_id, position = readers.handles.pop(ended.handle)
         truth = self._cluster.truths[request_id]
+        disk = self._cluster.disk if self.expects_crashes else None
+        if disk is not None and disk.outcomes.get(request_id) != ended.outcome:
+            raise Violation("I5", f"{request_id} is said to have ended {ended.outcome} before that is committed")
         if position != ended.generated_tokens:
             raise Violation("I5", f"{request_id} ends at {ended.generated_tokens} tokens, {position} were delivered")
         first = self._endings.setdefault(request_id, ended)

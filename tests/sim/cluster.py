@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Final
 from unittest.mock import patch
 
+import msgspec
 import trio
 import trio._core._run
 
@@ -37,15 +38,17 @@ from coordinator import messages
 from coordinator.actor import open_supervisor
 from coordinator.arrays import Int32Array
 from coordinator.changes import Change
-from coordinator.config import ClusterSettings, Config, CoordinatorSettings
+from coordinator.config import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.errors import HiSparseError
 from coordinator.ledger import Ledger
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
+from coordinator.processes import Process
 from coordinator.roster import Entry
 from coordinator.scheduler import Scheduler
 from coordinator.service import Coordinator
 from metrics.state import LinkCounters
 from tests.sim.checker import Checker, Readers
+from tests.sim.fake_journal import FakeDisk, FakeStore
 from tests.sim.fake_worker import FakeExecutor, FakePool
 from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
@@ -76,6 +79,7 @@ SETTINGS: Final = CoordinatorSettings(
     command_ack_limit_s=0.5,
     grant_ahead_tokens=PAGE_TOKENS,
     metrics_port=-1,
+    journal="/sim/journal",
 )
 
 
@@ -96,10 +100,10 @@ class Shape:
         capacity = _capacity(
             rng.randint(2, 4), rng.randint(6, 14), rng.randint(9, 16), rng.randint(4, 8), rng.randint(9, 24)
         )
-        ahead_tokens = rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS))
-        settings = CoordinatorSettings(
-            **{name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__ if name != "grant_ahead_tokens"},
-            grant_ahead_tokens=ahead_tokens,
+        settings = msgspec.structs.replace(
+            SETTINGS,
+            grant_ahead_tokens=rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS)),
+            journal=rng.choices((SETTINGS.journal, NO_JOURNAL), (4, 1))[0],
         )
         return cls({f"w{i}": node for i, node in enumerate(nodes)}, capacity, settings)
 
@@ -154,10 +158,11 @@ class WorkerProcess:
         self.gate = Gate()
         self.exited = trio.Event()
         checker = cluster.checker
-        identity = Identity(name, node, pid, MODEL, cluster.shape.capacity)
+        capacity = msgspec.structs.replace(cluster.shape.capacity, pool_id=cluster.pools[node].id)
+        identity = Identity(name, node, pid, MODEL, capacity)
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
-        self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, command)
+        self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)
         self.executor = FakeExecutor(
             pid,
             cluster.shape.capacity,
@@ -203,6 +208,7 @@ class CoordinatorLife:
         self._routers = [cluster.network.listen(role, bytes_max) for role, bytes_max in bounds.items()]
         self._parts = Coordinator(config, *self._routers)  # type: ignore[arg-type]
         self._cluster = cluster
+        self.is_killed = False
         self._scope = trio.CancelScope()
         self._scheduler: Scheduler | None = None
 
@@ -216,12 +222,16 @@ class CoordinatorLife:
         return self._scheduler
 
     async def run(self) -> None:
+        """Until killed."""
         with self._scope:
+            journal = await self._parts._recover()
             async with open_supervisor() as supervisor:
-                self._scheduler = self._parts._start_actors(supervisor)
+                self._scheduler = self._parts._start_actors(supervisor, journal)
+                self._cluster.checker.has_ledger_news = True
                 await trio.sleep_forever()
 
     def kill(self) -> None:
+        self.is_killed = True
         for router in self._routers:
             router.close()
         self._scope.cancel()
@@ -252,6 +262,15 @@ class CoordinatorLife:
     def durable(self, slot: int, admission: int) -> int:
         log = self._parts.token_log
         return log.durable(slot) if log._admission[slot] == admission else 0
+
+    def pool_id(self, node: str) -> int:
+        """The pool that the coordinator believes in; another one may have taken its place."""
+        return self.scheduler._fleet._pools[node].pool_id
+
+    @property
+    def is_between_turns(self) -> bool:
+        """Whether the Scheduler waits for messages, and not for a commit."""
+        return self._scheduler is not None and self._scheduler._mailbox._reader is not None
 
     def check_invariants(self) -> None:
         if self._scheduler is None:
@@ -290,6 +309,7 @@ class Cluster:
     abortable: set[str] = field(default_factory=set)
     coordinator: CoordinatorLife | None = None
     pools: dict[str, FakePool] = field(default_factory=dict)
+    disk: FakeDisk | None = None
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.seed} cluster")
@@ -300,12 +320,15 @@ class Cluster:
         self._workers: dict[str, WorkerProcess] = {}
         self._exits: dict[int, trio.Event] = {}
         self._pids = 1000
+        self._boots = 0
         self._lives = 0
+        if self.shape.settings.journal != NO_JOURNAL:
+            self.disk = FakeDisk(random.Random(f"{self.seed} disk"), self.trace)
 
     def start(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
         for node in sorted(set(self.shape.workers.values())):
-            self.pools[node] = FakePool(self.shape.capacity.host_pages, random.Random(f"{self.seed} pool {node}"))
+            self.boot(node)
         self.start_coordinator()
         for name in self.shape.workers:
             self.start_worker(name)
@@ -315,6 +338,14 @@ class Cluster:
         self.scope.cancel()
 
     # ------------------------------------------------------------ workers
+
+    def boot(self, node: str) -> None:
+        """A node that is new, or was booted anew: what its host memory held is gone, and every process on it."""
+        for process in self.processes_of(node):
+            process.kill()
+        self._boots += 1
+        rng = random.Random(f"{self.seed} pool {self._boots}")
+        self.pools[node] = FakePool(self._boots, self.shape.capacity.host_pages, rng)
 
     def start_worker(self, name: str) -> None:
         self._pids += 1
@@ -350,12 +381,23 @@ class Cluster:
     async def wait_exit(self, process: int) -> None:
         await self._exits[process].wait()
 
+    def has_exited(self, process: int) -> bool:
+        return self._exits[process].is_set()
+
     # ------------------------------------------------------------ the coordinator
 
     def start_coordinator(self) -> None:
-        self.coordinator = CoordinatorLife(self)
-        self.trace.note("coordinator", "starts", self.coordinator.incarnation)
-        self._nursery.start_soon(self.coordinator.run, name="coordinator")
+        self.coordinator = life = CoordinatorLife(self)
+        self.trace.note("coordinator", "starts", life.incarnation)
+        self._nursery.start_soon(self._lead, life, name="coordinator")
+
+    async def _lead(self, life: CoordinatorLife) -> None:
+        await life.run()
+        if life.is_killed and not self.is_over:
+            self.coordinator = None
+            self.trace.note("coordinator", "exits")
+            await trio.sleep(self.rng.uniform(*RESTART_S))
+            self.start_coordinator()
 
     def next_incarnation(self) -> int:
         self._lives += 1
@@ -394,7 +436,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         command: messages.Command,
     ) -> None:
         if not link.is_down:
-            cluster.checker.given(link.name, link.state.epoch, command)
+            cluster.checker.given(link, command)
         queue(links, link, command)
 
     def tapped_report(
@@ -413,14 +455,18 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         dealer = cluster.network.connect(role, owner, 0, Gate())
         readers = Readers()
         dealer.on_send = partial(cluster.checker.asked, readers)
-        dealer.on_receive = partial(cluster.checker.told, readers)
+        dealer.on_offer = partial(cluster.checker.told, readers)
         return dealer
 
     replacements = (
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
         (coordinator.client, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
+        (coordinator.service, "_open_journal", lambda *_: cluster.disk and FakeStore(cluster.disk)),
+        (coordinator.service, "time", SimpleNamespace(time=trio.current_time, perf_counter=trio.current_time)),
         (coordinator.worker_link, "wait_exit", cluster.wait_exit),
+        (coordinator.worker_link, "process_of", lambda pid: Process(pid, pid, "sim")),
+        (coordinator.worker_link, "has_ended", lambda process: cluster.has_exited(process.id)),
         (worker_links, "queue", tapped_queue),
         (worker_links, "_apply", tapped_report),
         (coordinator.host_pool, "apply", tapped_apply),

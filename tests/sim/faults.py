@@ -49,14 +49,20 @@ class Faults:
         self.heal()
 
     def _kinds(self) -> list[tuple[Callable[[], str | None], float]]:
+        journalled = self._cluster.disk is not None
         return [
             (self._kill_worker, 3),
+            (self._kill_coordinator, 2 if journalled else 0),
+            (self._fill_disk, 1 if journalled else 0),
+            (self._slow_disk, 1 if journalled else 0),
+            (self._boot_node, 0),
             (self._stop_worker, 3),
             (self._hang_executor, 1),
             (self._cut, 3),
             (self._mute, 2),
             (self._lose, 2),
             (self._lag, 2),
+            (self._ghost, 1),
             (self._kill_client, 2),
             (self._slow_client, 2),
             (self._retract, 3),
@@ -97,6 +103,31 @@ class Faults:
         process = self._rng.choice(processes)
         process.kill()
         return process.name
+
+    def _boot_node(self) -> str | None:
+        node = self._rng.choice(sorted(self._cluster.pools))
+        self._cluster.boot(node)
+        return node
+
+    def _kill_coordinator(self) -> str | None:
+        """With a journal: without one nothing is promised across its death."""
+        life = self._cluster.coordinator
+        if life is None:
+            return None
+        life.kill()
+        return f"life {life.incarnation}"
+
+    def _fill_disk(self) -> str | None:
+        disk = self._cluster.disk
+        assert disk is not None
+        disk.full_until = trio.current_time() + self._rng.uniform(0.1, 2.0)
+        return f"until {disk.full_until:.2f}"
+
+    def _slow_disk(self) -> str | None:
+        disk = self._cluster.disk
+        assert disk is not None
+        disk.slow_until = trio.current_time() + self._rng.uniform(0.1, 2.0)
+        return f"until {disk.slow_until:.2f}"
 
     def _stop_worker(self) -> str | None:
         processes = [process for process in self._cluster.processes() if process.gate.is_open]
@@ -164,6 +195,17 @@ class Faults:
 
         self._later(self._rng.uniform(0.5, 3.0), end)
         return f"{connection.owner} {way} {lag_s} s"
+
+    def _ghost(self) -> str | None:
+        """Commands of an earlier life of the coordinator come once more, on a connection with the present one."""
+        connection = self._connection("worker")
+        if connection is None or connection.dealer is None:
+            return None
+        router, frame = self._cluster.network.said.get(connection.owner, (connection.router, b""))
+        if router is connection.router:
+            return None
+        connection.dealer.offer(frame)
+        return connection.owner
 
     # ---------------------------------------------------------------- clients
 

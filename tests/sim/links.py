@@ -13,7 +13,7 @@ What can happen to a wire (tests.sim.faults decides when):
     mute        half-open: frames of one or both directions vanish, and nobody is told
     lose        single frames vanish: a gap, as a router past its high-water mark makes
     lag         frames take longer from now on; later ones do not overtake within their direction
-    unread      a peer does not take what has arrived: the pipe fills
+    hold        a peer has no time to take what has arrived: the pipe fills
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Network:
         self.routers: dict[str, FakeRouter] = {}
         self.connections: list[Connection] = []
         self.cut_off: dict[str, float] = {}
+        self.said: dict[str, tuple[FakeRouter, bytes]] = {}  # the latest commands to each worker, and who sent them
         self._peers = 0
 
     def listen(self, role: str, message_bytes_max: int) -> FakeRouter:
@@ -207,6 +208,8 @@ class FakeRouter:
         connection = self.peers.get(peer)
         if connection is None or self.closed or connection.dealer is None:
             return Sent.GONE
+        if b"Commands" in frame[:16]:
+            self._network.said[connection.owner] = (self, frame)
         return connection.dealer.offer(frame)
 
     def close(self) -> None:
@@ -218,7 +221,7 @@ class FakeRouter:
 
 
 class FakeDealer:
-    """The peer's end, as coordinator.sockets.DealerSocket. `hold` stands for a peer that does not read."""
+    """The peer's end, as coordinator.sockets.DealerSocket. `hold` stands for a peer that has no time."""
 
     def __init__(self, network: Network, connection: Connection, gate: Gate) -> None:
         self.connection = connection
@@ -230,12 +233,14 @@ class FakeDealer:
         self._held_until = 0.0
         self._is_closed = False
         self.on_send: Callable[[bytes], None] | None = None
-        self.on_receive: Callable[[bytes], None] | None = None
+        self.on_offer: Callable[[bytes], None] | None = None
 
     def offer(self, frame: bytes) -> Sent:
         """The router's send."""
         if len(self._inbox) >= self._limit:
             return Sent.FULL
+        if self.on_offer is not None:
+            self.on_offer(frame)
         at = self._network.arrival(self.connection.down)
         if at is not None:
             self._inbox.append((at, frame))
@@ -247,7 +252,7 @@ class FakeDealer:
         self._alarm.set(trio.current_time())
 
     def hold(self, until: float) -> None:
-        """Take nothing before `until`."""
+        """Take and send nothing before `until`."""
         self._held_until = max(self._held_until, until)
 
     async def recv_batch(self) -> list[bytes]:
@@ -269,12 +274,11 @@ class FakeDealer:
         while self._inbox and self._inbox[0][0] <= now >= self._held_until and len(batch) < BATCH_MAX:
             frame = self._inbox.popleft()[1]
             self._network.trace.note(self.connection.owner, f"< {self.connection.role}", frame)
-            if self.on_receive is not None:
-                self.on_receive(frame)
             batch.append(frame)
         return batch
 
     async def send(self, frame: bytes) -> None:
+        await trio.sleep_until(max(self._held_until, trio.current_time()))
         await self._gate.passed()
         if self._is_closed or not self.connection.is_open:
             raise Unavailable("the connection was lost", field="endpoint", value=self.connection.role)

@@ -8,24 +8,25 @@ What the design shrugs off is no use here: losing a command or a report by itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import dispatch, events, gateway, messages
+from coordinator import dispatch, events, messages, recovery, scheduler, service
 from coordinator.connections import Connections
 from coordinator.deliveries import Deliveries
+from coordinator.journal import Commit
 from coordinator.ledger import Ledger
 from coordinator.lifecycle import Kind, Resolve
 from coordinator.messages import Withdraw
+from coordinator.request import Request
 from coordinator.request_state import _HANDLERS, RequestState
 from coordinator.roster import Roster
 from coordinator.token_log import TokenLog
 from coordinator.worker_epoch import Arrival, WorkerEpoch
 from coordinator.worker_link import WorkerLinks
+from kernels import layout
 from worker.link_state import LinkState, Phase
-
-Mutant = Callable[[], "contextmanager[None]"]
 
 MUTANTS: Final[dict[str, Any]] = {}
 
@@ -108,13 +109,13 @@ def hear_an_epoch_that_is_over() -> Plan:
     """A worker that was declared down goes on being heard, whoever has its requests by now."""
     hear, append = WorkerLinks._receive, TokenLog.append
 
-    def receive(self: WorkerLinks, received: Any, to_acknowledge: Any) -> None:
+    def receive(self: WorkerLinks, received: Any) -> None:
         link = self._by_peer.get(received.peer)
         if link is None or not link.is_down:
-            return hear(self, received, to_acknowledge)
+            return hear(self, received)
         link.is_down = False
         try:
-            return hear(self, received, to_acknowledge)
+            return hear(self, received)
         finally:
             link.is_down = True
 
@@ -193,7 +194,7 @@ def begin_a_new_epoch_with_work_in_flight() -> Plan:
 
     def may_connect(self: LinkState) -> bool:
         if self.phase is Phase.EMPTYING:
-            self.outbox._held.clear()
+            self.outbox._stays.clear()
         return original(self)
 
     yield LinkState, "may_connect", may_connect
@@ -217,7 +218,7 @@ def free_kept_pages_twice() -> Plan:
 @plant
 def drop_the_last_page_of_what_is_kept() -> Plan:
     """Rows kept, rounded down to pages."""
-    yield dispatch, "pages_for", lambda tokens: max(tokens // dispatch.PAGE_TOKENS, 1)
+    yield dispatch, "pages_for", lambda tokens: max(tokens // layout.PAGE_TOKENS, 1)
 
 
 @plant
@@ -264,9 +265,75 @@ def count_refused_deliveries_as_sent() -> Plan:
 @plant
 def attach_from_the_beginning() -> Plan:
     """The offset of an Attach is not looked at."""
-    original = gateway.Deliveries.subscribe
+    original = Deliveries.subscribe
 
     def subscribe(self: Deliveries, connection: Any, slot: int, cursor: int) -> int:
         return original(self, connection, slot, 0)
 
     yield Deliveries, "subscribe", subscribe
+
+
+# ---------------------------------------------------------------- the journal
+
+
+@plant
+def deliver_before_commit() -> Plan:
+    """Tokens go out as they come."""
+    original = TokenLog.append
+
+    def append(self: TokenLog, progress: messages.Progress, source: int) -> Any:
+        appended = original(self, progress, source)
+        self.committed[:] = self.lengths
+        return appended
+
+    yield TokenLog, "append", append
+
+
+@plant
+def acknowledge_before_commit() -> Plan:
+    """A submission is queued: that must do."""
+
+    async def wait_bounded(self: Commit, what: str) -> None:
+        return
+
+    yield Commit, "wait_bounded", wait_bounded
+
+
+@plant
+def grant_before_commit() -> Plan:
+    """The ledger has changed: the command may go."""
+    yield scheduler, "GIVING", ()
+
+
+@plant
+def say_the_end_before_commit() -> Plan:
+    """The client hears of the end while it is being written."""
+    original = Request._write_end
+
+    async def write_end(self: Request, ending: events.Ending) -> None:
+        coroutine = original(self, ending)
+        with suppress(StopIteration):  # up to where it waits
+            coroutine.send(None)
+        coroutine.close()
+
+    yield Request, "_write_end", write_end
+
+
+@plant
+def forget_quarantine_in_recovery() -> Plan:
+    """A new life of the coordinator begins with clean hands."""
+    original = recovery.recover
+
+    def recover(book: Any, *parts: Any) -> None:
+        for ledger in book.ledgers.values():
+            for worker, epoch in ledger.quarantines:
+                ledger.prove_exit(worker, epoch)
+        original(book, *parts)
+
+    yield service, "recover", recover
+
+
+@plant
+def obey_an_earlier_coordinator() -> Plan:
+    """Whoever speaks on the connection is obeyed."""
+    yield LinkState, "_obeyed", lambda self, incarnation: self.phase is Phase.WELCOMED

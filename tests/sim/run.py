@@ -100,6 +100,7 @@ async def _play(cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *,
     for client in workload.clients:
         nursery.start_soon(client.run)
     if faults:
+        cluster.checker.expects_crashes = True
         tally.append(Faults(cluster, workload, nursery))
         await tally[0].run()
     await _finish(cluster, workload)

@@ -1,0 +1,118 @@
+"""The journal's disk, in memory: it outlives coordinators, loses what was not committed, and can be full or slow.
+
+A group that is being written when its coordinator is killed is durable or is not, as the disk pleases; nobody was told
+either way. What is durable is kept as bytes, as a file would be, and read into a second set of books: what the checker
+compares promises with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from coordinator import journal_records as records
+from coordinator.arrays import unpack_int32
+from coordinator.changes import apply
+from coordinator.journal import JournalError
+from coordinator.journal_records import LASTING, Record
+from coordinator.ledger import Ledger
+from coordinator.ledger_image import image_of
+from tests.sim.trace import Trace, Violation
+
+#: Seconds that a commit takes, and one of a slow disk.
+COMMIT_S: Final = (0.0005, 0.01)
+SLOW_COMMIT_S: Final = (0.05, 0.4)
+#: Records written until a summary is wanted.
+SUMMARY_RECORDS: Final = 120
+
+
+class FakeDisk:
+    """What is committed. `full_until` and `slow_until` are moments on the simulated clock."""
+
+    def __init__(self, rng: random.Random, trace: Trace) -> None:
+        self.rng = rng
+        self.trace = trace
+        self.rows: list[tuple[int | None, bytes]] = []
+        self.since_summary = 0
+        self._in_summary = False
+        self.full_until = 0.0
+        self.slow_until = 0.0
+        self.ledgers: dict[str, Ledger] = {}
+        self.slots: dict[int, str] = {}
+        self.tokens: dict[str, int] = {}
+        self.outcomes: dict[str, str] = {}
+
+    def commit(self, group: Sequence[Record]) -> None:
+        """All of `group`, in order."""
+        self.trace.note("disk", "commits", f"{len(group)} records")
+        for record in group:
+            if isinstance(record, records.Forgotten):
+                gone = set(unpack_int32(record.slots, "slots").tolist())
+                self.rows = [row for row in self.rows if row[0] not in gone]
+            elif isinstance(record, records.Summary):
+                self.rows = [row for row in self.rows if row[0] is not None]
+                self.since_summary, self._in_summary = 0, True
+            self.rows.append((record.slot if isinstance(record, LASTING) else None, records.encode(record)))
+            self.since_summary += 1
+            self._note(record)
+        self._in_summary = False
+
+    def _note(self, record: Record) -> None:
+        match record:
+            case records.Accepted(slot=slot, request_id=request_id):
+                self.slots[slot] = request_id
+                self.tokens.setdefault(request_id, 0)
+            case records.Tokens():
+                arrays = (unpack_int32(part, "tokens") for part in (record.slots, record.starts, record.counts))
+                for slot, start, count in zip(*(array.tolist() for array in arrays), strict=True):
+                    self.tokens[self.slots[slot]] = max(self.tokens[self.slots[slot]], start + count)
+            case records.Ended(slot=slot, outcome=outcome):
+                self.outcomes[self.slots[slot]] = outcome
+            case records.PoolOpened(node=node, capacity=capacity) if not self._in_summary:
+                self.ledgers[node] = Ledger(capacity.host_pages)
+            case records.NodeImage(node=node):
+                if image_of(node, self.ledgers[node]) != record:
+                    raise Violation("I1", f"a summary's ledger of {node} is not what its changes amount to")
+            case records.Changed(node=node, changes=changes):
+                for change in changes:
+                    apply(self.ledgers[node], change)
+
+
+class FakeStore:
+    """One coordinator's hold on the disk: coordinator.journal.JournalStore."""
+
+    path = Path("/sim/journal")
+
+    def __init__(self, disk: FakeDisk) -> None:
+        self._disk = disk
+
+    @property
+    def short(self) -> str:
+        return ""
+
+    @property
+    def wants_summary(self) -> bool:
+        return self._disk.since_summary > SUMMARY_RECORDS
+
+    async def load(self) -> list[Record]:
+        return [records.decode(body) for _, body in self._disk.rows]
+
+    async def write(self, group: Sequence[Record]) -> None:
+        disk = self._disk
+        now = trio.current_time()
+        try:
+            await trio.sleep(disk.rng.uniform(*(SLOW_COMMIT_S if now < disk.slow_until else COMMIT_S)))
+        except trio.Cancelled:
+            if now >= disk.full_until and disk.rng.random() < 0.5:
+                disk.commit(group)
+            raise
+        if now < disk.full_until:
+            raise JournalError("no space left on the simulated disk")
+        disk.commit(group)
+
+    def close(self) -> None:
+        return
