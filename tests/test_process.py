@@ -5,8 +5,11 @@ The tests play the coordinator (tests/fakes/listening_coordinator.py), so that t
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,12 @@ import trio
 
 from coordinator.arrays import pack_int32
 from coordinator.messages import Admit, Finished, Refused, Released, Sampling, Started
-from kernels.layout import pages_for
+from kernels.layout import Geometry, pages_for
 from tests.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.process_rig import Place
-from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED
+from worker.host_pool import HostPool
+from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, StartInterruptedError, interruptible
+from worker.registration import FirstTouch, Piece
 from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
@@ -160,3 +165,26 @@ async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) ->
             code, log = await process.exit()
     assert code == 8, log
     assert "start with the same --model" in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_pool_is_touched_ends_the_start_and_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Answered within a piece, however many are left; a file half made is no pool and takes no room."""
+    monkeypatch.setattr(FirstTouch, "__call__", _touch_slowly)
+    monkeypatch.setattr("worker.host_pool.TOUCH_BYTES", 1)
+    geometry = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
+    before, handler = threading.active_count(), signal.getsignal(number)
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    began = time.monotonic()
+    with pytest.raises(StartInterruptedError), interruptible() as halted:
+        HostPool.open(tmp_path / "n.pool", geometry, 1_000, halted=halted)
+    assert time.monotonic() - began < 5.0  # all of it would take 50 s
+    assert (tmp_path / "n.pool").stat().st_size == 0
+    assert threading.active_count() <= before + 1
+    assert signal.getsignal(number) is handler
+
+
+def _touch_slowly(self: FirstTouch, piece: Piece) -> None:
+    time.sleep(0.1)
