@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.state import Tripwire
 from tests.gpu import run_cases
 from tests.gpu.compare import Difference, check
-from tests.gpu.program import OF_GROUP, Program, pack, unpack
+from tests.gpu.program import OF_GROUP, TABLES, Program, pack, unpack
 
 Record = list[list[Tensor]]
 
@@ -37,6 +38,14 @@ def swaps(program: Program) -> list[int]:
 
 def test_the_reference_agrees_with_itself(program: Program) -> None:
     check(program, run_cases.host_of(program, "cpu"), recorded(program))
+
+
+def test_scripts_trip_every_wire_but_the_one_that_leaves_a_choice() -> None:
+    """With fewer victims than misses it would be nobody's contract which misses are loaded."""
+    trips = torch.zeros(len(Tripwire), dtype=torch.int64)
+    for script in run_cases.draw(2, run_cases.Part("small", 1)):
+        trips += run_cases.record(script, "cpu")[-2][TABLES.index("tripwires")]
+    assert [bool(count) for count in trips] == [wire is not Tripwire.VICTIMS for wire in Tripwire]
 
 
 def test_victims_may_be_given_to_misses_in_any_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
     elif action == "clear":
         script.clear(seat)
     elif action == "age":
-        script.add("age", seat.number, draw.choice([1, 2046, 2047, 5000, 900_000]))
+        script.add("age", seat.number, draw.choice([1, 2046, 2047, 5000, 250_000]))
     elif action == "prompt":
         script.prompt(seat, seat.chunks[-3:], draw)
     elif action == "copy":
