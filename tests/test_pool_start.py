@@ -246,6 +246,22 @@ def test_a_misfit_that_nobody_uses_is_created_anew_and_has_another_id(tmp_path: 
     assert not larger.pages.any()
 
 
+def test_two_clusters_never_share_a_pool(tmp_path: Path) -> None:
+    """I1: page ids of one ledger mean nothing to another. While it is used or its coordinator lives, it is refused;
+    then it is created anew."""
+    first = start(config_for(tmp_path, runtime="one"))
+    with pytest.raises(ConfigError, match=r"pool_dir=.*belongs to the cluster at ipc://.*one/worker\.sock"):
+        start(config_for(tmp_path, runtime="two"))
+    first.close()
+    lock = EndpointLock(f"ipc://{tmp_path}/one/worker.sock")
+    with pytest.raises(ConfigError, match="belongs to the cluster at"):
+        start(config_for(tmp_path, runtime="two"))
+    lock.release()
+    second = start(config_for(tmp_path, runtime="two"))
+    assert second.created
+    assert second.pool_id != first.pool_id
+
+
 def test_auto_takes_the_size_of_the_pool_that_is_there(tmp_path: Path) -> None:
     first = start(config_for(tmp_path))
     second = start(config_for(tmp_path, host_mem="auto"))

@@ -104,6 +104,12 @@ class Header:
     def is_same_shape(self, other: Header) -> bool:
         return (self.page_bytes, self.pages, self.digest) == (other.page_bytes, other.pages, other.digest)
 
+    def is_of_another_cluster(self, other: Header) -> bool:
+        """Whether both are known to belong to a coordinator, and not to the same: then their page ids mean nothing to
+        each other."""
+        ours, theirs = (header.owner.get("worker_endpoint") for header in (self, other))
+        return bool(ours and theirs and ours != theirs)
+
     def is_same_model(self, other: Header) -> bool:
         """Whether a pool of `other` size would hold the same rows."""
         return (self.page_bytes, self.digest) == (other.page_bytes, other.digest)
@@ -148,7 +154,9 @@ def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | None:
         if not _is_at(descriptor, path):
             return None
         found = Header.read(descriptor)
-        if found is None or not found.is_same_shape(wanted):
+        if found is not None and found.is_of_another_cluster(wanted) and _is_served(found.owner):
+            raise _foreign(path, found)
+        if found is None or not found.is_same_shape(wanted) or found.is_of_another_cluster(wanted):
             return OpenPool(descriptor, None)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return OpenPool(descriptor, found)
@@ -157,6 +165,8 @@ def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | None:
     found = Header.read(descriptor)
     if found is None:
         return None
+    if found.is_of_another_cluster(wanted):
+        raise _foreign(path, found)
     _check(path, found, wanted)
     return OpenPool(descriptor, found)
 
@@ -311,6 +321,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _foreign(path: Path, found: Header) -> ConfigError:
+    return ConfigError(
+        f"the pool there belongs to the cluster at {found.owner['worker_endpoint']}",
+        field="worker.pool_dir",
+        value=path,
+        remedy="choose another pool_dir or node name, or stop that cluster",
+    )
 
 
 def _check(path: Path, found: Header, wanted: Header) -> None:
