@@ -200,6 +200,7 @@ class Client:
             except ConnectionLost:
                 if not request_id or self._lost is not None:
                     raise
+            await trio.sleep(RECONNECT_PAUSE_MIN_S)  # the receiving task may have frames to read before it notices
 
     async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
         return (await self._call(make, messages.Done)).detail
