@@ -145,10 +145,10 @@ def generated(up: Up, name: str) -> int:
     return int(json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"])
 
 
-def worker_pid(up: Up) -> int:
+def pid_of(up: Up, role: str) -> int:
     """As the ready file has it now."""
     ready = json.loads((up.runtime_dir / "ready.json").read_text())
-    pid = int(ready["workers"][0]["pid"])
+    pid = int((ready["coordinator"] if role == "coordinator" else ready["workers"][0])["pid"])
     if pid not in up.pids:
         up.pids.append(pid)
     return pid
@@ -162,11 +162,11 @@ def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
     monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
     monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
     with running(model, tmp_path) as up:
-        name, first = up.submit_endless(), worker_pid(up)
+        name, first = up.submit_endless(), pid_of(up, "worker")
         eventually(lambda: generated(up, name) > 100)
         before = generated(up, name)
         psutil.Process(first).send_signal(number)
-        eventually(lambda: worker_pid(up) != first)
+        eventually(lambda: pid_of(up, "worker") != first)
         eventually(lambda: generated(up, name) > before + 100)
         story = json.loads(up.hisparse("request", name, "-o", "json").stdout)["story"]
         assert [line["event"] for line in story].count("staged") == 1, story
@@ -176,6 +176,28 @@ def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
         _, stderr = up.process.communicate(timeout=30)
         assert ("w0 hangs; killed" in stderr) == (number is signal.SIGSTOP)
         assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
+        assert up.left_behind() == []
+
+
+def test_a_coordinator_that_was_killed_is_restarted_and_takes_its_requests_up_again(
+    model: Path, tmp_path: Path
+) -> None:
+    """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
+    with running(model, tmp_path) as up:
+        name, first = up.submit_endless(), pid_of(up, "coordinator")
+        eventually(lambda: generated(up, name) > 100)
+        before = generated(up, name)
+        psutil.Process(first).kill()
+        eventually(lambda: pid_of(up, "coordinator") != first)
+        eventually(lambda: up.hisparse("workers").returncode == 0)
+        eventually(lambda: generated(up, name) > before + 100)
+        assert up.hisparse("audit").returncode == 0
+        assert up.hisparse("abort", name).returncode == 0
+        assert up.hisparse("stop").returncode == 0
+        _, stderr = up.process.communicate(timeout=30)
+        assert up.process.returncode == 0
+        assert "coordinator killed by SIGKILL; restarted in 0.5 s" in stderr
+        assert "w0 killed" not in stderr
         assert up.left_behind() == []
 
 
