@@ -261,7 +261,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 
 # -- at the limits
 
-USUAL: Final = ("context", "batch", "rows", "context", "batch")
+USUAL: Final = ("context", "batch", "rows", "context", "rows")
 KINDS: Final = (
     *USUAL * 3,
     "arena",

@@ -39,7 +39,7 @@ PER_WORLD: Final = 11  # small cases that share a state
 PER_PART: Final = 10  # worlds drawn together
 NOISE_BYTES: Final = 2**24
 PINNED_BYTES: Final = 2**26
-FAILURES_SHOWN: Final = 5
+FAILURES_SHOWN: Final = 12
 
 
 class Part(NamedTuple):
