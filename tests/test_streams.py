@@ -140,8 +140,8 @@ def test_a_wait_that_nothing_can_end_names_the_cycle() -> None:
 def test_polling_makes_progress() -> None:
     streams = simulated(seed=5)
     for _ in range(10):
-        streams.swap.launch("load", lambda: None)
-    fence = streams.swap.record("preloaded")
+        streams.load.launch("load", lambda: None)
+    fence = streams.load.record("preloaded")
     polls = 1
     while not fence.done():
         polls += 1
@@ -174,10 +174,10 @@ def test_an_error_names_the_operation() -> None:
     def fail() -> None:
         raise ValueError("boom")
 
-    streams.swap.launch("load rows", fail)
+    streams.load.launch("load rows", fail)
     with pytest.raises(ValueError, match="boom") as caught:
         streams.close()
-    assert caught.value.__notes__ == ["in load rows on swap"]
+    assert caught.value.__notes__ == ["in load rows on load"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

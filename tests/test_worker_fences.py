@@ -236,7 +236,7 @@ def test_an_omitted_fence_gives_wrong_tokens_and_nothing_else(fence: str) -> Non
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("stream", "story"),
-    [("swap", an_abort_while_loading), ("stage", an_owner_elsewhere), ("backup", a_change_of_owner)],
+    [("load", an_abort_while_loading), ("stage", an_owner_elsewhere), ("backup", a_change_of_owner)],
 )
 def test_quiesced_must_cover_every_stream(
     stream: str, story: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch

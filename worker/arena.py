@@ -3,7 +3,7 @@
 Counts are the coordinator's business (its ledger promises that `take` never runs short); which id is handed out is
 decided here, the one free longest first. An id is given back when its last use was observed (`staged`, `quiesced`) or
 when everything that uses it was launched on `compute`: the next owner's work there comes after it, and its work on
-`swap` waits for `chunk_reclaimed` (worker/swap.py).
+`load` waits for `chunk_reclaimed` (worker/swap.py).
 
 Rejected: fences kept with each id. They spare a load the wait for steps in flight, a few milliseconds before a copy of
 many, and make every owner carry fences of strangers.

@@ -4,11 +4,13 @@
 |-----------|---------|----------------------------|------------------------------------------|--------------------|
 | stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, at the end |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
-| load_keys | swap    |                            | index keys of a resumed context, to pages| index_loaded       |
-| load_rows | swap    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
+| load_keys | load    |                            | index keys of a resumed context, to pages| index_loaded       |
+| load_rows | load    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
-Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py).
+Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py), and replays
+on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays would
+hold the whole batch up, and loads would wait behind a staging that waits for its prompt chunk.
 
 Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
 computed on the host from page lists and travel with the operation, on its own stream: no stream but `compute` reads the
@@ -81,18 +83,18 @@ class Swap:
         """Load index keys of positions 0..tokens-1."""
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, index_pages)
-            self._streams.swap.launch(f"load keys {first}", partial(self._load_keys, places))
+            self._streams.load.launch(f"load keys {first}", partial(self._load_keys, places))
         self._counters.preloaded_bytes += tokens * self._key_bytes
-        return self._streams.swap.record("index_loaded")
+        return self._streams.load.record("index_loaded")
 
     def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
         """Load rows of positions 0..tokens-1 into `chunks`, once every step launched so far has done with them."""
-        self._streams.swap.wait(self._streams.compute.record("chunk_reclaimed"))
+        self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
-            self._streams.swap.launch(f"load rows {first}", partial(self._load_rows, places))
+            self._streams.load.launch(f"load rows {first}", partial(self._load_rows, places))
         self._counters.preloaded_bytes += tokens * self._row_bytes
-        return self._streams.swap.record("preloaded")
+        return self._streams.load.record("preloaded")
 
     def set_up(self, seat: int, change: Change) -> None:
         """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
@@ -113,7 +115,8 @@ class Swap:
 
     def quiesce(self) -> list[Fence]:
         """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
-        return [stream.record("quiesced") for stream in self._streams.all]
+        streams = self._streams
+        return [stream.record("quiesced") for stream in (streams.compute, streams.stage, streams.backup, streams.load)]
 
     # ---------------------------------------------------------------- operations
 

@@ -20,9 +20,12 @@ from tests import test_worker_executor as cpu  # noqa: E402
 from tests import test_worker_fences as stories  # noqa: E402
 from tests import test_worker_model as model  # noqa: E402
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
+from tests.gpu.delay import hold_back  # noqa: E402
 from tests.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
+from worker.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
+from worker.streams.cuda import CudaStreams  # noqa: E402
 
 replace = msgspec.structs.replace
 EAGER = replace(SETTINGS, graphs=False)
@@ -100,6 +103,28 @@ def test_no_turn_waits_for_the_device(settings: object) -> None:
 def test_the_probe_for_syncs_works() -> None:
     with no_syncs(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(1, device="cuda").item()
+
+
+def test_a_context_that_returns_holds_no_step_up() -> None:
+    """Its rows are loaded beside the replays of the steps, not before them."""
+    streams = make_streams("cuda")
+    assert isinstance(streams, CudaStreams)
+    rig = Rig(streams, runner=FakeRunner(SHARED))
+    coordinator = rig.coordinator
+    stays, returns = (coordinator.create(number, 100, 60, seed=number) for number in range(2))
+    assert coordinator.admit(stays, 64)
+    assert coordinator.admit(returns, 0)
+    rig.run_until(lambda: len(stays.tokens) > 4 and len(returns.tokens) > 4)
+    coordinator.withdraw(returns, "keep")
+    rig.run_until(lambda: not returns.admission)
+    hold_back(streams.load, 0.3)
+    assert coordinator.admit(returns, 0)
+    tokens = len(stays.tokens)
+    rig.run_until(lambda: len(stays.tokens) >= tokens + 20)
+    assert any(request.status is Status.LOADING for request in rig.executor.held())
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
 
 
 def test_waits_are_measured() -> None:

@@ -1,11 +1,12 @@
 """Streams and fences on a GPU: one CUDA stream per name, fences as events.
 
-| stream  | priority | why                                                                                       |
-|---------|----------|-------------------------------------------------------------------------------------------|
-| compute | high     | every other kernel in the way delays the next token of the whole batch                    |
-| swap    | high     | layers of the same step wait for the rows it replays, and admissions for what it loads    |
-| stage   | low      | a prompt's copies may fill the card for milliseconds; nobody in the batch waits for them   |
-| backup  | low      | has as many steps to finish as there are tail slots                                        |
+| stream  | priority | why                                                                                     |
+|---------|----------|-----------------------------------------------------------------------------------------|
+| compute | high     | every other kernel in the way delays the next token of the whole batch                  |
+| swap    | high     | layers of the same step wait for the rows that it replays                               |
+| stage   | low      | a prompt's copies may fill the card for milliseconds; nobody in the batch waits for them |
+| load    | low      | likewise, for a context that returns                                                    |
+| backup  | low      | has as many steps to finish as there are tail slots                                     |
 
 Streams are non-blocking: nothing waits for the legacy default stream, and nothing there is ordered with them. So the
 thread that launches adopts `compute` as its current stream: what is made outside of `launch` (scratch memory, tables)
@@ -51,7 +52,7 @@ from worker.streams.fences import (
 
 HIGH: Final = -1
 LOW: Final = 0
-PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW}
+PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW}
 #: Between two looks at an event that the host waits for.
 POLL_S: Final = 0.00005
 #: A fence that takes longer will not come: a step or prompt chunk takes seconds at most.
@@ -159,7 +160,7 @@ class CudaStreams(Streams):
         self._thread = 0
         self._closed = False
         self._by_name = {name: CudaStream(self, name, self._device) for name in STREAM_NAMES}
-        self.compute, self.stage, self.backup, self.swap = self._by_name.values()
+        self.compute, self.stage, self.backup, self.swap, self.load = self._by_name.values()
 
     def adopt_thread(self) -> None:
         """Blocks until the device is idle: what others launched before, on any stream, is done."""

@@ -7,6 +7,8 @@ Host memory that operations read when they run (step inputs, results) is ordered
 like any stream. The other direction needs none: what the host writes before it launches an operation is seen by it
 (`inputs_ready` is launch order).
 
+`swap` needs no fence to quiesce: whatever it does belongs to a step, which `compute` does not end without it.
+
 A fence lies *inside* a captured graph or *between* its replays. Recorded inside a capture it becomes an edge of the
 graph and means nothing outside; recorded before a capture it cannot be waited for inside, since every replay would
 have to wait for another one.
@@ -25,7 +27,7 @@ from metrics.state import FenceWaits
 Placement = Literal["between replays", "inside capture"]
 
 HOST: Final = "host"
-STREAM_NAMES: Final = ("compute", "stage", "backup", "swap")
+STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load")
 
 
 class FenceError(InternalError):
@@ -53,13 +55,13 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "row_written": _spec("compute", "backup", "backup reads the plan, the new row and index key of every layer"),
     "backed_up": _spec("backup", "compute", "a tail slot retires, so swap-in may read its host row; plans are reused"),
     "durable": _spec("backup", "host", "the durable length in reports: only completions that were observed"),
-    "preloaded": _spec("swap", "compute host", "decoding reads rows that were loaded from host pages"),
-    "index_loaded": _spec("swap", "compute host", "decoding reads index keys that were loaded from host pages"),
+    "preloaded": _spec("load", "compute host", "decoding reads rows that were loaded from host pages"),
+    "index_loaded": _spec("load", "compute host", "decoding reads index keys that were loaded from host pages"),
     "plan_ready": _spec("compute", "swap", "replay reads the miss plan of the group's anchor layer", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
-    "chunk_reclaimed": _spec("compute", "swap", "rows are loaded into chunks that launched steps still read"),
+    "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
-    "quiesced": _spec("compute stage backup swap", "host", "memory of a request that left goes to another owner"),
+    "quiesced": _spec("compute stage backup load", "host", "memory of a request that left goes to another owner"),
 }
 
 
@@ -96,19 +98,20 @@ class Stream(ABC):
 
 
 class Streams(ABC):
-    """The four streams of one executor. `waits` is what its fences cost, where that can be measured."""
+    """The streams of one executor. `waits` is what its fences cost, where that can be measured."""
 
     compute: Stream
     stage: Stream
     backup: Stream
     swap: Stream
+    load: Stream
 
     def __init__(self) -> None:
         self.waits = FenceWaits()
 
     @property
-    def all(self) -> tuple[Stream, Stream, Stream, Stream]:
-        return (self.compute, self.stage, self.backup, self.swap)
+    def all(self) -> tuple[Stream, ...]:
+        return (self.compute, self.stage, self.backup, self.swap, self.load)
 
     def adopt_thread(self) -> None:
         """Called first in each thread that launches, one thread after another."""

@@ -73,7 +73,8 @@ class InlineStreams(Streams):
         self.capturing: Capture | None = None
         self.captured: list[Callable[[], object]] = []
         self._captures = count(1)
-        self.compute, self.stage, self.backup, self.swap = (InlineStream(self, name) for name in STREAM_NAMES)
+        streams = (InlineStream(self, name) for name in STREAM_NAMES)
+        self.compute, self.stage, self.backup, self.swap, self.load = streams
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
         self.capturing = capture = Capture(next(self._captures))
