@@ -262,16 +262,8 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 # -- at the limits
 
 USUAL: Final = ("context", "batch", "rows", "context", "rows")
-KINDS: Final = (
-    *USUAL * 3,
-    "arena",
-    *USUAL * 3,
-    "tables",
-    *USUAL * 3,
-    "host",
-    "rows",
-    "rows",
-)  # takes gigabytes: one in 50
+LARGE: Final = ("arena", "tables", "host")  # memory beyond 32-bit offsets: gigabytes, so rarer
+KINDS: Final = tuple(kind for large in LARGE for kind in (*USUAL * 3, large))
 LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (8, 0, 4))
 LIMITS = st.fixed_dictionaries(
     {
@@ -283,7 +275,7 @@ LIMITS = st.fixed_dictionaries(
         "ids": st.sampled_from([np.int32, np.int64]),
         "rows": st.sampled_from(ROWS),
         "misses": st.sampled_from([0.02, 0.3, 1.0]),
-        "below": st.integers(3, 70),
+        "below": st.integers(2, 70),
     }
 )
 
@@ -317,14 +309,12 @@ def limit(label: str, kind: str, drawn: dict[str, Any]) -> Program:
     chunks = max(extent.chunks, used * held)
     index_pages = max(extent.index_pages, used * max_pages)
     shared = 512
-    host_used = shared + 2 * used  # the newest two pages of a context are its own
+    newest, host_used = shared + np.arange(2), shared + 2 * used  # the newest two pages of a context are its own
     seats = [
         Seat(
             extent.seats - 1 - n,
             (index_pages - (n + 1) * max_pages + order.permutation(max_pages)),
-            extent.host_pages
-            - host_used
-            + np.append(order.integers(0, shared, max_pages - 2), shared + 2 * n + np.arange(2)),
+            extent.host_pages - host_used + np.append(order.integers(0, shared, max_pages - 2), newest + 2 * n),
             (chunks - (n + 1) * held + order.permutation(held)),
         )
         for n in range(used)
