@@ -56,29 +56,34 @@ class RowFormat:
     def row_bytes(self) -> int:
         if self.kind == "fp8":
             return self.scaled + 4 * (self.scaled // self.group) + 2 * self.plain
-        return self.values * _plain_dtype(self.kind).itemsize
+        return self.values * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of values that are not scaled."""
+        return torch.float32 if self.kind == "float32" else torch.bfloat16
 
     def encode(self, values: Tensor) -> Tensor:
         """Bytes uint8[..., row_bytes] of floating values [..., scaled + plain]; NaN stays NaN."""
         if self.kind != "fp8":
-            return values.to(_plain_dtype(self.kind)).contiguous().view(torch.uint8)
+            return values.to(self.dtype).contiguous().view(torch.uint8)
         groups = values[..., : self.scaled].float().unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1, keepdim=True) / E4M3_MAX
         scales = scales.masked_fill(scales == 0, 1.0)
         # Rounding of the quotient may pass the largest value by a bit, and e4m3 has no infinity to saturate to.
         quantised = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-        plain = values[..., self.scaled :].to(torch.bfloat16)
+        plain = values[..., self.scaled :].to(self.dtype)
         parts = (quantised, scales.squeeze(-1), plain)
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., scaled + plain] of bytes uint8[..., row_bytes], contiguous."""
         if self.kind != "fp8":
-            return rows.view(_plain_dtype(self.kind)).to(dtype)
+            return rows.view(self.dtype).to(dtype)
         rope = self.row_bytes - 2 * self.plain
         quantised = rows[..., : self.scaled].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, self.group))
         scaled = quantised * rows[..., self.scaled : rope].view(torch.float32).unsqueeze(-1)
-        return torch.cat((scaled.flatten(-2).to(dtype), rows[..., rope:].view(torch.bfloat16).to(dtype)), dim=-1)
+        return torch.cat((scaled.flatten(-2).to(dtype), rows[..., rope:].view(self.dtype).to(dtype)), dim=-1)
 
 
 def kv_row_format(kind: str, latent: int, rope: int) -> RowFormat:
@@ -114,10 +119,6 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor
     while len(matrix) < dim:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return (matrix / math.sqrt(dim)).to(device=device, dtype=dtype)
-
-
-def _plain_dtype(kind: str) -> torch.dtype:
-    return torch.float32 if kind == "float32" else torch.bfloat16
 
 
 def _of_bytes(row_bytes: int, formats: list[RowFormat]) -> RowFormat:

@@ -101,7 +101,7 @@ def e4m3(code: int) -> float:
 def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str) -> None:
     """Gathered, as on a GPU, and expanded; a near-tie in the indexer may fall the other way in fp8."""
     expanded = runner_of(checkpoint, kv_dtype)
-    gathered = TransformersRunner(expanded._model, expanded.info, expanded.geometry, gathered_prefill=True)
+    gathered = TransformersRunner(expanded._layers.model, expanded.info, expanded.geometry, gathered_prefill=True)
     (theirs, _), (ours, _) = run(expanded, 0), run(gathered, 0)
     rows = [slab_rows(rig) for rig in (theirs, ours)]
     near = (rows[0] - rows[1]).abs().amax(-1) < (1e-4 if kv_dtype == "float32" else 0.5)
@@ -111,7 +111,7 @@ def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str) -> None:
 def slab_rows(rig: Rig) -> Tensor:
     """float32[layers, 300, 80] of the prompt."""
     rows = [read_slab_rows(rig.state, layer, 0, 300) for layer in range(rig.runner.geometry.layers)]
-    return rig.runner._rows.decode(torch.stack(rows))  # type: ignore[attr-defined]
+    return rig.runner._layers.rows.decode(torch.stack(rows))  # type: ignore[attr-defined]
 
 
 def test_what_does_not_fit_is_refused_at_start() -> None:

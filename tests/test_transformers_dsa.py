@@ -20,7 +20,7 @@ from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from tests.runner_rig import Rig
-from worker.runners import transformers_dsa
+from worker.runners import layers, transformers_dsa
 from worker.runners.checkpoint import geometry_of
 from worker.runners.invariance import rows_apart
 from worker.runners.sampling import sample
@@ -160,7 +160,7 @@ def test_prefill_rows_are_the_librarys(checkpoints: dict[str, Path], family: str
     runner, prompt = runner_of(checkpoints[family]), prompt_of(1_300)
     rig = Rig(runner, seats=1, context_tokens=len(prompt))
     _, logits = rig.open(0, prompt, hot_slots=0)
-    model = runner._model
+    model = runner._layers.model
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[0, 0]
@@ -282,8 +282,8 @@ def test_sampled_tokens_are_those_of_seed_and_position(checkpoints: dict[str, Pa
 def test_rows_that_are_not_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths that leave rows in the scalar tail of a vector loop: without surplus rows, a row's place shows."""
     model, runner = odd_model("glm-5", 32)
-    assert transformers_dsa._row_multiple(model.config) == 16
-    monkeypatch.setattr(transformers_dsa, "_row_multiple", lambda config: 1)
+    assert layers.row_multiple(model.config) == 16
+    monkeypatch.setattr(layers, "row_multiple", lambda config: 1)
     with pytest.raises(ConfigError, match=r"worker\.deterministic"):
         TransformersRunner(model, runner.info, runner.geometry, deterministic_rows=BATCH_ROWS)
 

@@ -22,6 +22,7 @@ from kernels.row_format import RowFormat
 from kernels.rows import read_index_keys, read_slab_rows
 from kernels.state import DeviceState
 from worker.runners import attention as mla
+from worker.runners.layers import Layer
 
 
 class PromptAttention(Protocol):
@@ -36,14 +37,12 @@ class PromptAttention(Protocol):
     def attend(
         self,
         state: DeviceState,
-        number: int,
-        attention: mla.Module,
-        absorbed: mla.Absorbed,
+        layer: Layer,
         seat: int,
         projected: mla.Projected,
         selection: Tensor,
     ) -> Tensor:
-        """Attention output [1, S, H * v] of a chunk in layer `number`, whose rows are written."""
+        """Attention output [1, S, H * v] of a chunk in `layer`, whose rows are written."""
         ...
 
 
@@ -63,15 +62,13 @@ class Expanded:
     def attend(
         self,
         state: DeviceState,
-        number: int,
-        attention: mla.Module,
-        absorbed: mla.Absorbed,
+        layer: Layer,
         seat: int,
         projected: mla.Projected,
         selection: Tensor,
     ) -> Tensor:
-        rows = self._rows.decode(read_slab_rows(state, number, seat, selection.shape[1]), self._dtype)
-        return mla.attend_prompt(attention, projected, rows, selection)
+        rows = self._rows.decode(read_slab_rows(state, layer.number, seat, selection.shape[1]), self._dtype)
+        return mla.attend_prompt(layer.attention, projected, rows, selection)
 
 
 class Gathered:
@@ -93,17 +90,15 @@ class Gathered:
     def attend(
         self,
         state: DeviceState,
-        number: int,
-        attention: mla.Module,
-        absorbed: mla.Absorbed,
+        layer: Layer,
         seat: int,
         projected: mla.Projected,
         selection: Tensor,
     ) -> Tensor:
-        queries = mla.absorb_queries(absorbed, projected)
-        latents = queries.new_empty(*queries.shape[:2], absorbed.value.shape[1])
-        attend_rows(state, number, queries, selection, attention.scaling, latents)
-        return mla.expand_values(absorbed, latents).unsqueeze(0)
+        queries = mla.absorb_queries(layer.absorbed, projected)
+        latents = queries.new_empty(*queries.shape[:2], layer.absorbed.value.shape[1])
+        attend_rows(state, layer.number, queries, selection, layer.attention.scaling, latents)
+        return mla.expand_values(layer.absorbed, latents).unsqueeze(0)
 
 
 def _slab_places(state: DeviceState, seat: int, positions: Tensor) -> Tensor:

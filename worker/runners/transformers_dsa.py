@@ -1,8 +1,7 @@
 """DeepSeek-V3.2 and GLM-5 from the transformers library, with the KV cache behind swap-in.
 
-Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
-by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (attention.py).
-Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one.
+Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one. What a layer
+computes is in layers.py; this is where it meets the KV cache.
 
 Per layer, a decode step is two operations on `compute`: *project* (norm, projections, write row and index key, and on
 an anchor layer index_topk and swap_in) and *attend* (attention over rows, output projection, MLP). Layers that share an
@@ -10,30 +9,18 @@ anchor's selection get their misses copied on `swap` while earlier layers comput
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _Scratch; in a graph, the library's intermediates lie in its pool.
 
-Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dtype), by default the model's own. Index
-keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for rounding,
-and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16, does not.
-
-Deterministic mode promises that a row's result does not depend on its neighbours nor on its place in a batch of a fixed
-size. Measured on AVX-512 with one thread, fp32: `F.linear` and `bmm` over heads keep rows apart at every size tried;
-`W @ X.T` does not (5 to 7 rows take another kernel); a loop of `mv` does and is twice as slow; silu and sigmoid differ
-in the last bit between the vectorised body and the scalar tail of a flat tensor. So rows are batched, and rows of
-zeros are added to the MLP's input until no row lies in a tail. Other processors, GPUs too, are not taken on trust: the
-check of invariance.py runs at start and refuses deterministic mode when rows are not apart.
+Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dtype), by default the model's own.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,30 +29,20 @@ from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from kernels.attention import attend_rows, prepare_attention
 from kernels.index_topk import index_topk, prepare_index
-from kernels.layout import Geometry, pages_for
+from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
-from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from worker.runners import attention as mla
 from worker.runners.base import SamplerState, StepOutputs
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
-from worker.runners.experts import experts_for, mixture
-from worker.runners.invariance import require_rows_apart
+from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
 
 if TYPE_CHECKING:
     from worker.streams import Fence, Streams
-
-#: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
-INDEX_ROPE: Final = {
-    "deepseek_v32": "apply_rotary_pos_emb",
-    "glm_moe_dsa": "apply_rotary_pos_emb_interleave",
-}
-#: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
-VECTOR_FLOATS: Final = 32
 
 #: Called with group, batch and its top-k int32[B, k], which it may overwrite, before swap_in reads it.
 AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
@@ -73,36 +50,17 @@ AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    number: int
-    group: int
-    module: mla.Module
-    absorbed: mla.Absorbed
-    anchor: bool  # runs its own indexer
-    followers: tuple[int, ...]  # of an anchor: the layers that share its selection
-
-    @property
-    def attention(self) -> mla.Module:
-        return self.module.self_attn
-
-
 @dataclass(eq=False)
 class _Scratch:
     """What flows from one operation of a decode step to the next, for one batch size."""
 
     hidden: Tensor  # [B, 1, hidden]
-    cos: Tensor  # [B, 1, d]
-    sin: Tensor
+    angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
     latents: Tensor  # [B, H, r]
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     plan: MissPlan  # one serves all groups: compute waits for every replay of a group before the next swap_in
-
-    @property
-    def angles(self) -> tuple[Tensor, Tensor]:
-        return self.cos, self.sin
 
 
 class TransformersRunner:
@@ -127,27 +85,15 @@ class TransformersRunner:
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
         self.after_index_topk = after_index_topk
-        self._model = model
-        config, device = model.config, model.device
-        self._rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
-        self._keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
-        scaled = self._keys.kind == "fp8"
-        self._rotation = hadamard(config.index_head_dim, self.dtype, device) if scaled else None
-        self._index_dtype = self.dtype if scaled else DTYPES[self._keys.kind]  # index_topk wants queries as keys are
-        library = sys.modules[type(model).__module__]
-        self._rope: mla.Rope = library.apply_rotary_pos_emb_interleave
-        self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
-        self._layers = [self._layer(number) for number in range(geometry.layers)]
+        self._layers = layers = Layers(model, geometry, deterministic=deterministic_rows > 0)
+        gathered = layers.device.type == "cuda" if gathered_prefill is None else gathered_prefill
+        self._prompt: PromptAttention = (
+            Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
+        )
         self._scratch: dict[int, _Scratch] = {}
         self._prepared: DeviceState | None = None
-        self._decode_experts, self._prompt_experts = experts_for(device, self.dtype)
-        gathered = device.type == "cuda" if gathered_prefill is None else gathered_prefill
-        self._prompt: PromptAttention = (
-            Gathered(geometry.topk) if gathered else Expanded(self._rows, self._keys, self.dtype, geometry.topk)
-        )
-        self._row_multiple = _row_multiple(config) if deterministic_rows and device.type == "cpu" else 1
         if deterministic_rows:
-            self._require_rows_apart(deterministic_rows)
+            layers.require_rows_apart(deterministic_rows)
 
     @classmethod
     def load(
@@ -214,30 +160,26 @@ class TransformersRunner:
         start: int,
         outputs: StepOutputs | None,
     ) -> None:
-        hidden = self._model.model.embed_tokens(tokens[None])
-        positions = torch.arange(start, start + len(tokens), device=tokens.device)[None]
-        cos, sin = self._model.model.rotary_emb(hidden, positions)
+        layers, positions = self._layers, torch.arange(start, start + len(tokens), device=tokens.device)
+        hidden, angles = layers.embed(tokens[None], positions[None])
         selection = torch.empty(0)
-        for layer in self._layers:
-            normed = layer.module.input_layernorm(hidden)
-            projected = mla.project(layer.attention, self._rope, normed, cos, sin)
-            write_slab_rows(state, layer.number, seat, start, self._rows.encode(projected.rows[0]))
+        for layer in layers:
+            normed, projected = layers.project(layer, hidden, angles)
+            write_slab_rows(state, layer.number, seat, start, layers.rows.encode(projected.rows[0]))
             if layer.anchor:
-                index = self._project_index(layer, normed, projected, cos, sin)
-                write_prompt_index_keys(state, layer.group, seat, start, self._keys.encode(index.keys[0]))
+                index = layers.project_index(layer, normed, projected, angles)
+                write_prompt_index_keys(state, layer.group, seat, start, layers.keys.encode(index.keys[0]))
                 scale = layer.attention.indexer.softmax_scale
                 selection = self._prompt.select(state, layer.group, seat, start, index, scale)
-            attended = self._prompt.attend(
-                state, layer.number, layer.attention, layer.absorbed, seat, projected, selection
-            )
-            hidden = self._finish_layer(layer, hidden, attended, self._prompt_experts)
+            attended = self._prompt.attend(state, layer, seat, projected, selection)
+            hidden = layers.finish(layer, hidden, attended, layers.prompt_experts)
         if outputs is not None:
             self._first_token(sampler, seat, start + len(tokens), hidden, outputs)
 
     def _first_token(
         self, sampler: SamplerState, seat: int, position: int, hidden: Tensor, outputs: StepOutputs
     ) -> None:
-        logits, own = self._logits(hidden[:, -1:]), slice(seat, seat + 1)
+        logits, own = self._layers.logits(hidden[:, -1:]), slice(seat, seat + 1)
         positions = torch.full((1,), position, device=hidden.device)
         token = sample(logits, sampler.temperature[own], sampler.top_p[own], sampler.seed[own], positions)
         outputs.tokens[:1] = token
@@ -249,23 +191,23 @@ class TransformersRunner:
     def _embed(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch) -> None:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
         tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~real_rows(batch), 0)
-        scratch.hidden = self._model.model.embed_tokens(tokens.long().unsqueeze(1))
-        positions = (batch.lengths.long() - 1).clamp(min=0).unsqueeze(1)
-        scratch.cos, scratch.sin = self._model.model.rotary_emb(scratch.hidden, positions)
+        positions = (batch.lengths.long() - 1).clamp(min=0)
+        scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
 
     @torch.inference_mode()
-    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: _Layer) -> None:
-        normed = layer.module.input_layernorm(scratch.hidden)
-        projected = mla.project(layer.attention, self._rope, normed, scratch.cos, scratch.sin)
+    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
+        layers = self._layers
+        normed, projected = layers.project(layer, scratch.hidden, scratch.angles)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
-        write_new_rows(state, layer.number, batch, self._rows.encode(projected.rows.squeeze(1)))
+        write_new_rows(state, layer.number, batch, layers.rows.encode(projected.rows.squeeze(1)))
         if layer.anchor:
-            self._select(scratch, state, batch, layer, self._project_index(layer, normed, projected, *scratch.angles))
+            index = layers.project_index(layer, normed, projected, scratch.angles)
+            self._select(scratch, state, batch, layer, index)
 
     def _select(
-        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: _Layer, index: mla.IndexProjected
+        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
     ) -> None:
-        write_index_keys(state, layer.group, batch, self._keys.encode(index.keys.squeeze(1)))
+        write_index_keys(state, layer.group, batch, self._layers.keys.encode(index.keys.squeeze(1)))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
         index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
         if self.after_index_topk is not None:
@@ -273,15 +215,15 @@ class TransformersRunner:
         swap_in(state, layer.group, scratch.topk, batch, scratch.out_rows, scratch.plan)
 
     @torch.inference_mode()
-    def _attend(self, scratch: _Scratch, state: DeviceState, layer: _Layer) -> None:
+    def _attend(self, scratch: _Scratch, state: DeviceState, layer: Layer) -> None:
         scaling = layer.attention.scaling
         attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
-        attended = mla.expand_values(layer.absorbed, scratch.latents)
-        scratch.hidden = self._finish_layer(layer, scratch.hidden, attended.unsqueeze(1), self._decode_experts)
+        attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
+        scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, self._layers.decode_experts)
 
     @torch.inference_mode()
     def _sample(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
-        logits = self._logits(scratch.hidden)
+        logits = self._layers.logits(scratch.hidden)
         real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
         tokens = sample(
             logits,
@@ -295,67 +237,25 @@ class TransformersRunner:
         if outputs.logits is not None:
             outputs.logits.copy_(logits)
 
-    # ---------------------------------------------------------------- parts of operations
-
-    def _project_index(
-        self, layer: _Layer, normed: Tensor, projected: mla.Projected, cos: Tensor, sin: Tensor
-    ) -> mla.IndexProjected:
-        """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
-        indexer = layer.attention.indexer
-        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, cos, sin, self._rotation)
-        return replace(index, queries=index.queries.to(self._index_dtype))
-
-    def _finish_layer(self, layer: _Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
-        """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
-        hidden = hidden + layer.attention.o_proj(attended)
-        return hidden + self._mlp(layer.module.mlp, layer.module.post_attention_layernorm(hidden), experts)
-
-    def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str) -> Tensor:
-        rows = len(hidden)
-        surplus = -rows % self._row_multiple if experts == self._decode_experts else 0
-        if surplus:
-            hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
-        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else mlp(hidden)
-        return output[:rows]
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """float32[B, vocab] of hidden states [B, 1, hidden]."""
-        logits: Tensor = self._model.lm_head(self._model.model.norm(hidden))
-        return logits.squeeze(1).float()
-
     # ---------------------------------------------------------------- set-up
-
-    def _layer(self, number: int) -> _Layer:
-        group = self.geometry.group_of_layer[number]
-        members = self.geometry.layers_of_group(group)
-        module = self._model.model.layers[number]
-        return _Layer(
-            number=number,
-            group=group,
-            module=module,
-            absorbed=mla.Absorbed.of(module.self_attn),
-            anchor=members[0] == number,
-            followers=members[1:] if members[0] == number else (),
-        )
 
     def _prepare(self, state: DeviceState) -> None:
         if self._prepared is state:
             return
-        config = self._model.config
-        prepare_attention(state, config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim, self.dtype)
-        prepare_index(state, config.index_n_heads, config.index_head_dim, self._index_dtype)
-        prepare_prompt(state, config.index_n_heads, config.index_head_dim, self._index_dtype)
+        config, rows, dtype = self._layers.model.config, self._layers.rows, self._layers.index_dtype
+        prepare_attention(state, config.num_attention_heads, rows.scaled, rows.plain, self.dtype)
+        prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
+        prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
         self._prepared = state
 
     def _scratch_for(self, rows: int) -> _Scratch:
         if rows not in self._scratch:
-            topk, config, device = self.geometry.topk, self._model.config, self._model.device
+            topk, device = self.geometry.topk, self._layers.device
             empty = torch.empty(0, device=device)
-            shape = (rows, config.num_attention_heads, config.kv_lora_rank)
+            shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
             self._scratch[rows] = _Scratch(
                 hidden=empty,
-                cos=empty,
-                sin=empty,
+                angles=(empty, empty),
                 queries=empty,
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
@@ -363,45 +263,6 @@ class TransformersRunner:
                 plan=MissPlan.allocate(rows, topk, device),
             )
         return self._scratch[rows]
-
-    @torch.inference_mode()
-    def _require_rows_apart(self, rows: int) -> None:
-        """Check one layer of each kind. Raises ConfigError."""
-        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
-        random_rows = partial(
-            torch.randn, rows, 1, self._model.config.hidden_size, dtype=self.dtype, device=self._model.device
-        )
-        state = self._state_of_rows(rows)
-        for layer in kinds.values():
-            require_rows_apart(partial(self._dense, layer, state), random_rows)
-
-    def _dense(self, layer: _Layer, state: DeviceState, hidden: Tensor) -> Tensor:
-        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
-        rows = len(hidden)
-        positions = torch.ones(rows, 1, dtype=torch.long, device=hidden.device)
-        cos, sin = self._model.model.rotary_emb(hidden, positions)
-        normed = layer.module.input_layernorm(hidden)
-        projected = mla.project(layer.attention, self._rope, normed, cos, sin)
-        queries = mla.absorb_queries(layer.absorbed, projected)
-        state.rows[0, :rows] = self._rows.encode(projected.rows.squeeze(1))
-        own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
-        latents = self._scratch_for(rows).latents
-        attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
-        attended = mla.expand_values(layer.absorbed, latents)
-        finished = self._finish_layer(layer, hidden, attended.unsqueeze(1), self._decode_experts)
-        parts = [projected.rows, queries, finished, self._logits(finished)]
-        if layer.anchor:
-            index = self._project_index(layer, normed, projected, cos, sin)
-            parts += [index.queries, self._keys.decode(self._keys.encode(index.keys)), index.weights]
-        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
-
-    def _state_of_rows(self, rows: int) -> DeviceState:
-        """A state of one layer that holds one KV row for each row of a batch."""
-        geometry = Geometry(1, self.geometry.row_bytes, (0,), self.geometry.index_row_bytes, self.geometry.topk)
-        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
-        host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
-        device = self._model.device
-        return DeviceState.allocate(geometry, chunks=pages_for(rows), host=host, device=device, **one)
 
 
 def load_runner(settings: WorkerSettings) -> TransformersRunner:
@@ -433,13 +294,6 @@ def _keep_drawn(last_token: Tensor, seats: Tensor, tokens: Tensor, real: Tensor)
     owned = (numbers.unsqueeze(1) == seats) & real
     drawn = torch.where(owned, tokens, 0).sum(1, dtype=torch.int32)
     last_token.copy_(torch.where(owned.any(1), drawn, last_token))
-
-
-def _row_multiple(config: Any) -> int:
-    """Rows whose flat activations fill whole vectors, so that no row lies in a tail (see the top of this file)."""
-    shared = config.moe_intermediate_size * config.n_shared_experts
-    widths = gcd(config.intermediate_size, shared, config.n_routed_experts)
-    return VECTOR_FLOATS // gcd(VECTOR_FLOATS, widths)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

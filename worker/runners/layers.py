@@ -1,0 +1,182 @@
+"""The library's model, layer by layer, as functions of tensors: nothing here knows of caches, seats or streams.
+
+Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
+by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (attention.py).
+
+Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
+rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,
+does not.
+
+Deterministic mode promises that a row's result does not depend on its neighbours nor on its place in a batch of a fixed
+size. Measured on AVX-512 with one thread, fp32: `F.linear` and `bmm` over heads keep rows apart at every size tried;
+`W @ X.T` does not (5 to 7 rows take another kernel); a loop of `mv` does and is twice as slow; silu and sigmoid differ
+in the last bit between the vectorised body and the scalar tail of a flat tensor. So rows are batched, and rows of
+zeros are added to the MLP's input until no row lies in a tail. Other processors, GPUs too, are not taken on trust: the
+check of invariance.py runs at start and refuses deterministic mode when rows are not apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.attention import attend_rows
+from kernels.layout import Geometry, pages_for
+from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
+from kernels.state import DeviceState
+from worker.runners import attention as mla
+from worker.runners.experts import experts_for, mixture
+from worker.runners.invariance import require_rows_apart
+
+#: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
+INDEX_ROPE: Final = {
+    "deepseek_v32": "apply_rotary_pos_emb",
+    "glm_moe_dsa": "apply_rotary_pos_emb_interleave",
+}
+#: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
+VECTOR_FLOATS: Final = 32
+
+Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
+
+
+@dataclass(frozen=True)
+class Layer:
+    number: int
+    group: int
+    module: mla.Module
+    absorbed: mla.Absorbed
+    anchor: bool  # runs its own indexer
+    followers: tuple[int, ...]  # of an anchor: the layers that share its selection
+
+    @property
+    def attention(self) -> mla.Module:
+        return self.module.self_attn
+
+
+class Layers:
+    """The layers of `model` in order, and what comes before and after them. N x S tokens; decode has S = 1."""
+
+    def __init__(self, model: Any, geometry: Geometry, *, deterministic: bool) -> None:
+        """`deterministic`: rows of a decode batch are padded so that they are kept apart."""
+        self.model = model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        config = model.config
+        self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
+        self.keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
+        scaled = self.keys.kind == "fp8"
+        self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if scaled else None
+        self.index_dtype = self.dtype if scaled else self.keys.dtype  # index_topk wants queries as keys are
+        library = sys.modules[type(model).__module__]
+        self._rope: mla.Rope = library.apply_rotary_pos_emb_interleave
+        self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
+        self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
+        self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
+        self._geometry = geometry
+        self._layers = [self._layer(number) for number in range(geometry.layers)]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._layers)
+
+    def __getitem__(self, number: int) -> Layer:
+        return self._layers[number]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
+        """Hidden states [N, S, hidden] of token ids int64[N, S], and the angles of their positions int64[N, S]."""
+        hidden: Tensor = self.model.model.embed_tokens(tokens)
+        angles: Angles = self.model.model.rotary_emb(hidden, positions)
+        return hidden, angles
+
+    def project(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, mla.Projected]:
+        """Normed hidden states, and the attention's projections of them."""
+        normed: Tensor = layer.module.input_layernorm(hidden)
+        return normed, mla.project(layer.attention, self._rope, normed, *angles)
+
+    def project_index(
+        self, layer: Layer, normed: Tensor, projected: mla.Projected, angles: Angles
+    ) -> mla.IndexProjected:
+        """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
+        indexer = layer.attention.indexer
+        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, *angles, self._rotation)
+        return replace(index, queries=index.queries.to(self.index_dtype))
+
+    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
+        """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
+        hidden = hidden + layer.attention.o_proj(attended)
+        return hidden + self._mlp(layer.module.mlp, layer.module.post_attention_layernorm(hidden), experts)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32[B, vocab] of hidden states [B, 1, hidden]."""
+        logits: Tensor = self.model.lm_head(self.model.model.norm(hidden))
+        return logits.squeeze(1).float()
+
+    @torch.inference_mode()
+    def require_rows_apart(self, rows: int) -> None:
+        """Check one layer of each kind with batches of `rows`. Raises ConfigError."""
+        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
+        hidden = self.model.config.hidden_size
+        random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
+        state = self._state_of_rows(rows)
+        for layer in kinds.values():
+            require_rows_apart(partial(self._dense, layer, state), random_rows)
+
+    def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str) -> Tensor:
+        rows = len(hidden)
+        surplus = -rows % self._row_multiple if experts == self.decode_experts else 0
+        if surplus:
+            hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
+        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else mlp(hidden)
+        return output[:rows]
+
+    def _layer(self, number: int) -> Layer:
+        group = self._geometry.group_of_layer[number]
+        members = self._geometry.layers_of_group(group)
+        module = self.model.model.layers[number]
+        return Layer(
+            number=number,
+            group=group,
+            module=module,
+            absorbed=mla.Absorbed.of(module.self_attn),
+            anchor=members[0] == number,
+            followers=members[1:] if members[0] == number else (),
+        )
+
+    def _dense(self, layer: Layer, state: DeviceState, hidden: Tensor) -> Tensor:
+        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
+        rows = len(hidden)
+        angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
+        normed, projected = self.project(layer, hidden, angles)
+        queries = mla.absorb_queries(layer.absorbed, projected)
+        state.rows[0, :rows] = self.rows.encode(projected.rows.squeeze(1))
+        own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
+        latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
+        attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
+        attended = mla.expand_values(layer.absorbed, latents)
+        finished = self.finish(layer, hidden, attended.unsqueeze(1), self.decode_experts)
+        parts = [projected.rows, queries, finished, self.logits(finished)]
+        if layer.anchor:
+            index = self.project_index(layer, normed, projected, angles)
+            parts += [index.queries, self.keys.decode(self.keys.encode(index.keys)), index.weights]
+        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
+
+    def _state_of_rows(self, rows: int) -> DeviceState:
+        """A state of one layer that holds one KV row for each row of a batch."""
+        geometry = Geometry(1, self._geometry.row_bytes, (0,), self._geometry.index_row_bytes, self._geometry.topk)
+        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
+        host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
+        return DeviceState.allocate(geometry, chunks=pages_for(rows), host=host, device=self.device, **one)
+
+
+def row_multiple(config: Any) -> int:
+    """Rows whose flat activations fill whole vectors, so that no row lies in a tail (see the top of this file)."""
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    widths = gcd(config.intermediate_size, shared, config.n_routed_experts)
+    return VECTOR_FLOATS // gcd(VECTOR_FLOATS, widths)
