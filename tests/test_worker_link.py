@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.config import CoordinatorSettings
 from coordinator.errors import ConfigError, HiSparseError, ProtocolError
 from coordinator.events import WorkerPort
-from coordinator.journal import NoJournal
+from coordinator.journal import Journal, NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from coordinator.sockets import RouterSocket
 from coordinator.token_log import TokenLog
@@ -45,6 +45,12 @@ class FakeLinkScheduler:
         self.break_on_event = False
         self.hesitate = trio.Event()
         self.hesitate.set()
+
+    async def worker_back(self, hello: messages.WorkerHello) -> None:
+        if self.refuse_with is not None:
+            error, self.refuse_with = self.refuse_with, None
+            raise error
+        self.told.append(("back", hello.worker, hello.epoch))
 
     async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
         await self.hesitate.wait()
@@ -80,7 +86,12 @@ class FakeLinkScheduler:
 
 class Rig:
     def __init__(
-        self, directory: Path, *, settings: CoordinatorSettings = SETTINGS, queue_messages: int = 1000
+        self,
+        directory: Path,
+        *,
+        settings: CoordinatorSettings = SETTINGS,
+        queue_messages: int = 1000,
+        journal: Callable[[TokenLog], Journal] | None = None,
     ) -> None:
         self.socket = RouterSocket(
             f"ipc://{directory}/run/worker.sock",
@@ -89,7 +100,8 @@ class Rig:
             queue_messages=queue_messages,
         )
         self.scheduler = FakeLinkScheduler()
-        self.log = TokenLog(slots=8, arena_tokens=1 << 16)
+        self.log = TokenLog(slots=8, arena_tokens=1 << 16, journalled=journal is not None)
+        self.journal = journal(self.log) if journal else NoJournal(self._wake)
         self.tokenizers = TokenizerStore()
         self.counters = CoordinatorCounters()
         self.wakes = 0
@@ -101,7 +113,7 @@ class Rig:
             settings,
             socket=self.socket,
             incarnation=INCARNATION,
-            journal=NoJournal(self._wake),
+            journal=self.journal,
         )
 
     def _wake(self) -> None:
