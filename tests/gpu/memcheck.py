@@ -6,9 +6,10 @@ duplicates, padding, resident requests, victims beyond the age bins, both direct
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from tests.gpu import run_cases
+from tests.gpu import lives, run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.twin import Twin
 
@@ -54,17 +55,21 @@ def indexes() -> None:
     crowded.run()
 
 
-def scripts(worlds: int) -> None:
-    """Drawn lives of requests: every verb on rows and seats, rows of one plane and of two."""
-    for program in run_cases.draw(1, run_cases.Part("small", 0))[:worlds]:
-        run_cases.record(program, "cuda")
+def scripts() -> None:
+    """Every verb on rows and seats, in rows of one plane and of two."""
+    shape = {"groups": (0, 0, 1), "topk": 31, "tail_slots": 3, "ranks": 2, "ids": np.int64}
+    seats = [(300, 3, 64, True), (100, 0, 0, False), (200, 1, 99, False)]
+    stories = (("step", "resize", "copy"), ("prompt", "clear", "reopen"), ("age", "copy", "resize"))
+    cases = [{"seed": number, "seats": seats, "actions": story} for number, story in enumerate(stories)]
+    for rows in ((24, 0, 132), (26, 13, 7)):
+        run_cases.record(lives.small("memcheck", {**shape, "rows": rows}, cases), "cuda")
 
 
 if __name__ == "__main__":
     for ranks in (1, 2, 16):
         lives(ranks, ranks)
     copies()
-    scripts(6)
+    scripts()
     indexes()
     torch.cuda.synchronize()
     print("done")
