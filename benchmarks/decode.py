@@ -1,0 +1,358 @@
+"""Tokens per second within one KV budget: everything resident against hot buffers. `python -m benchmarks.decode`.
+
+The attention, indexer and projections of DeepSeek-V3.2 at their real dimensions with random weights, dense MLPs, as
+many layers as --layers says; the real executor with its streams, fences and graphs. Contexts are not prefilled: their
+host pages hold encoded random rows, and every request is admitted as a resumed one, which loads index keys (and rows,
+when resident) from there. Random weights select without locality, so the indexer runs for real and a generator then
+replaces its output: a window over a permutation of the context that moves by (1 - overlap) * k tokens per step, another
+per request and layer.
+
+The budget is what RESIDENT_AT_32K resident requests of 32k tokens need. Whatever a request holds on the device counts:
+rows, index keys, slot tables. Concurrencies are powers of two and the most that fit, for either mode.
+
+    resident   every row on the device; misses cannot happen, backup to host memory goes on
+    hisparse   hot buffers of --hot-slots
+    uncopied   the same, with misses resolved and evicted but not copied: what the copies cost is the difference
+    plain      resident, without opening rows, swap-in or backup: the same model with a page table (concurrency 1)
+
+Times are between the tokens of one step and the next, as the executor reads them, STEPS after WARM_UP. Cells already in
+--out are kept; what is missing when --budget-seconds are over is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.swap_in import machine
+from coordinator.arrays import pack_int32
+from coordinator.config import WorkerSettings
+from coordinator.messages import Admit, Event, Sampling, WorkerCapacity
+from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.row_format import index_key_format_of, kv_row_format_of
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from worker.executor import Executor
+from worker.runners import transformers_dsa
+from worker.runners.synthetic import synthetic_config, synthetic_runner
+from worker.runners.text import make_tokenizer
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.sizing import Sizing
+from worker.streams import Fence, make_streams
+from worker.swap import Swap
+
+RESIDENT_AT_32K: Final = 16
+CONTEXTS: Final = (32_768, 131_072, 8_192)
+OVERLAPS: Final = (0.99, 0.95, 0.90, 0.80)
+WARM_UP: Final = 6
+STEPS: Final = 40
+LOOKAHEAD: Final = 1
+TAIL_SLOTS: Final = 8
+SAMPLE_PAGES: Final = 64  # encoded once, repeated over the pool
+TOKENS_AHEAD: Final = WARM_UP + STEPS + 2 * LOOKAHEAD + 2
+TURNS_MAX: Final = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    context: int
+    mode: str
+    concurrency: int
+    overlap: float  # of the selections of successive steps; meaningless while everything is resident
+
+
+class Selections:
+    """Stands in for the indexer's output, inside the graph: k places of a permutation, `fresh` further each step."""
+
+    def __init__(self, groups: int, rows: int, context: int, k: int, overlap: float) -> None:
+        draw = torch.rand(groups, rows, context, device="cuda")
+        self.order = draw.argsort(-1).int()
+        self.fresh = round((1 - overlap) * k)
+        self.places = torch.arange(k, device="cuda")
+
+    def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
+        if group == 0:
+            self.places.add_(self.fresh).remainder_(self.order.shape[-1])
+        topk.copy_(self.order[group, : len(topk)].index_select(1, self.places))
+
+
+class Clock:
+    """The executor's reports: when each step's tokens were read, and how many ended in a fault."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.events: list[Event] = []
+
+    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+        if slot == 0:
+            self.steps.append(time.perf_counter())
+
+    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+        """Durable lengths have no reader here."""
+
+    def add_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def bytes_of(geometry: Geometry, context: int, hot_slots: int) -> int:
+    """Device bytes of one request: rows, slot tables and index keys of `context` tokens and those it will generate."""
+    pages = pages_for(context + TOKENS_AHEAD)
+    return chunks_of(context, hot_slots) * geometry.chunk_bytes + pages * geometry.index_page_bytes
+
+
+def chunks_of(context: int, hot_slots: int) -> int:
+    return managed_chunks(hot_slots) if hot_slots else pages_for(context + TOKENS_AHEAD)
+
+
+def sizing_of(geometry: Geometry, context: int, hot_slots: int, classes: int, concurrency: int, pages: int) -> Sizing:
+    """Exactly what `concurrency` requests need."""
+    each, chunks = pages_for(context + TOKENS_AHEAD), chunks_of(context, hot_slots)
+    capacity = WorkerCapacity(
+        seats=concurrency,
+        hot_chunks=concurrency * chunks,
+        index_pages=concurrency * each,
+        slab_pages=1,
+        host_pages=pages,
+        page_bytes=geometry.page_bytes,
+        hot_size_classes=(classes,),
+        tail_slots=TAIL_SLOTS,
+        overshoot_tokens=LOOKAHEAD,
+        pool_path="",
+    )
+    return Sizing(
+        capacity=capacity,
+        context_max_tokens=each * PAGE_TOKENS,
+        max_pages=each,
+        max_chunks=max(chunks, managed_chunks(classes)),
+        max_slab_pages=1,
+        bookkeeping_bytes=0,
+        device_bytes=concurrency * bytes_of(geometry, context, hot_slots),
+        longest_context_tokens=each * PAGE_TOKENS,
+    )
+
+
+def make_pool(geometry: Geometry, config: Any, gibibytes: int) -> Tensor:
+    """Pinned host pages uint8[pages, page_bytes] of encoded normal values. A power of two of GiB: torch rounds up."""
+    latent, rope, dim = config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
+    rows = kv_row_format_of(geometry.row_bytes, latent, rope)
+    keys = index_key_format_of(geometry.index_row_bytes, dim)
+    values = torch.randn(SAMPLE_PAGES, geometry.layers * PAGE_TOKENS, latent + rope, device="cuda")
+    index = torch.randn(SAMPLE_PAGES, geometry.groups * PAGE_TOKENS, dim, device="cuda")
+    sample = torch.cat([rows.encode(values).flatten(1), keys.encode(index).flatten(1)], 1)
+    assert sample.shape[1] == geometry.page_bytes
+    memory = torch.empty(gibibytes << 30, dtype=torch.uint8, pin_memory=True)
+    pages = len(memory) // geometry.page_bytes
+    pool = memory[: pages * geometry.page_bytes].view(pages, geometry.page_bytes)
+    for start in range(0, pages, SAMPLE_PAGES):
+        part = pool[start : start + SAMPLE_PAGES]
+        part.copy_(sample[: len(part)], non_blocking=True)
+    torch.cuda.synchronize()
+    return pool
+
+
+# ---------------------------------------------------------------- a model with a page table and nothing else
+
+
+def look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+    """What an engine without HiSparse does instead of swap_in: positions to rows through the page table."""
+    del group, plan
+    chunks = state.chunk_table[batch.seats.long()].gather(1, (topk // PAGE_TOKENS).long())
+    torch.add(chunks * PAGE_TOKENS, topk % PAGE_TOKENS, out=out_rows)
+
+
+def open_rows(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
+    """Where the new token's row and index key go, through the page tables."""
+    del plan
+    seats, positions = batch.seats.long(), batch.lengths.long() - 1
+    pages, offsets = (positions // PAGE_TOKENS).unsqueeze(1), positions % PAGE_TOKENS
+    batch.new_rows.copy_(state.chunk_table[seats].gather(1, pages).squeeze(1) * PAGE_TOKENS + offsets)
+    batch.new_index_rows.copy_(state.index_table[seats].gather(1, pages).squeeze(1) * PAGE_TOKENS + offsets)
+
+
+def keep_nothing(swap: Swap, plan: BackupPlan, rows: int) -> tuple[Fence, Fence]:
+    """Fences in the place of a backup."""
+    del plan, rows
+    return swap._streams.backup.record("backed_up"), swap._streams.backup.record("durable")
+
+
+@contextmanager
+def plain_model() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(transformers_dsa, "swap_in", look_up))
+        stack.enter_context(patch("worker.decode.begin_step", open_rows))
+        stack.enter_context(patch.object(Swap, "backup", keep_nothing))
+        yield
+
+
+# ---------------------------------------------------------------- one cell
+
+
+def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) -> dict[str, Any]:
+    """Decode WARM_UP and STEPS steps of all requests; what they took and found."""
+    from kernels.cuda.swap_in import without_copies
+
+    managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
+    geometry = runner.geometry
+    sizing = sizing_of(geometry, cell.context, managed, hot_slots, cell.concurrency, len(pool))
+    settings = WorkerSettings(
+        device="cuda",
+        seats=cell.concurrency,
+        tail_slots=TAIL_SLOTS,
+        lookahead_steps=LOOKAHEAD,
+        hot_size_classes=(hot_slots,),
+        deterministic=True,  # one graph, of this concurrency
+    )
+    runner.after_index_topk = Selections(geometry.groups, cell.concurrency, cell.context, geometry.topk, cell.overlap)
+    mode = {"uncopied": without_copies, "plain": plain_model}.get(cell.mode, nullcontext)
+    clock, streams = Clock(), make_streams("cuda")
+    with mode():
+        executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), clock)
+        admit_all(executor, cell, managed, sizing, runner.info.vocab_size)
+        turn_until(executor, clock, WARM_UP)
+        found = executor.state.hits.sum(), executor.state.misses.sum()
+        before = [int(count) for count in found]
+        turn_until(executor, clock, WARM_UP + STEPS)
+        hits, misses = (
+            int(x.sum()) - y for x, y in zip((executor.state.hits, executor.state.misses), before, strict=True)
+        )
+        tripped = executor.state.tripwires.tolist()
+    streams.close()
+    gaps = [b - a for a, b in zip(clock.steps[WARM_UP - 1 :], clock.steps[WARM_UP:], strict=False)][:STEPS]
+    if any(tripped) or any(type(event).__name__ == "Faulted" for event in clock.events):
+        raise SystemExit(f"{cell}: tripwires {tripped}, events {clock.events}")
+    gaps.sort()
+    return {
+        "tokens_per_s": cell.concurrency * len(gaps) / sum(gaps),
+        "step_ms": statistics.mean(gaps) * 1e3,
+        "itl_p50_ms": gaps[len(gaps) // 2] * 1e3,
+        "itl_p99_ms": gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)] * 1e3,
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "kv_bytes": sizing.device_bytes,
+    }
+
+
+def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vocab: int) -> None:
+    pages = torch.randperm(sizing.capacity.host_pages, dtype=torch.int32)[: cell.concurrency * sizing.max_pages]
+    for number in range(cell.concurrency):
+        executor.submit(
+            Admit(
+                admission=number + 1,
+                slot=number,
+                request_id=f"bench-{number}",
+                prompt=pack_int32([(number + 37 * token) % vocab for token in range(cell.context)]),
+                generated=pack_int32([number % vocab]),
+                durable_tokens=cell.context,
+                sampling=Sampling(max_tokens=TOKENS_AHEAD, ignore_eos=True),
+                host_pages=pages[number * sizing.max_pages : (number + 1) * sizing.max_pages].numpy().tobytes(),
+                index_pages=sizing.max_pages,
+                slab_pages=0,
+                hot_slots=hot_slots,
+                hot_chunks=chunks_of(cell.context, hot_slots),
+            )
+        )
+
+
+def turn_until(executor: Executor, clock: Clock, steps: int) -> None:
+    for _ in range(TURNS_MAX):
+        if len(clock.steps) >= steps:
+            return
+        executor.turn()
+    raise SystemExit(f"{len(clock.steps)} of {steps} steps after {TURNS_MAX} turns: {clock.events}")
+
+
+# ---------------------------------------------------------------- all cells
+
+
+def cells(
+    geometry: Geometry, hot_slots: int, budget: int, contexts: list[int], overlaps: list[float]
+) -> Iterator[Cell]:
+    """The most telling ones first."""
+    for context in contexts:
+        most = {
+            mode: budget // bytes_of(geometry, context, slots)
+            for mode, slots in (("resident", 0), ("hisparse", hot_slots))
+        }
+        yield Cell(context, "resident", most["resident"], overlaps[0])
+        for overlap in overlaps:
+            yield Cell(context, "hisparse", most["hisparse"], overlap)
+            yield Cell(context, "uncopied", most["hisparse"], overlap)
+        for mode in ("plain", "resident", "hisparse"):
+            yield Cell(context, mode, 1, overlaps[0])
+        for mode in ("resident", "hisparse"):
+            powers = (1 << power for power in range(1, most[mode].bit_length()))
+            yield from (Cell(context, mode, c, overlaps[0]) for c in powers if c < most[mode])
+
+
+def show(row: dict[str, Any]) -> str:
+    hit = "" if row["hit_rate"] is None else f"  hits {row['hit_rate']:.3f}"
+    return (
+        f"{row['context']:7} {row['mode']:9} x{row['concurrency']:<4} overlap {row['overlap']:.2f}  "
+        f"{row['tokens_per_s']:9.1f} tok/s  step {row['step_ms']:7.2f} ms  p99 {row['itl_p99_ms']:7.2f}{hit}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.json"))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-dtype", default="fp8")
+    parser.add_argument("--hot-slots", type=int, default=4096)
+    parser.add_argument("--pool-gib", type=int, default=16, help="host pool; a power of two")
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
+    parser.add_argument("--overlaps", type=float, nargs="*", default=list(OVERLAPS))
+    parser.add_argument("--budget-seconds", type=float, default=600)
+    options = parser.parse_args()
+    began = time.monotonic()
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    config = synthetic_config("deepseek-v3.2", options.layers)
+    runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
+    geometry = runner.geometry
+    pool = make_pool(geometry, config, options.pool_gib)
+    budget = RESIDENT_AT_32K * bytes_of(geometry, 32_768, 0)
+    setting = {
+        "layers": options.layers,
+        "kv_dtype": options.kv_dtype,
+        "row_bytes": geometry.row_bytes,
+        "index_row_bytes": geometry.index_row_bytes,
+        "hot_slots": options.hot_slots,
+        "kv_budget_bytes": budget,
+    }
+    command = " ".join(["python", "-m", "benchmarks.decode", *sys.argv[1:]])
+    result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}
+    print(f"set up in {time.monotonic() - began:.1f} s: {setting}", flush=True)
+    for cell in cells(geometry, options.hot_slots, budget, options.contexts, options.overlaps):
+        name = asdict(cell)
+        if any(name.items() <= row.items() for row in rows):
+            continue
+        if time.monotonic() - began > options.budget_seconds:
+            print("out of budget; run again with the same --out for the other cells")
+            break
+        if cell.concurrency * pages_for(cell.context + TOKENS_AHEAD) > len(pool):
+            print(f"{cell}: the host pool of {len(pool)} pages is too small")
+            continue
+        row = name | run(cell, runner, pool, options.hot_slots)
+        print(show(row), flush=True)
+        rows.append(row)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        gc.collect()  # graphs hold memory in cycles
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
