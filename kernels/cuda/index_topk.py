@@ -111,7 +111,7 @@ def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
     if held is None:
         device, seats = state.rows.device, state.seats
         held = _scratch[state] = Scratch(
-            scores=torch.empty(scores or state.index_keys.shape[1], dtype=torch.float32, device=device),
+            scores=torch.zeros(scores or state.index_keys.shape[1], dtype=torch.float32, device=device),
             histogram=torch.zeros(seats, BINS, dtype=torch.int32, device=device),
             edges=torch.empty(seats, EDGES_MAX, dtype=torch.int64, device=device),
             sure=torch.empty(seats, TOPK_MAX, dtype=torch.int32, device=device),
