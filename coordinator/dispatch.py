@@ -164,8 +164,8 @@ class Dispatch:
             return NOTHING
         steps: list[Step] = []
         tells: list[Tell] = []
-        for entry in self.roster.suspects.died(key):
-            if self.roster.entries.get(entry.slot) is entry and entry.phase is not Phase.CLOSING:
+        for entry in self.roster.suspects.died(key, self.roster.entries):
+            if entry.phase is not Phase.CLOSING:
                 heard = self.end(entry, "FAILED", poison_reason(entry, key[0]))
                 steps += heard.steps
                 tells += heard.tells

@@ -19,7 +19,7 @@ whole batch would be retracted for one token).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from coordinator.ledger import EpochKey
@@ -60,10 +60,12 @@ class Suspects:
         """Its process had not died: it emptied itself."""
         self._losses.pop(key, None)
 
-    def died(self, key: EpochKey) -> list[Entry]:
-        """Its process is proved dead: strikes for who was there. Returns those to be failed."""
+    def died(self, key: EpochKey, live: Mapping[int, Entry]) -> list[Entry]:
+        """Its process is proved dead: strikes for who was there and is still `live`. Returns those to be failed."""
         poison: list[Entry] = []
         for entry, generated in self._losses.pop(key, ()):
+            if live.get(entry.slot) is not entry:
+                continue
             entry.strikes = entry.strikes + 1 if generated <= entry.mark else 1
             entry.mark = generated
             if entry.strikes >= POISON_STRIKES:

@@ -140,6 +140,21 @@ def test_a_cut_link_and_a_worker_that_emptied_itself_are_no_strikes() -> None:
     assert fake.outcomes() == {"FINISHED": [0]}
 
 
+def test_a_death_proved_after_its_passenger_ended_makes_nobody_a_suspect() -> None:
+    """Its slot may be another's by then."""
+    fake = Poisoned(2, {})
+    fake.submit(0, 100, 300, full=True)
+    fake.round()
+    for _ in range(SUSPECT_STRIKES - 1):
+        fake.die(fake.entry(0).worker)
+        fake.settle()
+    fake.lose_worker(fake.entry(0).worker, proved=False)
+    fake.take(fake.dispatch.end(fake.entry(0), "ABORTED", "client"))
+    assert fake.outcomes() == {"ABORTED": [0]}
+    fake.prove_exit(fake.zombies[0])
+    assert not fake.dispatch.roster.suspects
+
+
 def test_a_death_proved_late_does_not_touch_who_has_come_further_since() -> None:
     fake = Poisoned(2, {})
     fake.submit(0, 100, 300, full=True)
