@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import lcm
 from pathlib import Path
@@ -133,13 +133,18 @@ def test_a_refused_registration_undoes_the_others(tmp_path: Path) -> None:
     assert not registrar.held
 
 
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("row_bytes", [24, 7])
 @pytest.mark.parametrize("old_kernel", [False, True])
-def test_every_byte_is_allocated_at_creation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+def test_every_byte_is_allocated_at_creation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool, row_bytes: int
+) -> None:
     if old_kernel:
         monkeypatch.setattr(registration, "MADV_POPULATE_WRITE", 9_999)
-    HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES)
-    status = (tmp_path / "n.pool").stat()
-    assert status.st_blocks * 512 >= PAGES * GEOMETRY.page_bytes
+    geometry = replace(GEOMETRY, row_bytes=row_bytes)
+    pool = HostPool.open(tmp_path / "n.pool", geometry, PAGES)
+    assert pool.pages.shape == (PAGES, geometry.page_bytes)
+    assert pool.path.stat().st_blocks * 512 >= PAGES * geometry.page_bytes
 
 
 def test_no_room_empties_the_file_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
