@@ -21,7 +21,7 @@ import trio
 from coordinator.client import Client
 from coordinator.config import Config, HostFacts, build
 from coordinator.errors import CapacityError, NotFound, WrongState
-from coordinator.messages import Sampling
+from coordinator.messages import AuditRows, Sampling
 from coordinator.up import Cluster, running_cluster
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -45,6 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated", hot_chunks: int = 60) -> Config:
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
+        "coordinator.audit_interval_s": 0.3,
         "worker.model": str(model),
         "worker.dtype": "float32",
         "worker.deterministic": True,
@@ -67,6 +68,14 @@ def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated"
 async def cluster_of_two(config: Config, log_dir: Path) -> AsyncIterator[tuple[Cluster, Client]]:
     async with running_cluster(config, 2, log_dir=log_dir) as cluster, cluster.client("test") as client:
         yield cluster, client
+        assert_books_agreed(log_dir, await client.audit())
+
+
+def assert_books_agreed(log_dir: Path, last: AuditRows) -> None:
+    """No audit, of those that ran all the time and the last one, has found a difference."""
+    assert last.differences == ()
+    assert all(row.answered for row in last.audited)
+    assert "audit:" not in (log_dir / "coordinator.log").read_text()
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
@@ -95,6 +104,7 @@ async def all_free(client: Client) -> bool:
         (row.seats_free, row.hot_chunks_free, row.index_pages_free, row.slab_pages_free)
         == (row.capacity.seats, row.capacity.hot_chunks, row.capacity.index_pages, row.capacity.slab_pages)
         for row in workers
+        if row.state != "disconnected"  # its rows tell how it was last
     )
 
 
