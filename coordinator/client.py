@@ -127,6 +127,11 @@ class Client:
         """Abort all or none. Raises NotFound or WrongState."""
         return await self._do(lambda tag: messages.AbortRequests(tag, tuple(request_ids)))
 
+    async def acknowledge(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """The outputs of these ended requests are safe here: the coordinator need not keep them until
+        `ended_keep_s` is over. Raises WrongState for a live one."""
+        return await self._do(lambda tag: messages.AcknowledgeOutputs(tag, tuple(request_ids)))
+
     # ------------------------------------------------------------ looking
 
     async def welcome(self) -> messages.Welcome:

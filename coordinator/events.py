@@ -122,6 +122,13 @@ class VerbAsk(msgspec.Struct, frozen=True):
     hot_slots: int = -1
 
 
+class ForgetAsk(msgspec.Struct, frozen=True):
+    """Ended requests whose outputs nobody needs any more."""
+
+    request_ids: tuple[str, ...]
+    reply: Reply[Promised[tuple[str, ...]]]
+
+
 class DrainAsk(msgspec.Struct, frozen=True):
     """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
 

@@ -28,6 +28,7 @@ FLOOD_MARGIN: Final = 64
 Message: TypeAlias = (
     events.SubmitAsk
     | events.VerbAsk
+    | events.ForgetAsk
     | events.DrainAsk
     | events.StopAsk
     | events.WorkerUp
@@ -85,6 +86,12 @@ class Front(Actor[Message]):
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
         return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
+
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
+        promised: Promised[tuple[str, ...]] = await self.ask(lambda reply: events.ForgetAsk(request_ids, reply))
+        await promised.commit.wait_bounded("the outputs were forgotten")
+        return promised.value
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float

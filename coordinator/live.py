@@ -112,6 +112,19 @@ class Requests:
             slots.append(self.ended.popitem(last=False)[1].live.entry.slot)
         return slots
 
+    def forget(self, request_ids: tuple[str, ...]) -> list[int]:
+        """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
+
+        Raises WrongState for a live one.
+        """
+        for request_id in request_ids:
+            if request_id in self.live:
+                raise WrongState(
+                    "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
+                )
+        ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
+        return [it.live.entry.slot for it in ended if it is not None]
+
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
         admissions = unpack_int64(counters.admissions, "admissions").tolist()

@@ -157,6 +157,13 @@ class AbortRequests(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
+class AcknowledgeOutputs(Message, frozen=True):
+    """The outputs of these ended requests were received and are safe: they need not be kept any more."""
+
+    tag: int
+    request_ids: tuple[str, ...]
+
+
 class ListRequests(Message, frozen=True):
     """Rows of live and recently ended requests; `limit` bounds the reply."""
 
@@ -239,6 +246,7 @@ ClientMessage: TypeAlias = (
     | Attach
     | Detach
     | AbortRequests
+    | AcknowledgeOutputs
     | ListRequests
     | DescribeRequest
     | ListWorkers

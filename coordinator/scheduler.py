@@ -185,7 +185,7 @@ class Scheduler(Front):
             reply.set(None)
         if tick:
             self._auditor.tick(now)
-            self._forget_old(now)
+            self._forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
         await self._decide(now, tick)
         if self._stop is not None:
@@ -216,6 +216,7 @@ class Scheduler(Front):
             case (
                 events.SubmitAsk()
                 | events.VerbAsk()
+                | events.ForgetAsk()
                 | events.DrainAsk()
                 | events.StopAsk()
                 | events.WorkerUp()
@@ -231,6 +232,7 @@ class Scheduler(Front):
         self,
         ask: events.SubmitAsk
         | events.VerbAsk
+        | events.ForgetAsk
         | events.DrainAsk
         | events.StopAsk
         | events.WorkerUp
@@ -250,6 +252,9 @@ class Scheduler(Front):
                 for each in heard:
                     turn.take(each)
                 ask.reply.set(events.Promised(lines, self._write_orders(ask)))
+            case events.ForgetAsk(request_ids):
+                commit = self._forget(self._requests.forget(request_ids))
+                ask.reply.set(events.Promised(tuple(f"{it}: forgotten" for it in request_ids), commit))
             case events.DrainAsk():
                 ask.reply.set(self._drain(ask, now))
             case events.StopAsk():
@@ -320,12 +325,14 @@ class Scheduler(Front):
             if not self._requests.knows(request_id := f"r{self._submitted}"):
                 return request_id
 
-    def _forget_old(self, now: float) -> None:
-        if slots := self._requests.forget_old(now):
-            self._journal.append([Forgotten(pack_int32(slots), self._journal.book.arrivals)])
+    def _forget(self, slots: Sequence[int]) -> Commit:
+        """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
+        forgotten = Forgotten(pack_int32(slots), self._journal.book.arrivals)
+        commit = self._journal.append([forgotten] if slots else [])
         for slot in slots:
             self._listener.forgotten(slot)
             self._token_log.close(slot)
+        return commit
 
     def _tell(self, tell: Tell) -> None:
         """A request that ended in this very turn is told nothing any more."""

@@ -106,6 +106,15 @@ class Coordinator:
 
     async def serve(self) -> int:
         """Run until stopped; the exit code. `started` is set once messages are being read."""
+        try:
+            await self._serve()
+        finally:
+            if self._store is not None:
+                self._store.close()  # after its actor has ended: a thread of it may be writing until then
+        log.info("stopped")
+        return EXIT_CLEAN
+
+    async def _serve(self) -> None:
         journal = await self._recover()
         async with open_supervisor() as supervisor:
             scheduler = self._start_actors(supervisor, journal)
@@ -123,10 +132,6 @@ class Coordinator:
             finally:
                 if exporter is not None:
                     exporter.close()
-                if self._store is not None:
-                    self._store.close()
-        log.info("stopped")
-        return EXIT_CLEAN
 
     async def _recover(self) -> Journal:
         """The journal, with what it knows in its book and in the token log. Raises ConfigError when it is damaged."""

@@ -19,6 +19,7 @@ CLIENT_SEEDS: tuple[messages.Message, ...] = (
     messages.Attach(2, "fuzz", 0),
     messages.Detach(3, "fuzz"),
     messages.AbortRequests(4, ("fuzz",)),
+    messages.AcknowledgeOutputs(5, ("fuzz",)),
     messages.ListRequests(5, 10),
     messages.DescribeRequest(6, "fuzz"),
     messages.ListWorkers(7),

@@ -30,7 +30,17 @@ pytestmark = pytest.mark.fuzz
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LIMIT_S = 30
 #: Verbs by which an operator may rightfully touch a request that is not his, or all workers.
-LAWFUL = frozenset({"AbortRequests", "RetractRequests", "ResumeRequests", "ResizeRequests", "DrainWorkers", "Detach"})
+LAWFUL = frozenset(
+    {
+        "AbortRequests",
+        "AcknowledgeOutputs",
+        "RetractRequests",
+        "ResumeRequests",
+        "ResizeRequests",
+        "DrainWorkers",
+        "Detach",
+    }
+)
 
 
 class Rig:
@@ -42,7 +52,12 @@ class Rig:
         config = Config(
             cluster=ClusterSettings(runtime_dir=run, **endpoints),
             coordinator=CoordinatorSettings(
-                live_requests_max=256, ended_keep_max=64, metrics_port=-1, flush_interval_ms=1.0, heartbeat_limit_s=60.0
+                journal=f"{run}/journal.sqlite",
+                live_requests_max=256,
+                ended_keep_max=64,
+                metrics_port=-1,
+                flush_interval_ms=1.0,
+                heartbeat_limit_s=60.0,
             ),
         )
         self.client, self.admin, self.worker = (

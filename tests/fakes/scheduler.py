@@ -68,6 +68,9 @@ class FakeScheduler:
             await trio.sleep_forever()
         return self._verb("abort", request_ids)
 
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        return self._verb("acknowledge", request_ids)
+
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         return self._verb("retract", request_ids, keep, hold)
 
