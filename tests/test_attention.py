@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from coordinator.errors import BadInput, ConfigError
 from kernels.attention import attend_rows
+from kernels.cuda.attention import splits_of
+from kernels.cuda.triton_units import triton_unit
 from kernels.row_format import (
     FP8_ERROR,
     KINDS,
@@ -137,6 +139,17 @@ def test_where_a_row_lies_does_not_show(seed: int, kind: str) -> None:
     before = run(case).clone()
     case.relocate(seed)
     assert torch.equal(run(case), before)
+
+
+def test_splits_fill_a_card_and_depend_on_shapes_alone() -> None:
+    """132 multiprocessors, 32 blocks of rows: one program each, never a second round for a remainder."""
+    assert [splits_of(programs, 32, 132) for programs in (2, 32, 66, 128, 132, 1024)] == [32, 4, 2, 1, 1, 1]
+    assert splits_of(1, 1, 132) == 1
+
+
+def test_a_missing_triton_is_named() -> None:
+    with pytest.raises(ConfigError, match="CUDA wheel"):
+        triton_unit("no_such_unit")
 
 
 def test_arguments_are_checked_before_anything_is_written() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.attention import row_format
 from kernels.cuda.launch import processors
+from kernels.cuda.triton_units import triton_unit
 from kernels.row_format import KINDS, RowFormat
 from kernels.state import DeviceState
 
@@ -72,9 +73,8 @@ def attend_rows(
     lines = batch * used * heads if used > 1 else 0
     partial = torch.empty(lines, latent, dtype=torch.float32, device=out.device)
     peak, total = torch.empty(2, lines, dtype=torch.float32, device=out.device)
-    from kernels.cuda import attention_triton
-
-    attention_triton.attend[head_blocks, used, batch](
+    unit = triton_unit("attention_triton")
+    unit.attend[head_blocks, used, batch](
         state.rows[layer],
         queries,
         out_rows,
@@ -104,7 +104,7 @@ def attend_rows(
     )
     if used > 1:
         block = min(COMBINE_VALUES, _padded(latent))
-        attention_triton.combine[-(-latent // block), heads, batch](
+        unit.combine[-(-latent // block), heads, batch](
             out,
             partial,
             peak,

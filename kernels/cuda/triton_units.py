@@ -1,0 +1,20 @@
+"""Units written in Triton, imported when first needed: torch's CUDA wheels bring Triton along, its CPU wheels do not."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+
+from coordinator.errors import ConfigError
+
+
+@lru_cache(maxsize=8)
+def triton_unit(name: str) -> ModuleType:
+    """kernels.cuda.`name`. Raises ConfigError where Triton is missing."""
+    try:
+        return importlib.import_module(f"kernels.cuda.{name}")
+    except ImportError as problem:
+        raise ConfigError(
+            f"cannot be imported: {problem}", field="triton", value=name, remedy="install a CUDA wheel of torch"
+        ) from problem
