@@ -188,6 +188,31 @@ def test_a_request_tells_its_story(gateway: FakeGateway) -> None:
     assert detail["story"][1] == {"at_s": 2.5, "event": "admit", "state": "PREFILLING", "reason": "to w0"}
 
 
+def audited(*differences: messages.DifferenceRow, answered: bool = True) -> messages.AuditRows:
+    rows = (
+        messages.AuditedRow("w0", 7, answered, 3, 120, len(differences)),
+        messages.AuditedRow("n", 0, True, 4, 130, 0),
+    )
+    return messages.AuditRows(0, rows, differences)
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_an_audit_without_differences_is_fine_and_one_with_some_is_not(gateway: FakeGateway, output: str) -> None:
+    lost = messages.DifferenceRow("w0", "unreleased", 41, "r1", "holds it", "nothing", repaired=True)
+    for answer, code, shown in (
+        (audited(), 0, "130"),
+        (audited(lost), 1, "unreleased"),
+        (audited(answered=False), 1, "w0"),
+    ):
+        gateway.on(messages.AuditWorkers, lambda m, answer=answer: [row(answer, tag=tag_of(m))])
+        result = run("audit", "-o", output)
+        assert result.exit_code == code, result.output
+        assert shown in result.stdout
+        if output == "json":
+            assert json.loads(result.stdout)["audited"][0]["host_pages"] == 120
+    assert gateway.roles[-1] == "admin"
+
+
 def test_workers_and_pools(gateway: FakeGateway) -> None:
     gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (WORKER,))])
     gateway.on(messages.ListPools, lambda m: [messages.PoolRows(tag_of(m), (POOL,))])

@@ -150,6 +150,7 @@ async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) 
         assert (await admin.request("a")).row.request_id == "a"
         assert [row.request_id for row in (await admin.requests()).rows] == ["a"]
         assert (await admin.pools())[0].node == "n"
+        assert (await admin.audit()).audited == (messages.AuditedRow("w", 1, True, 2, 3, 0),)
         assert await admin.workers() == ()
         assert await admin.model() == MODEL
     assert rig.scheduler.owners == {"a": "admin ops"}
@@ -161,6 +162,7 @@ async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) 
         ("drain", ("w",), True, 9.0),
         ("undrain", ()),
         ("stop", 3.0),
+        ("audit", "admin ops"),
     ]
 
 

@@ -96,6 +96,10 @@ class FakeScheduler:
         await trio.lowlevel.checkpoint()
         return ("stopping",)
 
+    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]:
+        self._record("audit", owner)
+        return (messages.AuditedRow("w", 1, True, 2, 3, 0),), ()
+
     def lookup(self, request_id: str) -> int:
         slot = self.slots.get(request_id)
         if slot is None:
