@@ -1,4 +1,4 @@
-"""Units written in Triton, imported when first needed: torch's CUDA wheels bring Triton along, its CPU wheels do not."""
+"""Units written in Triton, imported when first needed: torch's CUDA wheels bring it along, its CPU wheels do not."""
 
 from __future__ import annotations
 
