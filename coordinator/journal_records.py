@@ -216,3 +216,4 @@ LASTING = (Accepted, Output, Ended)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Record).decode
+decode_all = msgspec.msgpack.Decoder(list[Record]).decode

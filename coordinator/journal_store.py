@@ -1,8 +1,8 @@
 """The journal on disk: one SQLite file, one table of records, written by one thread.
 
     records   number  order of commit
-              slot    whose record it is, for those that outlive a Summary; else NULL
-              body    the record, msgpack
+              slot    whose record it is, for one that outlives a Summary; NULL for a run of others
+              body    records, msgpack: one, or as many as came in a row
 
 Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log. Locked exclusively:
 two coordinators cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its
@@ -17,7 +17,7 @@ so nothing is trusted but what is written again: the retry writes the same recor
 place of the log.
 
 Rejected: a log file of our own (SQLite's has checksums, torn-write recovery and thirty years of tests); a row per
-fact of a group (twice the inserts for nothing: `slot` is all that deletes need).
+record (three times the inserts for nothing: `slot` is all that deletes need).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 import trio
 
 from coordinator.arrays import unpack_int32
 from coordinator.errors import ConfigError
 from coordinator.journal import JournalError
-from coordinator.journal_records import LASTING, Forgotten, Record, Summary, decode, encode
+from coordinator.journal_records import LASTING, Forgotten, Record, Summary, decode_all, encode
 from metrics.state import JournalCounters
 
 #: The form of the file; a journal of another one is refused.
@@ -58,8 +58,6 @@ VACUUM_STEPS_MAX: Final = 256
 #: A lock held by another process is waited for this long: it may be one that is just ending.
 LOCK_WAIT_S: Final = 5.0
 
-#: number, slot, body
-Row: TypeAlias = tuple[int, int | None, bytes]
 
 assert RESERVE_BYTES <= SUMMARY_BYTES  # a reserve that a summary would not outgrow
 
@@ -73,6 +71,15 @@ _SETTINGS: Final = (
     "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS by_slot ON records (slot) WHERE slot IS NOT NULL",
 )
+
+
+class Row(NamedTuple):
+    """A row of the table, and the first of its records."""
+
+    number: int
+    slot: int | None
+    body: bytes
+    first: Record
 
 
 class SqliteStore:
@@ -109,50 +116,51 @@ class SqliteStore:
         """Every record, in order. Raises JournalError when the file is damaged."""
         try:
             rows = self._connection.execute("SELECT body, slot IS NULL FROM records ORDER BY number")
-            return [self._decode(body, bool(is_flow)) for body, is_flow in rows]
+            return [record for body, is_flow in rows for record in self._decode(body, bool(is_flow))]
         except (sqlite3.Error, ValueError) as error:
             raise JournalError(f"{self.path}: {error}") from error
 
-    def _decode(self, body: bytes, is_flow: bool) -> Record:
+    def _decode(self, body: bytes, is_flow: bool) -> list[Record]:
         self._flow_bytes += len(body) if is_flow else 0
-        record: Record = decode(body)
-        return record
+        return decode_all(body)
 
     def write_now(self, records: Sequence[Record]) -> None:
         """One transaction. A full disk costs the reserve before it costs the group."""
         rows = [
-            (number, record.slot if isinstance(record, LASTING) else None, encode(record))
-            for number, record in enumerate(records, self._last + 1)
+            Row(number, run[0].slot if isinstance(run[0], LASTING) else None, encode(run), run[0])
+            for number, run in enumerate(_runs(records), self._last + 1)
         ]
         try:
-            self._write_rows(records, rows)
+            self._write_rows(rows)
         except sqlite3.Error as error:
             if not self._give_up_reserve(str(error)):
                 raise JournalError(f"{self.path}: {error}") from error
             try:
-                self._write_rows(records, rows)
+                self._write_rows(rows)
             except sqlite3.Error as again:
                 raise JournalError(f"{self.path}: {again}") from again
         else:
             if self.short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
                 self._keep_reserve()
         self._last += len(rows)
-        self._counters.written_bytes += sum(len(body) for _, _, body in rows)
+        self._counters.written_bytes += sum(len(row.body) for row in rows)
 
-    def _write_rows(self, records: Sequence[Record], rows: Sequence[Row]) -> None:
+    def _write_rows(self, rows: Sequence[Row]) -> None:
         flow_bytes = self._flow_bytes
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
-            for record, part in _parts(records, rows):
-                if isinstance(record, Forgotten):
-                    slots = unpack_int32(record.slots, "slots").tolist()
+            for part in _parts(rows):
+                if isinstance(first := part[0].first, Forgotten):
+                    slots = unpack_int32(first.slots, "slots").tolist()
                     self._connection.executemany("DELETE FROM records WHERE slot = ?", [(slot,) for slot in slots])
-                elif isinstance(record, Summary):
+                elif isinstance(first, Summary):
                     run("DELETE FROM records WHERE slot IS NULL")
                     flow_bytes = 0
-                self._connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", part)
-                flow_bytes += sum(len(body) for _, slot, body in part if slot is None)
+                self._connection.executemany(
+                    "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", [row[:3] for row in part]
+                )
+                flow_bytes += sum(len(row.body) for row in part if row.slot is None)
             run("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
@@ -204,13 +212,25 @@ class SqliteStore:
         return True
 
 
-def _parts(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[tuple[Record, Sequence[Row]]]:
-    """Rows cut where a record deletes others: what it begins with, and the rows up to the next one."""
-    if not records:
-        return
-    cuts = [0, *(at for at, record in enumerate(records) if at and isinstance(record, (Forgotten, Summary)))]
-    for start, stop in zip(cuts, [*cuts[1:], len(records)], strict=True):
-        yield records[start], rows[start:stop]
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """Records as rows hold them: each lasting one alone, the others between them together; a run begins with what
+    deletes others."""
+    runs: list[list[Record]] = []
+    for record in records:
+        is_alone = isinstance(record, (*LASTING, Forgotten, Summary))
+        if is_alone or not runs or isinstance(runs[-1][0], LASTING):
+            runs.append([record])
+        else:
+            runs[-1].append(record)
+    return runs
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Rows cut before each one that deletes others."""
+    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (Forgotten, Summary)))]
+    for start, stop in zip(cuts, [*cuts[1:], len(rows)], strict=True):
+        if start < stop:
+            yield rows[start:stop]
 
 
 def open_store(path: Path, counters: JournalCounters) -> SqliteStore:
