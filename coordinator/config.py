@@ -82,7 +82,7 @@ class WorkerSettings(Settings, frozen=True):
     seats: int = 8  # most requests in one decode batch
     device_mem: str = "256MiB"  # KV budget on the device: hot chunks, slab, index pages, bookkeeping; auto: on a GPU
     host_mem: str = "1GiB"  # host pool of the node; auto: what its memory limit allows (worker/host_memory.py)
-    pool_dir: str = ""  # default: runtime_dir
+    pool_dir: str = ""  # default: runtime_dir; with CUDA, which registers no file on a disk, a directory in /dev/shm
     context_max_tokens: int = 0  # default: the model's
     slab_tokens: int = 0  # prefill slab; default: room for one longest prompt, within device_mem
     prefill_chunk_tokens: int = 512
@@ -200,10 +200,15 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             worker,
             node=node,
             name=worker.name or f"{node}-{facts.pid}",
-            pool_dir=worker.pool_dir or runtime_dir,
+            pool_dir=worker.pool_dir or (runtime_dir if worker.device == "cpu" else _tmpfs_dir(runtime_dir)),
             stream_backend=worker.stream_backend or ("inline" if worker.device == "cpu" else "cuda"),
         ),
     )
+
+
+def _tmpfs_dir(runtime_dir: str) -> str:
+    """A directory in memory for the cluster of `runtime_dir` alone."""
+    return f"/dev/shm/hisparse-{runtime_dir.strip('/').replace('/', '-')}"
 
 
 def _default_runtime_dir(facts: HostFacts) -> str:

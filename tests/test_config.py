@@ -68,8 +68,13 @@ def test_the_runtime_directory_prefers_xdg() -> None:
     assert build({}, {}, {}, facts).cluster.runtime_dir == "/run/user/1000/hisparse"
 
 
-def test_a_cuda_device_defaults_to_cuda_streams() -> None:
-    assert built(flags={"worker.device": "cuda:1"}).worker.stream_backend == "cuda"
+def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
+    """One directory per cluster, and none for a user who named one."""
+    flags = {"worker.device": "cuda:1", "cluster.runtime_dir": "/run/user/1/hisparse"}
+    worker = built(flags=flags).worker
+    assert (worker.stream_backend, worker.pool_dir) == ("cuda", "/dev/shm/hisparse-run-user-1-hisparse")
+    assert built(flags=flags | {"cluster.runtime_dir": "/tmp/b"}).worker.pool_dir == "/dev/shm/hisparse-tmp-b"
+    assert built(flags=flags | {"worker.pool_dir": "/data"}).worker.pool_dir == "/data"
 
 
 @pytest.mark.parametrize(

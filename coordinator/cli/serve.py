@@ -29,7 +29,7 @@ WORKER_SETTINGS: Final = (
     Setting("--seats", "worker.seats", "Most requests in one decode batch."),
     Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB; auto: by a GPU's free memory."),
     Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
-    Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default the runtime directory."),
+    Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default: runtime directory, or /dev/shm."),
     Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
     Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
     Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU; cuda."),
