@@ -24,9 +24,8 @@ def attend_rows(state: DeviceState, layer: int, queries: Tensor, out_rows: Tenso
 def attend(queries: Tensor, rows: Tensor, held: Tensor, scaling: float, latent: int) -> Tensor:
     """float32[B, H, latent] of `queries` [B, H, r + d] over float32 `rows` [B, k, r + d] where `held` bool[B, k].
 
-    Rows that are not held must be finite.
+    Rows that are not held must be zeros, and so is then the result of a batch row that holds none.
     """
     scores = torch.bmm(queries.float(), rows.transpose(1, 2)).mul_(scaling)
     scores.masked_fill_(~held.unsqueeze(1), torch.finfo(torch.float32).min)
-    latents = torch.bmm(scores.softmax(-1), rows[..., :latent])
-    return latents.masked_fill_(~held.any(1).view(-1, 1, 1), 0)
+    return torch.bmm(scores.softmax(-1), rows[..., :latent])
