@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
+SEEDS ?= 10000
+START ?= 0
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test sim lint bench install clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -21,6 +23,10 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# More seeds of the simulated cluster than the suite runs: docs/testing.md.
+sim: $(STAMP)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -80,9 +80,7 @@ class Checker(trio.abc.Instrument):
         """Look, when every task rests and something has happened since the last time."""
         self._rounds += 1
         if self._rounds == ROUNDS_MAX:
-            self._found(
-                Violation("I8", f"{ROUNDS_MAX} rounds of the event loop and no end: somebody goes round in a circle")
-            )
+            self._found(Violation("I8", f"{ROUNDS_MAX} rounds of the event loop: somebody goes round in a circle"))
         if trio._core._run.GLOBAL_RUN_CONTEXT.runner.runq:
             return
         if self.violation is not None or len(self._cluster.trace.entries) == self._last_seen:

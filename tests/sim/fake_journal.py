@@ -16,7 +16,8 @@ import trio
 
 from coordinator import journal_records as records
 from coordinator.arrays import unpack_int32
-from coordinator.changes import apply
+from coordinator.changes import Change, apply
+from coordinator.errors import HiSparseError
 from coordinator.journal import JournalError
 from coordinator.journal_records import LASTING, Record
 from coordinator.ledger import Ledger
@@ -78,8 +79,14 @@ class FakeDisk:
                 if image_of(node, self.ledgers[node]) != record:
                     raise Violation("I1", f"a summary's ledger of {node} is not what its changes amount to")
             case records.Changed(node=node, changes=changes):
-                for change in changes:
-                    apply(self.ledgers[node], change)
+                self._change(node, changes)
+
+    def _change(self, node: str, changes: Sequence[Change]) -> None:
+        try:
+            for change in changes:
+                apply(self.ledgers[node], change)
+        except HiSparseError as error:
+            raise Violation("I1", f"what the journal says of {node} does not add up: {error}") from error
 
 
 class FakeStore:

@@ -10,8 +10,10 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+import msgspec
 import trio
 
+from coordinator import messages
 from coordinator.client import Client
 from tests.sim.clients import SimClient, Workload
 from tests.sim.cluster import Cluster
@@ -197,14 +199,17 @@ class Faults:
         return f"{connection.owner} {way} {lag_s} s"
 
     def _ghost(self) -> str | None:
-        """Commands of an earlier life of the coordinator come once more, on a connection with the present one."""
+        """Commands of an earlier coordinator come on the connection with the present one, numbered to fit."""
         connection = self._connection("worker")
-        if connection is None or connection.dealer is None:
+        process = self._cluster.worker(connection.owner) if connection is not None else None
+        if connection is None or connection.dealer is None or process is None:
             return None
-        router, frame = self._cluster.network.said.get(connection.owner, (connection.router, b""))
-        if router is connection.router:
+        said = self._cluster.network.said.get(connection.owner, {})
+        frame = next((frame for router, frame in said.items() if router is not connection.router), None)
+        if frame is None:
             return None
-        connection.dealer.offer(frame)
+        commands = messages.decode_coordinator(frame)
+        connection.dealer.offer(messages.encode(msgspec.structs.replace(commands, first=process.state.command_ack + 1)))
         return connection.owner
 
     # ---------------------------------------------------------------- clients

@@ -121,7 +121,7 @@ class Network:
         self.routers: dict[str, FakeRouter] = {}
         self.connections: list[Connection] = []
         self.cut_off: dict[str, float] = {}
-        self.said: dict[str, tuple[FakeRouter, bytes]] = {}  # the latest commands to each worker, and who sent them
+        self.said: dict[str, dict[FakeRouter, bytes]] = {}  # to each worker, by whom: the latest commands
         self._peers = 0
 
     def listen(self, role: str, message_bytes_max: int) -> FakeRouter:
@@ -209,7 +209,7 @@ class FakeRouter:
         if connection is None or self.closed or connection.dealer is None:
             return Sent.GONE
         if b"Commands" in frame[:16]:
-            self._network.said[connection.owner] = (self, frame)
+            self._network.said.setdefault(connection.owner, {})[self] = frame
         return connection.dealer.offer(frame)
 
     def close(self) -> None:
@@ -248,8 +248,10 @@ class FakeDealer:
         return Sent.OK
 
     def lose(self) -> None:
-        """The connection is no more."""
-        self._alarm.set(trio.current_time())
+        """The connection is no more: what has arrived can still be read, the rest never comes."""
+        now = trio.current_time()
+        self._inbox = deque(entry for entry in self._inbox if entry[0] <= now)
+        self._alarm.set(now)
 
     def hold(self, until: float) -> None:
         """Take and send nothing before `until`."""

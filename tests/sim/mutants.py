@@ -8,11 +8,11 @@ What the design shrugs off is no use here: losing a command or a report by itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import dispatch, events, messages, recovery, scheduler, service
+from coordinator import dispatch, events, journal_records, messages, recovery, scheduler, service
 from coordinator.connections import Connections
 from coordinator.deliveries import Deliveries
 from coordinator.journal import Commit
@@ -21,7 +21,6 @@ from coordinator.lifecycle import Kind, Resolve
 from coordinator.messages import Withdraw
 from coordinator.request import Request
 from coordinator.request_state import _HANDLERS, RequestState
-from coordinator.roster import Roster
 from coordinator.token_log import TokenLog
 from coordinator.worker_epoch import Arrival, WorkerEpoch
 from coordinator.worker_link import WorkerLinks
@@ -158,8 +157,8 @@ def keep_pages_of_a_process_that_may_live() -> Plan:
     """Silence counts as proof of exit: rows are kept, and their request goes on elsewhere."""
     original = WorkerLinks._put_down
 
-    def put_down(self: WorkerLinks, link: Any, *, proved_exit: bool, reason: str) -> None:
-        original(self, link, proved_exit=True, reason=reason)
+    def put_down(self: WorkerLinks, link: Any, **how: Any) -> None:
+        original(self, link, **(how | {"proved_exit": True}))
 
     yield WorkerLinks, "_put_down", put_down
 
@@ -218,7 +217,7 @@ def free_kept_pages_twice() -> Plan:
 @plant
 def drop_the_last_page_of_what_is_kept() -> Plan:
     """Rows kept, rounded down to pages."""
-    yield dispatch, "pages_for", lambda tokens: max(tokens // layout.PAGE_TOKENS, 1)
+    yield dispatch, "pages_for", lambda tokens: tokens // layout.PAGE_TOKENS or int(tokens > 0)
 
 
 @plant
@@ -232,18 +231,6 @@ def resume_beyond_the_durable_length() -> Plan:
         return original(self, kind, target, durable and self.prompt_tokens + rows.generated - 1, rows, now, reason)
 
     yield RequestState, "_depart", depart
-
-
-@plant
-def number_stays_by_request() -> Plan:
-    """An admission is named after its request, and comes again."""
-    original = Roster.admit
-
-    def admit(self: Roster, entry: Any, worker: Any, memory: Any, rung: Any) -> int:
-        self._admissions = entry.slot
-        return original(self, entry, worker, memory, rung)
-
-    yield Roster, "admit", admit
 
 
 # ---------------------------------------------------------------- clients
@@ -308,13 +295,10 @@ def grant_before_commit() -> Plan:
 @plant
 def say_the_end_before_commit() -> Plan:
     """The client hears of the end while it is being written."""
-    original = Request._write_end
 
-    async def write_end(self: Request, ending: events.Ending) -> None:
-        coroutine = original(self, ending)
-        with suppress(StopIteration):  # up to where it waits
-            coroutine.send(None)
-        coroutine.close()
+    async def write_end(self: Request, it: events.Ending) -> None:
+        ended = journal_records.Ended(it.slot, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0)
+        self._journal.append([ended])
 
     yield Request, "_write_end", write_end
 
