@@ -22,6 +22,7 @@ from coordinator.messages import ModelInfo
 from tests.runner_rig import Rig
 from worker.runners import layers, transformers_dsa
 from worker.runners.checkpoint import geometry_of
+from worker.runners.experts import experts_for
 from worker.runners.invariance import rows_apart
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
@@ -331,6 +332,16 @@ def test_geometry_and_info_follow_the_config(checkpoints: dict[str, Path]) -> No
     assert (info.layers, info.topk, info.vocab_size, info.eos_token_ids) == (4, 128, 264, (257,))
     assert (info.tokenizer_kind, info.context_max_tokens) == ("bytes", 16_384)
     assert runner_of(checkpoints["deepseek-v3.2"]).geometry.group_of_layer == (0, 1, 2, 3)
+
+
+def test_experts_are_formed_as_device_and_dtype_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's decode must not read on the host, nor copy every token's experts where it can help it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert experts_for(torch.device("cpu"), torch.bfloat16) == ("batched_mm", "grouped_mm")
+    assert experts_for(torch.device("cuda"), torch.bfloat16) == ("grouped_mm", "grouped_mm")
+    assert experts_for(torch.device("cuda"), torch.float32) == ("batched_mm", "batched_mm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert experts_for(torch.device("cuda"), torch.bfloat16) == ("batched_mm", "batched_mm")
 
 
 def test_bfloat16_runs(checkpoints: dict[str, Path]) -> None:

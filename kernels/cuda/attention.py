@@ -72,7 +72,7 @@ def attend_rows(
     used = -(-row_blocks // span)
     lines = batch * used * heads if used > 1 else 0
     partial = torch.empty(lines, latent, dtype=torch.float32, device=out.device)
-    peak, total = torch.empty(2, lines, dtype=torch.float32, device=out.device)
+    peak, total = (torch.empty(lines, dtype=torch.float32, device=out.device) for _ in range(2))
     unit = triton_unit("attention_triton")
     unit.attend[head_blocks, used, batch](
         state.rows[layer],

@@ -77,7 +77,7 @@ def tied(logits, weights, vocab, key, BLOCK: tl.constexpr):
     return tl.sum(above, 0), tl.sum(count, 0), tl.max(own, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_p"])  # may be those of one seat
 def draw(logits, temperature, top_p, uniforms, weights, tokens, vocab, BLOCK: tl.constexpr):
     """One row: replaces tokens[row] where temperature[row] > 0. Grid (rows,)."""
     row = tl.program_id(0)
