@@ -16,7 +16,7 @@ Tokens are not here: they go from the worker link into the token log, and from t
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,9 +26,6 @@ from coordinator.arrays import Int32Array
 if TYPE_CHECKING:
     from coordinator.actor import Reply
     from coordinator.dispatch import Step, Tell
-    from coordinator.journal import Commit
-
-T = TypeVar("T")
 
 
 class Handle(NamedTuple):
@@ -36,13 +33,6 @@ class Handle(NamedTuple):
 
     request_id: str
     slot: int
-
-
-class Promised(NamedTuple, Generic[T]):
-    """What was done in memory, and when it counts: to be told to nobody outside before."""
-
-    value: T
-    commit: Commit
 
 
 class LinkStats(NamedTuple):
@@ -106,7 +96,7 @@ class Verb(Enum):
 class SubmitAsk(msgspec.Struct, frozen=True):
     submit: messages.Submit
     owner: str
-    reply: Reply[Promised[Handle]]
+    reply: Reply[Handle]
 
 
 class VerbAsk(msgspec.Struct, frozen=True):
@@ -116,7 +106,7 @@ class VerbAsk(msgspec.Struct, frozen=True):
     verb: Verb
     request_ids: tuple[str, ...]
     owner: str
-    reply: Reply[Promised[tuple[str, ...]]]
+    reply: Reply[tuple[str, ...]]
     keep: bool = True
     hold: bool = True
     hot_slots: int = -1
@@ -126,7 +116,7 @@ class ForgetAsk(msgspec.Struct, frozen=True):
     """Ended requests whose outputs nobody needs any more."""
 
     request_ids: tuple[str, ...]
-    reply: Reply[Promised[tuple[str, ...]]]
+    reply: Reply[tuple[str, ...]]
 
 
 class DrainAsk(msgspec.Struct, frozen=True):

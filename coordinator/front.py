@@ -16,7 +16,7 @@ from coordinator.actor import Actor
 from coordinator.arrays import Int32Array
 from coordinator.auditor import Auditor
 from coordinator.errors import ProtocolError
-from coordinator.events import Handle, Promised, Verb, WorkerPort
+from coordinator.events import Handle, Verb, WorkerPort
 from coordinator.fleet import Fleet
 from coordinator.journal import Journal, check_writes
 from coordinator.live import Requests, Swaps
@@ -67,9 +67,7 @@ class Front(Actor[Message]):
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
         check_writes(self._journal)
-        promised: Promised[Handle] = await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
-        await promised.commit.wait_bounded("the request was queued")
-        return promised.value
+        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
 
     async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
@@ -89,9 +87,7 @@ class Front(Actor[Message]):
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
-        promised: Promised[tuple[str, ...]] = await self.ask(lambda reply: events.ForgetAsk(request_ids, reply))
-        await promised.commit.wait_bounded("the outputs were forgotten")
-        return promised.value
+        return await self.ask(lambda reply: events.ForgetAsk(request_ids, reply))
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -213,8 +209,6 @@ class Front(Actor[Message]):
         hot_slots: int = NO_HOT_BUFFER,
     ) -> tuple[str, ...]:
         check_writes(self._journal)
-        promised: Promised[tuple[str, ...]] = await self.ask(
+        return await self.ask(
             lambda reply: events.VerbAsk(verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots)
         )
-        await promised.commit.wait_bounded(f"{verb.value} was begun")
-        return promised.value

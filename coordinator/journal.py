@@ -5,9 +5,9 @@
     tokens arrived ──────┘   ▲                    │
                              └──── the next one ──┘
 
-`append` takes records in order and never waits; the Commit that it returns is awaited by whoever must not go on before
-they are durable: a command that gives memory (I4), the acknowledgement of a submission or of a verb, the last word on
-a request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
+`append` takes records in order and never waits; the Commit that it returns is waited for by whoever must not go on
+before they are durable: a command that gives memory (I4), the answer to a submission or a verb, the last word on a
+request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
 begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
 
 Tokens are not appended: a group takes whatever the token log has by then, in one row of arrays, ahead of its other
@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
+from coordinator.actor import Reply
 from coordinator.errors import InternalError, Unavailable
 from coordinator.journal_book import Book
 from coordinator.journal_records import Record, Tokens
@@ -45,6 +46,8 @@ RETRY_S: Final = 0.5
 PENDING_MAX: Final = 262_144
 #: Longest that the acknowledgement of a submission or a verb waits for its commit.
 COMMIT_LIMIT_S: Final = 30.0
+
+T = TypeVar("T")
 
 log = logger("coordinator.journal")
 
@@ -74,35 +77,63 @@ class JournalStore(Protocol):
     def close(self) -> None: ...
 
 
+class _Group:
+    """Records of one transaction: where tokens taken later belong among them, and who waits for its end since
+    `began`."""
+
+    __slots__ = ("answers", "began", "committed", "news_at", "records", "taken")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.records: list[Record] = []
+        self.taken: list[Tokens] = []  # those in `records`
+        self.news_at = 0
+        self.committed = trio.Event()
+        self.answers: list[tuple[Reply[Any], Any, str]] = []
+
+    def end(self) -> None:
+        """It is durable."""
+        self.committed.set()
+        for reply, value, _ in self.answers:
+            reply.set(value)
+        self.answers.clear()
+
+    def give_up(self) -> None:
+        """It may become durable, but nobody is left waiting for it."""
+        for reply, _, what in self.answers:
+            reply.fail(
+                Unavailable(
+                    f"{what}, but the journal has not written it for {COMMIT_LIMIT_S:g} s",
+                    field="coordinator.journal",
+                    remedy="make room on its disk; then ask again, under the same request id",
+                )
+            )
+        self.answers.clear()
+
+
 class Commit:
     """Records that are durable, or will be. Cheap to drop when nobody waits for it."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_group",)
 
-    def __init__(self, event: trio.Event | None = None) -> None:
-        self._event = event
+    def __init__(self, group: _Group | None = None) -> None:
+        self._group = group
 
     @property
     def done(self) -> bool:
-        return self._event is None or self._event.is_set()
+        return self._group is None or self._group.committed.is_set()
 
     async def wait(self) -> None:
         """Until they are durable; at once, without a checkpoint, when they are. Cancelled: they may become so."""
-        if self._event is not None and not self._event.is_set():
-            await self._event.wait()
+        if self._group is not None and not self._group.committed.is_set():
+            await self._group.committed.wait()
 
-    async def wait_bounded(self, what: str) -> None:
-        """As `wait`; raises Unavailable, naming `what` may have happened, after COMMIT_LIMIT_S."""
-        if self.done:
-            return
-        with trio.move_on_after(COMMIT_LIMIT_S):
-            await self.wait()
-            return
-        raise Unavailable(
-            f"{what}, but the journal has not written it for {COMMIT_LIMIT_S:g} s",
-            field="coordinator.journal",
-            remedy="make room on its disk; then ask again, under the same request id",
-        )
+    def answer(self, reply: Reply[T], value: T, what: str) -> None:
+        """Set `reply` once they are durable; after COMMIT_LIMIT_S fail it with Unavailable, naming `what` was done."""
+        if self._group is None or self._group.committed.is_set():
+            reply.set(value)
+        else:
+            self._group.answers.append((reply, value, what))
 
 
 DONE: Final = Commit()
@@ -176,10 +207,8 @@ class GroupCommit:
         self._on_tokens = on_tokens
         self._counters = counters or JournalCounters()
         self._clock = clock
-        self._pending: list[Record] = []
-        self._taken: list[Tokens] = []  # in `_pending` already
-        self._news_at = 0  # where in `_pending` the next ones belong
-        self._committed = trio.Event()
+        self._pending = _Group()
+        self._writing = self._pending
         self._news = trio.Event()
         self._closing = False
         self._error = ""
@@ -190,28 +219,31 @@ class GroupCommit:
         return self._error or self._store.short
 
     def append(self, records: Sequence[Record]) -> Commit:
-        if len(self._pending) + len(records) > PENDING_MAX:
+        pending = self._pending
+        if len(pending.records) + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
         for record in records:
             self.book.note(record)
-        self._pending += records
+        if not pending.answers:
+            pending.began = self._clock()
+        pending.records += records
         self._news.set()
-        return Commit(self._committed)
+        return Commit(pending)
 
     def summarize_if_long(self) -> None:
         """The tokens of the summary come before what was decided on them, later ones behind the summary."""
         if self._store.wants_summary and self._summary.done:
-            self._summary = Commit(self._committed)
+            self._summary = Commit(self._pending)
             self._take_news()
-            self._pending += self.book.summarize(self._token_log)
-            self._news_at = len(self._pending)
+            self._pending.records += self.book.summarize(self._token_log)
+            self._pending.news_at = len(self._pending.records)
             self._news.set()
 
     def _take_news(self) -> None:
         news = self._token_log.take_news()
         if news is not None:
-            self._pending.insert(self._news_at, news)
-            self._taken.append(news)
+            self._pending.records.insert(self._pending.news_at, news)
+            self._pending.taken.append(news)
 
     def tokens_arrived(self) -> None:
         self._news.set()
@@ -222,10 +254,24 @@ class GroupCommit:
         self._news.set()
 
     def story(self) -> tuple[str, ...]:
-        return (f"{len(self._pending)} records pending", f"failing: {self.failing or 'no'}")
+        return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
         """Until closed. Cancelled: what was not committed is lost, and nobody was told otherwise."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._give_up_overdue)
+            await self._commit_groups()
+            nursery.cancel_scope.cancel()
+
+    async def _give_up_overdue(self) -> None:
+        """Whoever waits for a disk that fails, or hangs, is told in the end (I8)."""
+        while True:
+            await trio.sleep(COMMIT_LIMIT_S / 4)
+            for group in (self._writing, self._pending):
+                if group.answers and self._clock() - group.began > COMMIT_LIMIT_S:
+                    group.give_up()
+
+    async def _commit_groups(self) -> None:
         while True:
             with trio.move_on_after(RETRY_S if self._store.short else math.inf):
                 await self._news.wait()
@@ -239,15 +285,14 @@ class GroupCommit:
 
     async def _commit_group(self) -> None:
         self._take_news()
-        group, self._pending, self._news_at = self._pending, [], 0
-        taken, self._taken = self._taken, []
-        committed, self._committed = self._committed, trio.Event()
-        if group or self._store.short:
-            await self._write(group)
-        committed.set()
-        for news in taken:
+        group, self._pending = self._pending, _Group()
+        self._writing = group
+        if group.records or self._store.short:
+            await self._write(group.records)
+        group.end()
+        for news in group.taken:
             self._token_log.commit(news)
-        if taken:
+        if group.taken:
             self._on_tokens()
 
     async def _write(self, group: Sequence[Record]) -> None:

@@ -244,17 +244,19 @@ class Scheduler(Front):
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
-                ask.reply.set(self._submit(ask, now))
+                handle, commit = self._submit(ask, now)
+                commit.answer(ask.reply, handle, "the request was queued")
             case events.VerbAsk():
                 heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
                 if ask.verb is Verb.RETRACT:
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
                     turn.take(each)
-                ask.reply.set(events.Promised(lines, self._write_orders(ask)))
+                self._write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
             case events.ForgetAsk(request_ids):
                 commit = self._forget(self._requests.forget(request_ids))
-                ask.reply.set(events.Promised(tuple(f"{it}: forgotten" for it in request_ids), commit))
+                lines = tuple(f"{it}: forgotten" for it in request_ids)
+                commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():
                 ask.reply.set(self._drain(ask, now))
             case events.StopAsk():
@@ -270,12 +272,12 @@ class Scheduler(Front):
 
     # ---------------------------------------------------------------- requests
 
-    def _submit(self, ask: events.SubmitAsk, now: float) -> events.Promised[Handle]:
+    def _submit(self, ask: events.SubmitAsk, now: float) -> tuple[Handle, Commit]:
         """A submission repeated under its id is the same request, whatever became of it: nothing is done again."""
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self._requests.knows(submit.request_id):
             slot = self._requests.slot_of_same(submit)
-            return events.Promised(Handle(submit.request_id, slot), self._journal.append(()))
+            return Handle(submit.request_id, slot), self._journal.append(())
         if self.stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
         if self._fleet.model is None:
@@ -293,7 +295,7 @@ class Scheduler(Front):
         self._start_request(Live(state, request, entry, submit.prompt, sampling, now), request)
         at_s = now + self._wall_offset_s
         accepted = Accepted(slot, entry.rank[1], request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s)
-        return events.Promised(Handle(request_id, slot), self._journal.append([accepted]))
+        return Handle(request_id, slot), self._journal.append([accepted])
 
     def _request_actor(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         return Request(

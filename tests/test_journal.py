@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from coordinator.actor import Reply
 from coordinator.errors import InternalError, Unavailable
 from coordinator.journal import (
     COMMIT_LIMIT_S,
@@ -141,8 +142,12 @@ async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
         assert desk.delivered == 0, "nothing is delivered that is not durable"
         with pytest.raises(Unavailable, match=r"disk full.*make room"):
             check_writes(desk.journal)
+        reply: Reply[str] = Reply()
+        commit.answer(reply, "queued", "the request was queued")
+        await trio.sleep(COMMIT_LIMIT_S / 2)
+        assert reply._result is None
         with pytest.raises(Unavailable, match=r"the request was queued, but .* has not written"):
-            await commit.wait_bounded("the request was queued")
+            await reply.wait()
         assert desk.counters.errors == desk.store.attempts - 1
         desk.say(3)
         desk.store.error = ""
@@ -155,6 +160,14 @@ async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
     log = TokenLog(4, 1 << 12, journalled=True)
     replay(desk.store.records, log)
     assert log.lengths[desk.slot] == 3
+
+
+async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk(FakeStore(commit_s=COMMIT_LIMIT_S / 2)) as desk:
+        await trio.sleep(10 * COMMIT_LIMIT_S)
+        reply: Reply[str] = Reply()
+        desk.submit().answer(reply, "queued", "the request was queued")
+        assert await reply.wait() == "queued"
 
 
 async def test_a_short_disk_refuses_new_work_while_it_still_writes(autojump_clock: trio.testing.MockClock) -> None:
@@ -209,7 +222,9 @@ async def test_without_a_journal_everything_counts_at_once() -> None:
     commit = journal.append([order(1)])
     assert commit.done
     await commit.wait()
-    await commit.wait_bounded("nothing")
+    reply: Reply[str] = Reply()
+    commit.answer(reply, "done", "nothing")
+    assert await reply.wait() == "done"
     journal.tokens_arrived()
     journal.summarize_if_long()
     check_writes(journal)

@@ -280,10 +280,10 @@ def deliver_before_commit() -> Plan:
 def acknowledge_before_commit() -> Plan:
     """A submission is queued: that must do."""
 
-    async def wait_bounded(self: Commit, what: str) -> None:
-        return
+    def answer(self: Commit, reply: Any, value: Any, what: str) -> None:
+        reply.set(value)
 
-    yield Commit, "wait_bounded", wait_bounded
+    yield Commit, "answer", answer
 
 
 @plant
