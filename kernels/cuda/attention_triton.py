@@ -1,4 +1,4 @@
-"""Gather-attention in Triton. Launched by kernels/cuda/attention.py; the only module here that imports Triton.
+"""Gather-attention in Triton. Launched by kernels/cuda/attention.py.
 
 One program attends BLOCK_HEADS heads of one batch row to one span of its entries, BLOCK_ROWS at a time: the rows are
 gathered through `out_rows` straight into shared memory, serve as keys and, their latent part, as values, and are read
