@@ -114,10 +114,10 @@ async def test_a_child_dies_with_a_parent_that_was_killed(children: list[Child],
 
 
 def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:
-    if os.fork() == 0:  # prctl cannot be undone: ask for it in a process of its own
+    if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a process of its own
         try:
             die_with_parent(2**22 + 1)
         except Unavailable:
             os._exit(17)
         os._exit(1)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 17
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
