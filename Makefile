@@ -7,7 +7,7 @@ PYTEST_FLAGS ?=
 SEEDS ?= 10000
 START ?= 0
 
-.PHONY: demo test sim lint bench install clean
+.PHONY: demo test sim lint bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -21,8 +21,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hisparse demo
 
-test: lint
+test: lint prometheus
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# promtool and a server for the tests of rules and dashboards, without root. Tests that need them skip where this fails.
+prometheus:
+	-.ci/prometheus
 
 # More seeds of the simulated cluster than the suite runs: docs/testing.md.
 sim: $(STAMP)
