@@ -17,9 +17,9 @@ if it was there when the Audit was sent.)
     index_pages, hot_chunks, slab_pages, seats, free     likewise                       nothing
     accounts       (nothing)                             does not add up (I1)           nothing
 
-A repair is made where only one side still has anything to lose. Cost: a worker with 1,000 requests of 512 pages sends
-40 KB and takes the coordinator about 10 ms; page lists are compared by a CRC-32, at most PAGES_MAX pages an audit, in
-rotation.
+A repair is made where only one side still has anything to lose. Cost: a worker with 625 requests of 63 pages takes
+0.5 ms for its inventory and the coordinator 3 ms to compare it; a ledger of 10,000 requests and a million pages takes
+60 ms, once an interval. Page lists are compared by a CRC-32, at most PAGES_MAX pages an audit, in rotation.
 
 Rejected: mirroring each worker in the coordinator from commands and events (a second ledger to keep right, which would
 agree with the first in what both get wrong); stopping the world to compare.
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from coordinator.arrays import Int32Array, unpack_int32, unpack_int64
-from coordinator.errors import InternalError, ProtocolError
+from coordinator.errors import ProtocolError
 from coordinator.ledger import EpochKey, Ledger
 from coordinator.messages import Inventory, WorkerCapacity
 
 #: Host pages whose ids one inventory checks; of requests beyond it only the number.
-PAGES_MAX: Final = 32_768
+PAGES_MAX: Final = 8_192
 #: `Inventory.digests` of a request whose ids were not looked at.
 UNCHECKED: Final = -1
 #: An audit that was not answered for this long is asked anew: its worker is in a very long step, or gone.
@@ -150,10 +150,8 @@ def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
         Difference(ORPHAN, admission, f"{ledger.held(admission).host_pages} pages kept", "off every worker")
         for admission in ledger.kept_admissions() - set(waiting)
     ]
-    try:
-        ledger.check_invariants()
-    except InternalError as error:
-        found.append(Difference(ACCOUNTS, 0, error.message, ""))
+    if mismatch := ledger.find_mismatch():
+        found.append(Difference(ACCOUNTS, 0, mismatch, ""))
     return sorted(found)[:DIFFERENCES_MAX]
 
 
@@ -210,6 +208,14 @@ class Rounds:
     def hear(self, key: EpochKey, found: Iterable[Difference]) -> list[Difference]:
         """As `Round.hear`, of an epoch that was asked."""
         return self._rounds[key].hear(found)
+
+    def is_node_due(self, node: str, now: float) -> bool:
+        """Whether to look at a node again; if so, not for the next interval."""
+        it = self._nodes.setdefault(node, Round())
+        if now < it.due_at:
+            return False
+        it.due_at = now + self._interval_s
+        return True
 
     def hear_node(self, node: str, found: Iterable[Difference]) -> list[Difference]:
         """As `Round.hear`, of a node, which nobody need be asked about."""

@@ -94,7 +94,7 @@ class Auditor:
 
     # ---------------------------------------------------------------- hearing
 
-    def hear(self, event: InventoryTaken) -> Heard:
+    def hear(self, event: InventoryTaken, now: float) -> Heard:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
         key, steps = (event.worker, event.epoch), list[Step]()
         worker = self._live().get(key)
@@ -109,8 +109,9 @@ class Auditor:
             return Heard()
         for difference in self._rounds.hear(key, found):
             steps += self._tell(worker.name, worker.node, worker, difference)
-        for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
-            steps += self._tell(worker.node, worker.node, None, difference)
+        if self._rounds.is_node_due(worker.node, now):
+            for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
+                steps += self._tell(worker.node, worker.node, None, difference)
         return Heard(tuple(steps))
 
     def _is_resizing(self, admission: int) -> bool:

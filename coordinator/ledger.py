@@ -318,6 +318,42 @@ class Ledger:
 
     # ---------------------------------------------------------------- invariants
 
+    def find_mismatch(self) -> str:
+        """What of I1 and the budgets does not add up, in words; empty: it all does. As `check_invariants`, but for
+        pages that one holding has twice, in one pass: about 60 ms for 10,000 holdings and a million pages."""
+        arrays = [pages for it in self._holdings.values() for pages in it.pages]
+        arrays += [pages for many in self._quarantines.values() for pages in many]
+        holders = np.bincount(np.concatenate([NO_PAGES, *arrays]), minlength=self.pages_total)
+        if wrong := np.flatnonzero(holders != self._refcounts).tolist():
+            return f"refcounts of {len(wrong)} pages are not their holders' number, the first is page {wrong[0]}"
+        if self._refcounts[self._free[: self.pages_free]].any():
+            return "a free page has a holder"
+        if self.pages_free + np.count_nonzero(holders) != self.pages_total:
+            return f"{self.pages_free} free pages and those held are not {self.pages_total}"
+        return self._find_budget_mismatch()
+
+    def _find_budget_mismatch(self) -> str:
+        held: dict[EpochKey, list[int]] = {key: [0, 0, 0, 0] for key in self._budgets}
+        for it in self._holdings.values():
+            if it.budget is not None:
+                sums = held[it.budget.key]
+                sums[0] += 1
+                sums[1] += it.hot_chunks
+                sums[2] += it.index_pages
+                sums[3] += it.slab_pages
+        for key, (seats, chunks, index_pages, slab_pages) in held.items():
+            budget, capacity = self._budgets[key], self._budgets[key].capacity
+            rows = (
+                ("seats", budget.seats_free + seats, capacity.seats),
+                ("hot chunks", budget.hot_chunks_free + chunks, capacity.hot_chunks),
+                ("index pages", budget.index_pages_free + index_pages, capacity.index_pages),
+                ("slab pages", budget.slab_pages_free + slab_pages, capacity.slab_pages),
+            )
+            for what, found, total in rows:
+                if found != total:
+                    return f"{what} of {key[0]}, held and free, are {found} of {total}"
+        return ""
+
     def check_invariants(self) -> None:
         """I1, I2 and the budgets, from scratch; O(pool). Raises InternalError naming what does not add up."""
         self._check_pages()

@@ -210,7 +210,7 @@ class Scheduler(Front):
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn)
             case events.InventoryTaken():
-                turn.take(self._auditor.hear(message))
+                turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells):
                 turn.take(Heard(steps, tells))
             case (

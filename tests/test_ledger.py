@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -157,6 +159,35 @@ def test_kept_pages_pass_to_the_next_admission_in_order() -> None:
     assert again.size == 8
     assert not accounts.holds(1)
     accounts.check_invariants()
+
+
+def test_a_mismatch_is_told_in_words() -> None:
+    """I1, and budgets."""
+
+    def broken(damage: Callable[[Ledger], object]) -> str:
+        accounts = ledger()
+        accounts.reserve(1, "w0", Memory(host_pages=5, hot_chunks=3, index_pages=5))
+        assert accounts.find_mismatch() == ""
+        damage(accounts)
+        return accounts.find_mismatch()
+
+    def hold_a_free_page(accounts: Ledger) -> None:
+        page = accounts._free[0]
+        accounts._refcounts[page] += 1
+        accounts._holdings[1].pages.append(np.array([page], dtype=np.int32))
+
+    def lose_a_free_page(accounts: Ledger) -> None:
+        accounts.pages_free -= 1
+
+    def lose_a_chunk(accounts: Ledger) -> None:
+        accounts.budget("w0").hot_chunks_free -= 1
+
+    first = POOL_PAGES - 1
+    leak = broken(lambda accounts: accounts._refcounts.__setitem__(first, 1))
+    assert leak == f"refcounts of 1 pages are not their holders' number, the first is page {first}"
+    assert broken(hold_a_free_page) == "a free page has a holder"
+    assert broken(lose_a_free_page) == f"{POOL_PAGES - 6} free pages and those held are not {POOL_PAGES}"
+    assert broken(lose_a_chunk).startswith("hot chunks of w0, held and free, are ")
 
 
 def test_an_epoch_seen_before_cannot_come_back() -> None:
@@ -346,6 +377,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         self.ledger.check_invariants()
+        assert self.ledger.find_mismatch() == ""
         assert self.ledger.pages_free == len(self.free())
         assert self.ledger.holdings_count == len(self.pages)
         owned = set().union(*self.pages.values())
