@@ -17,11 +17,14 @@ from trio.testing import MockClock
 
 from coordinator.arrays import unpack_int64
 from coordinator.audit import PAGES_MAX, UNCHECKED, Difference, Rounds, compare, digest_of
+from coordinator.auditor import Auditor
 from coordinator.errors import ProtocolError
 from coordinator.ledger import Ledger, Memory
 from coordinator.messages import AuditedRow, DifferenceRow
 from tests.fakes.fake_cluster import capacity
 from tests.scheduler_rig import SETTINGS, FakeLink, SchedulerRig, open_rig
+from tests.sim import cluster
+from tests.sim.run import simulate
 from worker.inventory import Free, Holding, take_inventory
 
 KEY = ("w0", 1)
@@ -348,3 +351,28 @@ async def test_who_says_nothing_is_named(autojump_clock: MockClock) -> None:
         assert [(row.name, row.answered) for row in audited] == [("w0", False), ("n0", True)]
         assert found == ()
         assert trio.current_time() - began < 6
+
+
+@pytest.mark.sim
+def test_it_is_silent_in_the_simulated_cluster_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills, restarts of anybody, cut links, journals that lose their end, pools that vanish: the books agree."""
+    often = msgspec.structs.replace(cluster.SETTINGS, audit_interval_s=0.5)
+    monkeypatch.setattr(cluster, "SETTINGS", often)
+    found: list[Difference] = []
+    heard: list[int] = []
+
+    def tell(self: Auditor, name: str, node: str, worker: object, difference: Difference) -> list[object]:
+        found.append(difference)
+        return []
+
+    def hear(self: Rounds, *arguments: object) -> list[Difference]:
+        heard.append(1)
+        return real(self, *arguments)
+
+    real: Callable[..., list[Difference]] = Rounds.hear
+    monkeypatch.setattr(Auditor, "_tell", tell)
+    monkeypatch.setattr(Rounds, "hear", hear)
+    for seed in range(7_000, 7_010):
+        assert simulate(seed).violation is None
+    assert found == []
+    assert len(heard) > 60
