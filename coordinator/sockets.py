@@ -58,6 +58,8 @@ TRANSPORT_HEARTBEAT_MS: Final = 2_000
 #: libzmq adds up to as much again at random, and counts in an int.
 RECONNECT_NEVER_MS: Final = 3_600_000
 
+#: Instead of the process behind a connection that is no more.
+PID_GONE: Final = -1
 #: struct ucred: pid, uid, gid.
 CREDENTIALS: Final = struct.Struct("3i")
 
@@ -75,7 +77,8 @@ class Sent(enum.Enum):
 class Received(NamedTuple):
     """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
 
-    `pid` is the sending process as the kernel attests it, 0 when unknown (not ipc, credentials not asked for).
+    `pid` is the sending process as the kernel attests it, 0 when unknown (not ipc, credentials not asked for, another
+    namespace), PID_GONE when its connection has ended meanwhile: then nobody knows any more who it was.
     """
 
     peer: bytes
@@ -369,16 +372,16 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, 
 
 
 def _attested_pid(frame: zmq.Frame) -> int:
-    """The process that `frame` came from over ipc; 0 when it is gone or in another namespace."""
+    """The process that `frame` came from over ipc; 0 when it is in another namespace, PID_GONE with its connection."""
     try:
         connection = std_socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD))))
     except (OSError, zmq.ZMQError):
-        return 0
+        return PID_GONE
     with connection:
         try:
             credentials = connection.getsockopt(std_socket.SOL_SOCKET, std_socket.SO_PEERCRED, CREDENTIALS.size)
         except OSError:
-            return 0
+            return PID_GONE
     return int(CREDENTIALS.unpack(credentials)[0])
 
 

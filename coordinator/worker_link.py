@@ -42,7 +42,7 @@ from coordinator.journal import Journal
 from coordinator.journal_records import Joined
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from coordinator.processes import Process, has_ended, process_of, wait_exit
-from coordinator.sockets import Received, RouterSocket
+from coordinator.sockets import PID_GONE, Received, RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
 from coordinator.worker_epoch import Arrival, WorkerEpoch
@@ -297,7 +297,12 @@ class WorkerLinks:
     # ------------------------------------------------------------ joining
 
     def _greet(self, received: Received, hello: messages.WorkerHello) -> None:
-        """Act on a hello; joining takes the Scheduler's turn, one hello per name at a time."""
+        """Act on a hello; joining takes the Scheduler's turn, one hello per name at a time.
+
+        One whose connection is gone already cannot be attested: were it to join, nothing could ever prove its exit.
+        """
+        if received.pid == PID_GONE:
+            raise Unavailable("its connection is gone", field="worker", value=hello.worker)
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)

@@ -18,6 +18,7 @@ from coordinator.errors import BadInput, ConfigError, Unavailable
 from coordinator.sockets import (
     BATCH_MESSAGES_MAX,
     HARD_LIMIT_FACTOR,
+    PID_GONE,
     DealerSocket,
     Received,
     RouterSocket,
@@ -385,6 +386,17 @@ async def test_credentials_name_the_sending_process(endpoint: str) -> None:
     router.send(received.peer, b"bye")
     child.wait(timeout=10)
     dealer.close()
+    router.close()
+
+
+async def test_a_process_that_has_hung_up_is_not_taken_for_one_that_cannot_be_known(endpoint: str) -> None:
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
+    dealer = await connect(router)
+    await dealer.send(b"hello")
+    dealer.close()
+    await trio.sleep(0.3)  # time in which libzmq notices
+    with trio.fail_after(5):
+        assert (await router.recv_batch())[0].pid == PID_GONE
     router.close()
 
 

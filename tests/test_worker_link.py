@@ -19,7 +19,7 @@ from coordinator.errors import ConfigError, HiSparseError, ProtocolError
 from coordinator.events import WorkerPort
 from coordinator.journal import Journal, NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
-from coordinator.sockets import RouterSocket
+from coordinator.sockets import PID_GONE, RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
 from coordinator.worker_link import WorkerLinks
@@ -409,6 +409,17 @@ async def test_who_may_not_join_is_told_why(rig: Rig, changes: dict[str, object]
     assert (await refusal(worker)).code == code
     assert rig.scheduler.told == []
     worker.close()
+
+
+async def test_a_hello_whose_sender_has_hung_up_does_not_join(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: an epoch that joined without attestation could never be proved gone, and its pages would never come back."""
+    worker = await rig.worker()
+    with monkeypatch.context() as gone:
+        gone.setattr("coordinator.sockets._attested_pid", lambda frame: PID_GONE)
+        await worker.say(hello("w0"))
+        assert (await refusal(worker)).code == "unavailable"
+    assert rig.scheduler.told == []
+    assert (await rig.joined("w0")) is not None
 
 
 async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:

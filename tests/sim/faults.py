@@ -57,7 +57,7 @@ class Faults:
             (self._kill_coordinator, 2 if journalled else 0),
             (self._fill_disk, 1 if journalled else 0),
             (self._slow_disk, 1 if journalled else 0),
-            (self._boot_node, 0),
+            (self._boot_node, 0.5),
             (self._stop_worker, 3),
             (self._hang_executor, 1),
             (self._cut, 3),

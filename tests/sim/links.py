@@ -28,7 +28,7 @@ from typing import Final
 import trio
 
 from coordinator.errors import Unavailable
-from coordinator.sockets import Received, Sent
+from coordinator.sockets import PID_GONE, Received, Sent
 from tests.sim.trace import Trace
 
 #: Seconds that a frame takes on a healthy wire.
@@ -192,7 +192,7 @@ class FakeRouter:
         while self._inbox and self._inbox[0][0] <= now and len(batch) < BATCH_MAX:
             _, _, connection, frame = heapq.heappop(self._inbox)
             self._network.trace.note(connection.owner, f"> {self.endpoint}", frame)
-            batch.append(Received(connection.peer, frame, connection.process if connection.is_open else 0))
+            batch.append(Received(connection.peer, frame, connection.process if connection.is_open else PID_GONE))
         return batch
 
     def put(self, at: float, connection: Connection, frame: bytes) -> None:
