@@ -46,6 +46,7 @@ from coordinator.processes import Process
 from coordinator.roster import Entry
 from coordinator.scheduler import Scheduler
 from coordinator.service import Coordinator
+from coordinator.suspicion import POISON_STRIKES
 from metrics.state import LinkCounters
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
@@ -320,6 +321,7 @@ class Cluster:
         self._workers: dict[str, WorkerProcess] = {}
         self._exits: dict[int, trio.Event] = {}
         self._pids = 1000
+        self.deaths = 0
         self._boots = 0
         self._lives = 0
         if self.shape.settings.journal != NO_JOURNAL:
@@ -361,6 +363,7 @@ class Cluster:
         if self.is_over:
             return
         process.gate.open()
+        self.deaths += 1
         self.trace.note(process.name, "exits", process.pid)
         self.pools[process.node].end_process(process.pid)
         del self._workers[process.name]
@@ -416,7 +419,10 @@ class Cluster:
     # ------------------------------------------------------------ what clients may be told
 
     def may_end(self, request_id: str, ended: messages.Ended) -> bool:
-        return ended.outcome == "ABORTED" and request_id in self.abortable
+        """Other than FINISHED: somebody aborted it, or it looks as if it killed workers, of which many died."""
+        if ended.outcome == "ABORTED":
+            return request_id in self.abortable
+        return "poison limit" in ended.reason and self.deaths >= POISON_STRIKES
 
 
 # ---------------------------------------------------------------- the machine
