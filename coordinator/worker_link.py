@@ -42,6 +42,7 @@ from coordinator.journal import Journal
 from coordinator.journal_records import Joined
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from coordinator.processes import Process, has_ended, process_of, wait_exit
+from coordinator.report_acks import ReportAcks
 from coordinator.sockets import PID_GONE, Received, RouterSocket
 from coordinator.token_log import TokenLog
 from coordinator.tokenizer_store import TokenizerStore
@@ -137,8 +138,7 @@ class WorkerLinks:
         self._socket = socket
         self._incarnation = incarnation
         self._journal = journal
-        self._received: dict[WorkerLink, int] = {}  # reports not yet acknowledged
-        self._reports = trio.Event()
+        self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
@@ -168,7 +168,7 @@ class WorkerLinks:
             for link in self._expected:
                 nursery.start_soon(self._watch_process, link)
             nursery.start_soon(self._read)
-            nursery.start_soon(self._acknowledge)
+            nursery.start_soon(self._acks.run)
             nursery.start_soon(self._sender.run)
             nursery.start_soon(self._watch_time)
             await self._closing.wait()
@@ -223,16 +223,8 @@ class WorkerLinks:
         if len(short):
             self._scheduler.starving(short)
 
-    async def _acknowledge(self) -> None:
-        """One commit for all reports that came while the one before was written."""
-        while True:
-            await self._reports.wait()
-            self._reports = trio.Event()
-            received, self._received = self._received, {}
-            await self._journal.append(()).wait()
-            for link, number in received.items():
-                link.state.report_durable = number
-                self._say(link, messages.ReportAck(self._incarnation, number))
+    def _acknowledge(self, link: WorkerLink, number: int) -> None:
+        self._say(link, messages.ReportAck(self._incarnation, number))
 
     def _receive(self, received: Received) -> None:
         """Raises what the sender is refused with."""
@@ -261,8 +253,7 @@ class WorkerLinks:
                 if arrival is Arrival.NEXT:
                     self._apply(link, message)
                 if arrival is not Arrival.GAP:
-                    self._received[link] = link.state.report_ack
-                    self._reports.set()
+                    self._acks.received(link)
                 else:
                     self._counters.report_gaps += 1
                     if link.state.should_ask_again(now):
