@@ -19,28 +19,27 @@ import trio
 
 from coordinator import decisions, events, messages
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.arrays import Int32Array, pack_int32
+from coordinator.arrays import Int32Array
 from coordinator.auditor import Auditor
 from coordinator.changes import GIVING
 from coordinator.config import CoordinatorSettings
 from coordinator.dispatch import Dispatch, Heard, Step, Tell
-from coordinator.errors import HiSparseError, Unavailable, WrongState
-from coordinator.events import Handle, Listener, Verb, WorkerPort
+from coordinator.errors import HiSparseError, WrongState
+from coordinator.events import Listener, Verb, WorkerPort
 from coordinator.fleet import Fleet
 from coordinator.front import Front, Message
 from coordinator.host_pool import Applied, HostPool
-from coordinator.intake import check_deadline, check_fits, check_submit
-from coordinator.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal_records import Accepted, Departed, Forgotten, Ordered, PoolOpened
+from coordinator.intake import check_deadline
+from coordinator.journal import DONE, Journal, NoJournal
+from coordinator.journal_records import Departed, PoolOpened
 from coordinator.ledger import NO_PAGES, EpochKey, Ledger
-from coordinator.lifecycle import TERMINAL
 from coordinator.live import Live, Requests
+from coordinator.reception import Reception
 from coordinator.recovery import Place, restore
 from coordinator.recovery_inventory import adopt
-from coordinator.request import Request
-from coordinator.request_state import RequestState, describe_size
+from coordinator.request_state import describe_size
 from coordinator.roster import Drain, Entry
-from coordinator.sizing import Length, page_limit
+from coordinator.sizing import page_limit
 from coordinator.token_log import TokenLog
 from coordinator.verbs import carry_out
 from kernels.layout import PAGE_TOKENS
@@ -123,8 +122,19 @@ class Scheduler(Front):
         self._auditor = Auditor(
             self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
+        self._reception = Reception(
+            self._requests,
+            self._dispatch,
+            self._fleet,
+            token_log,
+            listener,
+            supervisor,
+            self._journal,
+            tell_scheduler=self.tell,
+            clock=clock,
+            wall_offset_s=wall_offset_s,
+        )
         self._stop: _Stop | None = None
-        self._submitted = 0
 
     @property
     def stopping(self) -> bool:
@@ -139,20 +149,14 @@ class Scheduler(Front):
             self._fleet.recover(opened, book.joined(node))
             self._start_pool(node)
         place = Place(
-            self._dispatch, self._requests, self._token_log, self._recover_actor, self._clock(), self._wall_offset_s
+            self._dispatch, self._requests, self._token_log, self._reception.start, self._clock(), self._wall_offset_s
         )
         first = restore(book, place, ports)
-        self._submitted = book.arrivals
+        self._reception.ids_made = book.arrivals
         for live in self._requests.live.values():
             if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
         self.tell(events.Recovered(first.steps, first.tells))
-
-    def _recover_actor(self, state: RequestState, port: WorkerPort | None) -> Request:
-        request = self._request_actor(state, port)
-        if state.state not in TERMINAL:
-            self._supervisor.start(request, Level.REQUEST)
-        return request
 
     def _worker_back(self, hello: messages.WorkerHello) -> Heard:
         worker = self._roster.workers.get(hello.worker)
@@ -185,7 +189,7 @@ class Scheduler(Front):
             reply.set(None)
         if tick:
             self._auditor.tick(now)
-            self._forget(self._requests.forget_old(now))
+            self._reception.forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
         await self._decide(now, tick)
         if self._stop is not None:
@@ -244,7 +248,7 @@ class Scheduler(Front):
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
-                handle, commit = self._submit(ask, now)
+                handle, commit = self._reception.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
             case events.VerbAsk():
                 heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
@@ -252,9 +256,9 @@ class Scheduler(Front):
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
                     turn.take(each)
-                self._write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
+                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
             case events.ForgetAsk(request_ids):
-                commit = self._forget(self._requests.forget(request_ids))
+                commit = self._reception.forget(self._requests.forget(request_ids))
                 lines = tuple(f"{it}: forgotten" for it in request_ids)
                 commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():
@@ -271,70 +275,6 @@ class Scheduler(Front):
                 self._auditor.begin(ask, now)
 
     # ---------------------------------------------------------------- requests
-
-    def _submit(self, ask: events.SubmitAsk, now: float) -> tuple[Handle, Commit]:
-        """A submission repeated under its id is the same request, whatever became of it: nothing is done again."""
-        submit, sampling = ask.submit, ask.submit.sampling
-        if submit.request_id and self._requests.knows(submit.request_id):
-            slot = self._requests.slot_of_same(submit)
-            return Handle(submit.request_id, slot), self._journal.append(())
-        if self.stopping:
-            raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
-        if self._fleet.model is None:
-            raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
-        prompt = check_submit(submit, self._fleet.model)
-        length = Length(prompt.size, 0, sampling.max_tokens)
-        check_fits(length, self._fleet.capacities())
-        self._requests.check_room(len(self._roster.waiting))
-        request_id = submit.request_id or self._new_id()
-        slot = self._token_log.open(sampling.max_tokens)
-        entry = self._roster.add(slot, submit.priority, length.prompt, length.max)
-        self._dispatch.dirty = True
-        state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
-        request = self._request_actor(state)
-        self._start_request(Live(state, request, entry, submit.prompt, sampling, now), request)
-        at_s = now + self._wall_offset_s
-        accepted = Accepted(slot, entry.rank[1], request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s)
-        return Handle(request_id, slot), self._journal.append([accepted])
-
-    def _request_actor(self, state: RequestState, port: WorkerPort | None = None) -> Request:
-        return Request(
-            state,
-            token_log=self._token_log,
-            listener=self._listener,
-            tell_scheduler=self.tell,
-            clock=self._clock,
-            journal=self._journal,
-            wall_offset_s=self._wall_offset_s,
-            port=port,
-        )
-
-    def _start_request(self, live: Live, request: Request) -> None:
-        self._requests.add(live)
-        self._supervisor.start(request, Level.REQUEST)
-
-    def _write_orders(self, ask: events.VerbAsk) -> Commit:
-        """What is now wanted of the requests that a verb named."""
-        ends = ("ABORTED", f"abort by {ask.owner}") if ask.verb is Verb.ABORT else ("", "")
-        lives = [self._requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
-        return self._journal.append(
-            [Ordered(it.entry.slot, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
-        )
-
-    def _new_id(self) -> str:
-        while True:
-            self._submitted += 1
-            if not self._requests.knows(request_id := f"r{self._submitted}"):
-                return request_id
-
-    def _forget(self, slots: Sequence[int]) -> Commit:
-        """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
-        forgotten = Forgotten(pack_int32(slots), self._journal.book.arrivals)
-        commit = self._journal.append([forgotten] if slots else [])
-        for slot in slots:
-            self._listener.forgotten(slot)
-            self._token_log.close(slot)
-        return commit
 
     def _tell(self, tell: Tell) -> None:
         """A request that ended in this very turn is told nothing any more."""
