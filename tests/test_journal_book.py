@@ -134,7 +134,7 @@ class JournalMachine(RuleBasedStateMachine):
                     joined.epoch,
                 )
             ):
-                self.depart(slot, keep=proved)
+                self.depart(slot, keep=True, full_pages=not proved)
 
     @rule()
     def prove(self) -> None:
@@ -204,11 +204,13 @@ class JournalMachine(RuleBasedStateMachine):
         if slot is not None:
             self.depart(slot, keep=keep)
 
-    def depart(self, slot: int, *, keep: bool) -> None:
+    def depart(self, slot: int, *, keep: bool, full_pages: bool = False) -> None:
+        """`full_pages`: a process not proved gone may still write the last one."""
         stay = self.book.requests[slot].stay
         assert stay is not None
         held = self.ledger.held(stay.admission).host_pages
         kept = min(self.log.durable(slot), held * 64) if keep else 0
+        kept = kept // 64 * 64 if full_pages else kept
         change: Change = Keep(stay.admission, -(-kept // 64)) if kept else Release(stay.admission)
         self.log.end_admission(slot)
         self.change(change, Departed(slot, kept))
