@@ -116,7 +116,7 @@ class Dispatch:
         )
         entry.generated = generated
         self.roster.depart(entry, kept_tokens, pages_for(kept_tokens))
-        if event.final:
+        if event.final or entry.ending:
             self.roster.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
@@ -194,6 +194,7 @@ class Dispatch:
         tell = Tell(entry.slot, End(outcome, reason))
         if entry.phase in ON_WORKER:
             self.roster.leave(entry, frees_pages=True)
+            entry.ending = True
             return Heard((), (tell,))
         heard = self._give_up(entry, reason, tell)
         self.roster.close(entry)

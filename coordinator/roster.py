@@ -69,6 +69,7 @@ class Entry:
     kept_tokens: int = 0
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
+    ending: bool = False  # leaving: its end was asked for, so it will not wait again
     came_with: int = 0  # generated tokens when it was admitted
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
 

@@ -70,6 +70,18 @@ def test_more_rows_than_there_are_pages_are_not_believed(desk: Desk) -> None:
     assert (desk.entry.pages, desk.entry.kept_tokens) == (pages, pages * 64)
 
 
+def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: Desk) -> None:
+    """The Request heard of the loss first, so it departs to wait; its Closed comes when its end is in the journal."""
+    desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=True))
+    desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "operator"))
+    desk.depart(130)
+    desk.hear(desk.dispatch.worker_up(Worker("w0", "n0", 2, capacity(), MODEL, FakePort())))
+    assert desk.settle() == []
+    assert (desk.entry.phase, desk.ledger.pages_free) == (Phase.CLOSING, 32)
+    desk.dispatch.closed(7)
+    assert not desk.dispatch.roster.entries
+
+
 def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) -> None:
     """The Request kept its rows, not having heard yet; the memory goes, and it is told."""
     admission = desk.entry.admission
