@@ -286,7 +286,7 @@ class Faults:
     def _look(self) -> str | None:
         """I7: whoever only asks changes nothing."""
         life = self._cluster.coordinator
-        if life is None:
+        if life is None or not life.is_between_turns:
             return None
         before = life.fingerprint()
         life.scheduler.request_rows(100)
