@@ -30,12 +30,13 @@ from coordinator.client import Client, open_client
 from coordinator.config import Config
 from coordinator.errors import HiSparseError
 from coordinator.messages import WorkerRow
+from coordinator.suspicion import POISON_STRIKES
 
 #: The pause before a restart: the first, and the longest.
 RESTART_PAUSE_MIN_S: Final = 0.5
 RESTART_PAUSE_MAX_S: Final = 30.0
 #: Lives shorter than STABLE_LIFE_S in a row after which a child is given up.
-RESTARTS_MAX: Final = 8
+RESTARTS_MAX: Final = 12
 STABLE_LIFE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
@@ -46,6 +47,7 @@ COORDINATOR: Final = "coordinator"
 CONNECTED: Final = frozenset({"connected", "draining", "drained"})
 
 assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
+assert RESTARTS_MAX >= 2 * POISON_STRIKES  # two poisonous requests are found before their worker is given up
 assert COORDINATOR_HUNG_LIMITS > HUNG_LIMITS  # a slow coordinator is not taken for dead before its workers would be
 
 

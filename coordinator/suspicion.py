@@ -6,10 +6,12 @@ A process dies and everything on it is suspect. Dying once or twice is life: an 
     1 strike    readmitted like anybody: recovery is not slowed down for what happens once
     2 strikes   a *suspect*: it joins a worker only when everybody there has come further since they came, and nobody
                 joins until it has too. Both take about one token, so suspects of a large batch are through in seconds
-    4 strikes   failed (poison). Two of them were its own: it was the only suspect there, and nobody else was new
+    6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and nobody else was new
 
-So what kills deterministically gets there in four deaths, and an innocent would have to be the only suspect twice while
-somebody proved harmless kills. Strikes are given when the death is proved: a link that is cut proves none.
+So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
+before it has come one token further. Under constant random kills of everybody (tests/sim) one run in 6 gave somebody
+two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strikes are given when the death is proved: a link that
+is cut proves none.
 
 Rejected: failing whoever was on the worker N times (twenty kills by an operator fail everybody); halving the batch
 until one is left (log2 n deaths more, and with two poisons it does not converge); an empty worker for each suspect (its
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 #: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2
 #: Strikes at which it is failed.
-POISON_STRIKES: Final = 4
+POISON_STRIKES: Final = 6
 #: Epochs that went down without proof whose passengers are remembered.
 LOSSES_MAX: Final = 1_024
 

@@ -157,7 +157,7 @@ def test_a_death_proved_after_its_passenger_ended_makes_nobody_a_suspect() -> No
 
 def test_a_death_proved_late_does_not_touch_who_has_come_further_since() -> None:
     fake = Poisoned(2, {})
-    fake.submit(0, 100, 300, full=True)
+    fake.submit(0, 100, 900, full=True)
     fake.round()
     for _ in range(POISON_STRIKES + 1):
         name = fake.entry(0).worker
