@@ -10,7 +10,7 @@ A process dies and everything on it is suspect. Dying once or twice is life: an 
 
 So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
 before it has come one token further. Under constant random kills of everybody (tests/sim) one run in 6 gave somebody
-two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strikes are given when the death is proved: a link that
+two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strikes are given when a death is proved: a link that
 is cut proves none.
 
 Rejected: failing whoever was on the worker N times (twenty kills by an operator fail everybody); halving the batch
