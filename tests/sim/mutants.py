@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import dispatch, events, journal_records, messages, recovery, scheduler, service
+from coordinator import dispatch, events, journal_records, messages, scheduler
 from coordinator.connections import Connections
 from coordinator.deliveries import Deliveries
 from coordinator.journal import Commit
@@ -304,17 +304,17 @@ def say_the_end_before_commit() -> Plan:
 
 
 @plant
-def forget_quarantine_in_recovery() -> Plan:
-    """A new life of the coordinator begins with clean hands."""
-    original = recovery.recover
+def take_absence_for_death_in_recovery() -> Plan:
+    """A new life of the coordinator sees nobody, so nobody can be left."""
+    original = WorkerLinks._watch_process
 
-    def recover(book: Any, *parts: Any) -> None:
-        for ledger in book.ledgers.values():
-            for worker, epoch in ledger.quarantines:
-                ledger.prove_exit(worker, epoch)
-        original(book, *parts)
+    async def watch_process(self: WorkerLinks, link: Any) -> None:
+        if link.is_awaited:
+            self._prove(link, died=True)
+        else:
+            await original(self, link)
 
-    yield service, "recover", recover
+    yield WorkerLinks, "_watch_process", watch_process
 
 
 @plant
