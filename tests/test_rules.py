@@ -46,7 +46,7 @@ def test_every_case_of_every_alert_holds() -> None:
 
 
 def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
-    """Silent: a moment without a sample of the alert, or an instance of the same case that is not among those firing."""
+    """Silent: a moment without a sample of the alert, or an instance in the same case that does not fire."""
     firing, silent = set(), set()
     for case in yaml.safe_load(CASES.read_text())["tests"]:
         for step in case["promql_expr_test"]:

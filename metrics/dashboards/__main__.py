@@ -1,0 +1,4 @@
+from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
+
+for name, dashboard in DASHBOARDS.items():
+    (DIRECTORY / name).write_text(as_text(dashboard))

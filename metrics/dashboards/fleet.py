@@ -1,0 +1,246 @@
+"""Is the cluster healthy, and where is the pressure?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View
+
+HEALTH: Final = Row(
+    "Is it healthy?",
+    (
+        Panel(
+            "Workers",
+            "Workers by state, as the coordinator sees them. Bad: disconnected; draining past its deadline.",
+            "none",
+            (Query("sum by (state) (hisparse_workers)", "{{state}}"),),
+            View.NUMBER,
+        ),
+        Panel(
+            "Alerts firing",
+            "Alerts of this project that fire now; docs/runbook.md has a section for each. Bad: anything but 0.",
+            "none",
+            (Query('count(ALERTS{alertname=~"HiSparse.*", alertstate="firing"}) or vector(0)', "firing"),),
+            View.NUMBER,
+            bad_above=1,
+        ),
+        Panel(
+            "Tokens",
+            "Tokens per second that reached the coordinator. Bad: 0 while requests run; a step down without less load.",
+            "none",
+            (Query("sum(rate(hisparse_tokens_total[$__rate_interval]))", "tokens/s"),),
+            span=2,
+        ),
+        Panel(
+            "Requests",
+            "Live requests by state. Bad: QUEUED grows and does not shrink; RELEASING or RETRACTING stays (a worker "
+            "does not let go); held requests that nobody remembers.",
+            "none",
+            (Query("sum by (state) (hisparse_requests)", "{{state}}"), Query("sum(hisparse_requests_held)", "held")),
+            View.STACK,
+            span=2,
+        ),
+        Panel(
+            "Ended",
+            "Requests per second by outcome. Bad: FAILED above 0.",
+            "reqps",
+            (Query("sum by (outcome) (rate(hisparse_ended_total[$__rate_interval]))", "{{outcome}}"),),
+            span=2,
+        ),
+    ),
+)
+
+PRESSURE: Final = Row(
+    "Where is the pressure?",
+    (
+        Panel(
+            "Host pages",
+            "Pages of each node by state. Bad: free near 0 (requests wait, then lose their rows); quarantined that "
+            "stays (the exit of a process is not proved).",
+            "none",
+            (Query("sum by (node, state) (hisparse_host_pages)", "{{node}} {{state}}"),),
+            View.STACK,
+        ),
+        Panel(
+            "Device memory in use",
+            "Used share of hot chunks and index pages of each worker. Bad: one memory full while the other is half "
+            "empty: hot buffers are too large or too small for these contexts.",
+            "percentunit",
+            (
+                Query(
+                    'sum by (instance, memory) (hisparse_worker_memory_units{state="used"})'
+                    " / sum by (instance, memory) (hisparse_worker_memory_units)",
+                    "{{instance}} {{memory}}",
+                ),
+            ),
+            bad_above=0.95,
+        ),
+        Panel(
+            "Retractions",
+            "Requests per second taken off their workers: keep (host rows stay) or drop (prefilled again), and why. "
+            "Bad: gpu_memory or host_pages at half the rate of admissions; any steady drop.",
+            "reqps",
+            (
+                Query(
+                    "sum by (mode, reason) (rate(hisparse_retractions_total[$__rate_interval]))", "{{mode}} {{reason}}"
+                ),
+                Query("sum(rate(hisparse_admissions_total[$__rate_interval]))", "admissions"),
+            ),
+        ),
+        Panel(
+            "Hit rate",
+            "Share of top-k rows found in hot buffers. Bad: below 0.5 for long: steps wait for the link to the host.",
+            "percentunit",
+            (
+                Query(
+                    "rate(hisparse_worker_hits_total[$__rate_interval]) / (rate(hisparse_worker_hits_total"
+                    "[$__rate_interval]) + rate(hisparse_worker_misses_total[$__rate_interval]))",
+                    "{{instance}}",
+                ),
+            ),
+            bad_below=0.5,
+        ),
+        Panel(
+            "Step time",
+            "Median decode step of each worker: the time between two tokens of a request. Bad: one worker far above "
+            "the others; growth at the same batch size.",
+            "s",
+            (
+                Query(
+                    "histogram_quantile(0.5, sum by (instance, le) "
+                    "(rate(hisparse_worker_step_seconds_bucket[$__rate_interval])))",
+                    "{{instance}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+CONTROL: Final = Row(
+    "Control path and journal",
+    (
+        Panel(
+            "Command acknowledgement",
+            "From sending a command to a worker to its acknowledgement, which comes at a step boundary. Bad: far "
+            "above the step time: the worker or its link is slow; grants come late and requests park.",
+            "s",
+            tuple(
+                Query(
+                    f"histogram_quantile({share}, sum by (le) "
+                    "(rate(hisparse_command_ack_seconds_bucket[$__rate_interval])))",
+                    f"p{share * 100:.0f}",
+                )
+                for share in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            "Journal commit",
+            "Time of one group commit, fsync included; tokens and grants wait for it. Bad: p99 above 0.1 s.",
+            "s",
+            tuple(
+                Query(
+                    f"histogram_quantile({share}, sum by (le) "
+                    "(rate(hisparse_journal_commit_seconds_bucket[$__rate_interval])))",
+                    f"p{share * 100:.0f}",
+                )
+                for share in (0.5, 0.99)
+            ),
+            bad_above=0.1,
+        ),
+        Panel(
+            "Journal written",
+            "Bytes per second, and records per commit. Bad: growth without load; records per commit in the thousands: "
+            "the disk does not keep up.",
+            "Bps",
+            (
+                Query("sum(rate(hisparse_journal_written_bytes_total[$__rate_interval]))", "bytes/s"),
+                Query(
+                    "sum(rate(hisparse_journal_records_total[$__rate_interval]))"
+                    " / sum(rate(hisparse_journal_commits_total[$__rate_interval]))",
+                    "records per commit",
+                ),
+            ),
+        ),
+        Panel(
+            "Journal failures",
+            "Groups per second that could not be written, and whether new work is refused. Bad: anything but 0.",
+            "none",
+            (
+                Query("sum(rate(hisparse_journal_errors_total[$__rate_interval]))", "errors/s"),
+                Query("max(hisparse_journal_failing)", "refusing"),
+            ),
+            bad_above=0.001,
+        ),
+    ),
+)
+
+TRUST: Final = Row(
+    "Links, audit, processes",
+    (
+        Panel(
+            "Last heard",
+            "Seconds since the coordinator heard of each worker; heartbeats come twice a second. Bad: above 5.",
+            "s",
+            (Query("hisparse_worker_link_age_seconds", "{{worker}}"),),
+            bad_above=5,
+        ),
+        Panel(
+            "Losses and replays",
+            "Links that ended, by reason, and messages sent again or too early. Bad: a steady rate: a link loses "
+            "messages, or a process is too slow to read them.",
+            "cps",
+            (
+                Query(
+                    "sum by (reason) (rate(hisparse_link_drops_total[$__rate_interval]))",
+                    "dropped: {{reason}}",
+                    rare=True,
+                ),
+                Query("sum(rate(hisparse_replayed_commands_total[$__rate_interval]))", "commands again"),
+                Query("sum(rate(hisparse_link_replayed_reports_total[$__rate_interval]))", "reports again"),
+                Query("sum(rate(hisparse_report_gaps_total[$__rate_interval]))", "gaps in reports"),
+                Query("sum(rate(hisparse_link_command_gaps_total[$__rate_interval]))", "gaps in commands"),
+            ),
+        ),
+        Panel(
+            "Audit",
+            "Workers compared with the ledger per second, and differences so far. Bad: no audits; any difference.",
+            "none",
+            (
+                Query("sum(rate(hisparse_audits_total[$__rate_interval]))", "audits/s"),
+                Query("sum by (kind) (hisparse_audit_differences_total)", "{{kind}}", rare=True),
+            ),
+        ),
+        Panel(
+            "Refused messages",
+            "Messages per second that were unreadable, too large or out of role, by socket. Bad: any: an outdated or "
+            "hostile peer.",
+            "cps",
+            (
+                Query(
+                    "sum by (socket, reason) (rate(hisparse_dropped_messages_total[$__rate_interval]))",
+                    "{{socket}} {{reason}}",
+                    rare=True,
+                ),
+            ),
+        ),
+        Panel(
+            "Resident memory",
+            "Of each process; a worker's holds the pages of the pool that it has touched. Bad: growth without end.",
+            "bytes",
+            (Query("process_resident_memory_bytes", "{{job}} {{instance}}"),),
+        ),
+        Panel(
+            "CPU",
+            "Cores used by each process. Bad: the coordinator near 1: it is one thread.",
+            "none",
+            (Query("rate(process_cpu_seconds_total[$__rate_interval])", "{{job}} {{instance}}"),),
+        ),
+    ),
+)
+
+FLEET: Final = Dashboard(
+    "hisparse-fleet",
+    "HiSparse: Fleet",
+    "Is the cluster healthy, and where is the pressure?",
+    (HEALTH, PRESSURE, CONTROL, TRUST),
+)

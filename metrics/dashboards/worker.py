@@ -1,0 +1,246 @@
+"""One worker: what a decode step waits for, what its memories hold, what crosses the link to the host."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View
+
+#: What a GPU's link to the host carries one way, bytes per second: PCIe 5.0 x16, less protocol.
+LINK_BYTES_PER_S: Final = 55e9
+
+ONE: Final = 'instance=~"$worker"'
+
+
+def rate(name: str, labels: str = ONE) -> str:
+    return f"rate({name}{{{labels}}}[$__rate_interval])"
+
+
+def quantiles(name: str, *shares: float) -> tuple[Query, ...]:
+    """Of one histogram, per worker."""
+    return tuple(
+        Query(
+            f"histogram_quantile({share}, sum by (instance, le) ({rate(f'{name}_bucket')}))",
+            f"{{{{instance}}}} p{share * 100:.0f}",
+        )
+        for share in shares
+    )
+
+
+STEPS: Final = Row(
+    "Decode steps",
+    (
+        Panel(
+            "Step time",
+            "Time of one decode step: between two tokens of every request in the batch. Bad: p99 far above the median "
+            "(something interrupts steps), or growth at the same batch size.",
+            "s",
+            quantiles("hisparse_worker_step_seconds", 0.5, 0.95, 0.99),
+        ),
+        Panel(
+            "Steps by duration",
+            "How many steps took how long. Bad: two bands: some steps wait for what others do not.",
+            "none",
+            (
+                Query(
+                    f"sum by (le) (increase(hisparse_worker_step_seconds_bucket{{{ONE}}}[$__rate_interval]))", "{{le}}"
+                ),
+            ),
+            View.HEATMAP,
+        ),
+        Panel(
+            "Where a step waits",
+            "Seconds of waiting per decode step, by fence: copies, the host, or compute itself (sampled). Measured on "
+            "GPUs, one wait of a stream in 16. Bad: any fence but sampled at a tenth of the step time.",
+            "s",
+            (
+                Query(
+                    f"{rate('hisparse_worker_fence_wait_seconds_total')}"
+                    f" / ignoring (fence) group_left {rate('hisparse_worker_steps_total')}",
+                    "{{fence}}",
+                    rare=True,
+                ),
+            ),
+        ),
+        Panel(
+            "Mean wait by fence",
+            "Mean of the waits that were measured. Bad: three times what it was at the same load.",
+            "s",
+            (
+                Query(
+                    f"{rate('hisparse_worker_fence_wait_seconds_total')} / {rate('hisparse_worker_fence_waits_total')}",
+                    "{{fence}}",
+                    rare=True,
+                ),
+            ),
+        ),
+    ),
+)
+
+OUTPUT: Final = Row(
+    "Output",
+    (
+        Panel(
+            "Tokens",
+            "Tokens generated per second, and those decoded past a request's end and thrown away. Bad: surplus above "
+            "one in a hundred.",
+            "none",
+            (
+                Query(rate("hisparse_worker_tokens_total"), "{{instance}}"),
+                Query(rate("hisparse_worker_surplus_tokens_total"), "{{instance}} surplus"),
+            ),
+        ),
+        Panel(
+            "Batch",
+            "Mean requests per decode step, and seats. Bad: far below the seats while requests are queued: memory, "
+            "not compute, is the limit.",
+            "none",
+            (
+                Query(
+                    f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')})"
+                    f" / {rate('hisparse_worker_steps_total')}",
+                    "{{instance}} batch",
+                ),
+                Query(f"hisparse_worker_seats{{{ONE}}}", "{{instance}} seats"),
+            ),
+        ),
+        Panel(
+            "Requests here",
+            "By state. Bad: parked for more than a moment: grants of host pages come late.",
+            "none",
+            (Query(f"hisparse_worker_requests{{{ONE}}}", "{{instance}} {{state}}"),),
+            View.STACK,
+        ),
+        Panel(
+            "Coming and going",
+            "Requests per second taken in, released and faulted; times a request parked or its hot buffer was resized. "
+            "Bad: faulted above 0; parked or resized several times per request.",
+            "cps",
+            tuple(
+                Query(rate(f"hisparse_worker_{name}_total"), f"{{{{instance}}}} {name}")
+                for name in ("admitted", "released", "faulted", "parked", "resized")
+            ),
+        ),
+    ),
+)
+
+MEMORY: Final = Row(
+    "Hot buffers and the link to the host",
+    (
+        Panel(
+            "Hit rate",
+            "Share of top-k rows found in hot buffers. Bad: below 0.5 for long.",
+            "percentunit",
+            (
+                Query(
+                    f"{rate('hisparse_worker_hits_total')}"
+                    f" / ({rate('hisparse_worker_hits_total')} + {rate('hisparse_worker_misses_total')})",
+                    "{{instance}}",
+                ),
+            ),
+            bad_below=0.5,
+        ),
+        Panel(
+            "Rows loaded per step",
+            "Misses of all layers and requests in one step. Bad: times the bytes of a row, over the link's bandwidth, "
+            "it comes near the step time.",
+            "none",
+            (Query(f"{rate('hisparse_worker_misses_total')} / {rate('hisparse_worker_steps_total')}", "{{instance}}"),),
+        ),
+        Panel(
+            "Copies",
+            "Bytes per second between host and device, by purpose. Bad: near what the link carries one way (the line: "
+            "PCIe 5.0 x16); backup above what tokens explain.",
+            "Bps",
+            (Query(rate("hisparse_worker_copied_bytes_total"), "{{instance}} {{direction}} {{purpose}}"),),
+            bad_above=LINK_BYTES_PER_S,
+        ),
+        Panel(
+            "Device memory",
+            "Bytes of hot chunks and index pages, used and free. Bad: free at 0 while requests wait.",
+            "bytes",
+            (
+                Query(
+                    f"hisparse_worker_memory_units{{{ONE}}} * ignoring (state) group_left "
+                    f"hisparse_worker_memory_unit_bytes{{{ONE}}}",
+                    "{{instance}} {{memory}} {{state}}",
+                ),
+            ),
+            View.STACK,
+        ),
+    ),
+)
+
+PROMPTS: Final = Row(
+    "Prompts",
+    (
+        Panel(
+            "Prefill",
+            "Time to prefill one prompt. Bad: growth at the same prompt lengths; decoding waits meanwhile.",
+            "s",
+            quantiles("hisparse_worker_prefill_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Staging",
+            "Time to bring one prompt's rows to the host. Bad: more than prefill itself took.",
+            "s",
+            quantiles("hisparse_worker_stage_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Prompt tokens",
+            "Tokens prefilled per second. Bad: above what clients send: prompts are prefilled again after drops.",
+            "none",
+            (Query(rate("hisparse_worker_prompt_tokens_total"), "{{instance}}"),),
+        ),
+    ),
+)
+
+PROCESS: Final = Row(
+    "The process and its link to the coordinator",
+    (
+        Panel(
+            "Decode loop silent",
+            "Seconds since the loop turned. Bad: above 30: it hangs.",
+            "s",
+            (Query(f"hisparse_worker_executor_silent_seconds{{{ONE}}}", "{{instance}}"),),
+            bad_above=30,
+        ),
+        Panel(
+            "Turns of the loop",
+            "Turns per second, busy or idle. Bad: 0.",
+            "cps",
+            (Query(rate("hisparse_worker_executor_beats_total"), "{{instance}}"),),
+        ),
+        Panel(
+            "In the cluster",
+            "1 while the coordinator's commands are obeyed. Bad: 0.",
+            "none",
+            (Query(f"hisparse_link_welcomed{{{ONE}}}", "{{instance}}"),),
+            bad_below=1,
+        ),
+        Panel(
+            "Not yet acknowledged",
+            "Tokens in no report, and reports without an acknowledgement. Bad: growth: the coordinator, or its "
+            "journal, is behind.",
+            "none",
+            (
+                Query(f"hisparse_worker_unreported_tokens{{{ONE}}}", "{{instance}} tokens"),
+                Query(f"hisparse_link_reports_in_flight{{{ONE}}}", "{{instance}} reports"),
+            ),
+        ),
+        Panel(
+            "Memory of the process",
+            "Resident bytes, pages of the pool that it touched included. Bad: growth without end.",
+            "bytes",
+            (Query(f"process_resident_memory_bytes{{{ONE}}}", "{{instance}}"),),
+        ),
+    ),
+)
+
+WORKER: Final = Dashboard(
+    "hisparse-worker",
+    "HiSparse: Worker",
+    "One worker: what a step waits for, what its memories hold, what crosses the link to the host.",
+    (STEPS, OUTPUT, MEMORY, PROMPTS, PROCESS),
+    (Variable("worker", "instance", "hisparse_worker_seats"),),
+)
