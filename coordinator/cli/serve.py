@@ -98,7 +98,8 @@ def worker(config: Config, die_with: int | None) -> int:
 def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
-    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end.
+    What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
+    stops; a second Ctrl-C exits at once. The host pool is removed at the end.
     """
     from coordinator.up import run_up
 
