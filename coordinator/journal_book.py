@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordinator.arrays import unpack_int32
 from coordinator.changes import apply
 from coordinator.journal_records import (
@@ -34,6 +36,7 @@ from coordinator.journal_records import (
 )
 from coordinator.ledger import EpochKey, Ledger
 from coordinator.ledger_image import epochs_of, image_of, ledger_from
+from coordinator.live import digest
 from coordinator.sizing import NO_HOT_BUFFER
 from coordinator.token_log import TokenLog
 
@@ -46,14 +49,20 @@ def no_order(slot: int) -> Ordered:
 @dataclass(slots=True)
 class Known:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
-    of it, or nothing (then `stay` is None)."""
+    of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
 
     accepted: Accepted
+    prompt_tokens: int
     ordered: Ordered
     stay: Admission | None = None
     on_worker: bool = False
     kept_tokens: int = 0
     ended: Ended | None = None
+    prompt_digest: bytes = b""
+
+    def end(self, ended: Ended) -> None:
+        self.ended, self.prompt_digest = ended, digest(self.accepted.prompt)
+        self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
 
 
 @dataclass(slots=True)
@@ -71,7 +80,7 @@ class Book:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
             case Accepted(slot):
-                self.requests[slot] = Known(record, no_order(slot))
+                self.requests[slot] = Known(record, len(record.prompt) // 4, no_order(slot))
                 self.arrivals = max(self.arrivals, record.arrival)
             case Joined():
                 self.workers[record.worker, record.epoch] = record
@@ -100,7 +109,7 @@ class Book:
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens = False, kept_tokens
             case Ended():
-                known.ended = record
+                known.end(record)
 
     def joined(self, node: str) -> list[Joined]:
         """Epochs of `node` of which anything is left."""

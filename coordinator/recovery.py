@@ -23,7 +23,7 @@ from coordinator.dispatch import Dispatch, Heard, Step, Tell
 from coordinator.events import Ending, Listener, Lost, WorkerPort
 from coordinator.journal_book import Book, Known
 from coordinator.ledger import EpochKey
-from coordinator.live import Ended, Live, RequestPort, Requests, digest
+from coordinator.live import Ended, Live, RequestPort, Requests
 from coordinator.request_state import RequestState
 from coordinator.roster import Entry, Worker
 from coordinator.token_log import TokenLog
@@ -91,10 +91,10 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     at = ended.at_s - place.wall_offset_s
     state = _state_of(known, place)
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    rank, prompt_tokens = (-accepted.priority, accepted.arrival), len(accepted.prompt) // 4
-    entry = Entry(accepted.slot, rank, prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens)
+    rank = -accepted.priority, accepted.arrival
+    entry = Entry(accepted.slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens)
     live = Live(state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at)
-    live.prompt_digest = digest(accepted.prompt)
+    live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
     if known.stay is None or not _is_held(known.stay, book):
         return Heard()
@@ -110,8 +110,8 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
-    rank, prompt_tokens = (-accepted.priority, accepted.arrival), len(accepted.prompt) // 4
-    entry = dispatch.roster.recover(slot, rank, prompt_tokens, accepted.sampling.max_tokens, generated)
+    rank = -accepted.priority, accepted.arrival
+    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, generated)
     state = _state_of(known, place)
     worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
     if worker is not None and stay and worker.epoch != stay.epoch:
@@ -165,4 +165,4 @@ def _state_of(known: Known, place: Place) -> RequestState:
     accepted = known.accepted
     at = accepted.at_s - place.wall_offset_s
     reason = f"by {accepted.owner}"
-    return RequestState(accepted.request_id, accepted.slot, len(accepted.prompt) // 4, now=at, reason=reason)
+    return RequestState(accepted.request_id, accepted.slot, known.prompt_tokens, now=at, reason=reason)

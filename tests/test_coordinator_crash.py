@@ -179,6 +179,31 @@ async def test_everything_killed_at_once_goes_on_from_the_journal_with_a_new_poo
         await assert_nothing_leaked(client)
 
 
+async def test_a_coordinator_is_replaced_while_its_requests_run_on(model: Path, tmp_path: Path) -> None:
+    """A stop with no time to finish: what runs is left to the next coordinator, and to its worker."""
+    config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(7, 3)
+    async with (
+        crew_of(config, tmp_path, "w0") as crew,
+        open_client(config.cluster.client_endpoint, reconnect_limit_s=60) as client,
+    ):
+        quiet = await decode_all(client, prompts, "quiet-")
+        outputs: dict[str, list[int]] = {}
+        async with trio.open_nursery() as nursery:
+            for i, prompt in enumerate(prompts):
+                nursery.start_soon(collect, client, f"{i}", prompt, outputs)
+            while sum(map(len, outputs.values())) < 20:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            async with open_client(config.cluster.admin_endpoint, role="admin") as admin:
+                await admin.stop(deadline_s=0.0)
+            stopped = crew.running.pop("coordinator")
+            assert await trio.to_thread.run_sync(stopped.wait) == 0
+            crew.start("coordinator")
+            nursery.cancel_scope.deadline = trio.current_time() + LIMIT_S
+        assert outputs == quiet
+        assert "worker back" in crew.log("coordinator")
+        await assert_nothing_leaked(client)
+
+
 async def test_what_was_acknowledged_is_there_after_a_crash(model: Path, tmp_path: Path) -> None:
     """Submissions without a client, ended outputs, holds and aborts."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(3, 3)
