@@ -209,6 +209,27 @@ def test_a_pool_in_use_is_never_removed(tmp_path: Path) -> None:
     assert used.path.exists()
 
 
+def test_stale_pools_in_directories_of_dead_clusters_are_found_too(tmp_path: Path) -> None:
+    mine, dead, alive, other = (tmp_path / name for name in ("hisparse-a", "hisparse-b", "hisparse-c", "elsewhere"))
+    for directory in (dead, alive, other):
+        leave_stale_pool(directory, "n")
+    lock = EndpointLock(f"ipc://{alive}/run-n/worker.sock")
+    pool = start(config_for(mine))
+    assert not (dead / "n.pool").exists()
+    assert (alive / "n.pool").exists()
+    assert (other / "n.pool").exists()
+    lock.release()
+    pool.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "n0.pool").touch()
+    os.chown(tmp_path / "n0.pool", 4_711, -1)
+    with pytest.raises(ConfigError, match=r"pool_dir=.*the file there is user 4711's"):
+        start(config_for(tmp_path))
+
+
 def test_the_owner_is_recorded(tmp_path: Path) -> None:
     stale = leave_stale_pool(tmp_path, "dead")
     (found,) = reclaim_stale(tmp_path, keep=tmp_path / "n0.pool")

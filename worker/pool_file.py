@@ -52,8 +52,11 @@ CREATION_LIMIT_S: Final = 1_800.0
 CREATION_POLL_S: Final = 0.05
 #: A file that nobody uses is given back to the file system in steps of this size.
 TRUNCATE_BYTES: Final = 8 << 30
-#: Pools of one directory that are looked at in search of stale ones.
+#: Pools of one directory, and directories, that are looked at in search of stale ones.
 POOLS_MAX: Final = 1_024
+DIRECTORIES_MAX: Final = 256
+#: How directories begin that belong to one cluster each (coordinator.config): others lie beside it.
+CLUSTER_PREFIX: Final = "hisparse-"
 SUFFIX: Final = ".pool"
 
 _HEADER: Final = struct.Struct("<8sIIQQ64sQ")
@@ -244,13 +247,20 @@ class Reclaimed:
 
 
 def reclaim_stale(directory: Path, keep: Path) -> list[Reclaimed]:
-    """Remove the pools in `directory`, all but `keep`, whose cluster is dead. Files that are not pools stay."""
-    try:
-        candidates = sorted(path for path in directory.iterdir() if path.suffix == SUFFIX and path != keep)
-    except OSError:
-        return []
-    found = (_reclaim(path) for path in candidates[:POOLS_MAX])
+    """Remove the pools in `directory`, all but `keep`, whose cluster is dead; beside a directory that belongs to one
+    cluster, those in the directories of others too. Files that are not pools stay."""
+    directories = [directory]
+    if directory.name.startswith(CLUSTER_PREFIX):
+        directories = sorted(directory.parent.glob(f"{CLUSTER_PREFIX}*"))[:DIRECTORIES_MAX]
+    found = (_reclaim(path) for each in directories for path in _pools_in(each) if path != keep)
     return [reclaimed for reclaimed in found if reclaimed is not None]
+
+
+def _pools_in(directory: Path) -> list[Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if path.suffix == SUFFIX)[:POOLS_MAX]
+    except OSError:  # another user's, or gone
+        return []
 
 
 def _reclaim(path: Path) -> Reclaimed | None:
@@ -305,7 +315,7 @@ def lock(descriptor: int, kind: int) -> bool:
 def _open(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         raise ConfigError(
             f"cannot open the host pool: {error.strerror}",
@@ -313,6 +323,16 @@ def _open(path: Path) -> int:
             value=path,
             remedy="name a directory this user may write",
         ) from error
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
+        os.close(descriptor)
+        raise ConfigError(
+            f"the file there is user {owner}'s",
+            field="worker.pool_dir",
+            value=path,
+            remedy="name a directory that nobody else may write",
+        )
+    return descriptor
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
