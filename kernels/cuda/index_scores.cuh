@@ -2,8 +2,8 @@
 //
 // Compiled for one indexer: HEADS, DIM, QUERY_BYTES, KEY_BYTES, and WARPS and STAGES by the architecture's shared
 // memory (kernels/cuda/index_topk.py). A block's share is a run of units, mostly of one row; its warps take them in
-// turn, each through a ring of STAGES units of its own in shared memory, and only the histogram makes warps wait for
-// each other. Keys are read once and lie in pages of 64: pages of 32 units are looked up together, one lane each.
+// turn, each through a ring of STAGES units of its own in shared memory, so that nothing but the histogram makes warps
+// wait for each other. Keys lie in pages of 64 and are read once: pages of 32 units are looked up together, a lane each.
 //
 // The histogram is kept in shared memory and added to the row's own when the share leaves the row: only bins that are
 // not empty travel.
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     u8* const rings = dynamic + sizeof(u32) * BINS + (sizeof(Queries) + 127) / 128 * 128;
     u8* const ring = rings + threadIdx.x / 32 * (STAGES * UNIT_BYTES);
     for (int i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
-    divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
+    divide<SCORE_THREADS>(p, first, sums, [](const IndexRow& r) { return units_of(r); });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
     u32 begin = share(total, blockIdx.x);
     const u32 end = share(total, blockIdx.x + 1);
