@@ -32,9 +32,9 @@ from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-REQUESTS = 10
-NEW_TOKENS = 120
-KILLS = 5
+REQUESTS = 6
+NEW_TOKENS = 80
+KILLS = 3
 #: A coordinator that does not come back, or a stream that stands still, fails the test after this long.
 LIMIT_S = 180.0
 
