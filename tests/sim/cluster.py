@@ -171,6 +171,7 @@ class WorkerProcess:
             self.outbox,
             self.gate,
             random.Random(f"{cluster.seed} executor {pid}"),
+            lambda request_id: self.die_of(request_id) if request_id in cluster.poison else None,
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()
@@ -193,7 +194,17 @@ class WorkerProcess:
                 nursery.cancel_scope.cancel()
 
     def kill(self) -> None:
+        """SIGKILL."""
         self._scope.cancel()
+
+    def terminate(self, deadline_s: float) -> None:
+        """SIGTERM, with time for what runs."""
+        self._link.request_stop(deadline_s)
+
+    def die_of(self, request_id: str) -> None:
+        """The executor fails, and the process ends with it."""
+        self._cluster.trace.note(self.name, "dies of", request_id)
+        self.kill()
 
 
 class CoordinatorLife:
@@ -209,7 +220,6 @@ class CoordinatorLife:
         self._routers = [cluster.network.listen(role, bytes_max) for role, bytes_max in bounds.items()]
         self._parts = Coordinator(config, *self._routers)  # type: ignore[arg-type]
         self._cluster = cluster
-        self.is_killed = False
         self._scope = trio.CancelScope()
         self._scheduler: Scheduler | None = None
 
@@ -223,16 +233,18 @@ class CoordinatorLife:
         return self._scheduler
 
     async def run(self) -> None:
-        """Until killed."""
+        """Until killed, or told to stop and done with it."""
         with self._scope:
             journal = await self._parts._recover()
             async with open_supervisor() as supervisor:
                 self._scheduler = self._parts._start_actors(supervisor, journal)
                 self._cluster.checker.has_ledger_news = True
-                await trio.sleep_forever()
+                await self._scheduler.stopped.wait()
+                await supervisor.shutdown()
+        for router in self._routers:
+            router.close()
 
     def kill(self) -> None:
-        self.is_killed = True
         for router in self._routers:
             router.close()
         self._scope.cancel()
@@ -308,6 +320,7 @@ class Cluster:
     trace: Trace
     truths: dict[str, Truth] = field(default_factory=dict)
     abortable: set[str] = field(default_factory=set)
+    poison: set[str] = field(default_factory=set)
     coordinator: CoordinatorLife | None = None
     pools: dict[str, FakePool] = field(default_factory=dict)
     disk: FakeDisk | None = None
@@ -396,7 +409,7 @@ class Cluster:
 
     async def _lead(self, life: CoordinatorLife) -> None:
         await life.run()
-        if life.is_killed and not self.is_over:
+        if not self.is_over:
             self.coordinator = None
             self.trace.note("coordinator", "exits")
             await trio.sleep(self.rng.uniform(*RESTART_S))
@@ -422,7 +435,7 @@ class Cluster:
         """Other than FINISHED: somebody aborted it, or it looks as if it killed workers, of which many died."""
         if ended.outcome == "ABORTED":
             return request_id in self.abortable
-        return "poison limit" in ended.reason and self.deaths >= POISON_STRIKES
+        return "poison limit" in ended.reason and (request_id in self.poison or self.deaths >= POISON_STRIKES)
 
 
 # ---------------------------------------------------------------- the machine

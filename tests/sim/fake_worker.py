@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -228,6 +229,7 @@ class FakeExecutor:
         reports: Reports,
         gate: Gate,
         rng: random.Random,
+        on_decode: Callable[[str], None],
     ) -> None:
         self.counters = WorkerCounters()
         self.runs: dict[int, Run] = {}
@@ -238,6 +240,7 @@ class FakeExecutor:
         self._reports = reports
         self._gate = gate
         self._rng = rng
+        self._on_decode = on_decode
         self._commands: deque[Command] = deque()
         self._news = trio.Event()
         self._prompts: deque[Run] = deque()
@@ -472,6 +475,7 @@ class FakeExecutor:
 
     def _decode(self, run: Run, position: int, token: int) -> int:
         """The device's part: read the context, write the new row, draw."""
+        self._on_decode(run.admit.request_id)
         settled = position - len(run.tail)
         digest = digest_of(self._pool.read(run.pages, settled))
         for place in range(settled, position):

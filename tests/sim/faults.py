@@ -58,6 +58,9 @@ class Faults:
             (self._fill_disk, 1 if journalled else 0),
             (self._slow_disk, 1 if journalled else 0),
             (self._boot_node, 0.5),
+            (self._terminate_worker, 1),
+            (self._stop_coordinator, 0.5 if journalled else 0),
+            (self._poison, 0.3),
             (self._stop_worker, 3),
             (self._hang_executor, 1),
             (self._cut, 3),
@@ -118,6 +121,28 @@ class Faults:
             return None
         life.kill()
         return f"life {life.incarnation}"
+
+    def _terminate_worker(self) -> str | None:
+        processes = self._cluster.processes()
+        if not processes:
+            return None
+        process, deadline_s = self._rng.choice(processes), self._rng.choice((0.0, 0.5, 2.0))
+        process.terminate(deadline_s)
+        return f"{process.name} within {deadline_s} s"
+
+    def _stop_coordinator(self) -> str | None:
+        """Another takes its place and goes on with what was not finished."""
+        deadline_s = self._rng.choice((0.0, 1.0))
+        self._order(lambda client: client.stop(deadline_s))
+        return f"within {deadline_s} s"
+
+    def _poison(self) -> str | None:
+        """A request kills whatever decodes it, from now on."""
+        request_id = self._request()
+        if request_id is None or self._cluster.poison:
+            return None
+        self._cluster.poison.add(request_id)
+        return request_id
 
     def _fill_disk(self) -> str | None:
         disk = self._cluster.disk
