@@ -115,7 +115,7 @@ def filled(expr: str) -> str:
 @pytest.mark.process
 async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path: Path) -> None:
     """A coordinator and a worker under load, scraped by Prometheus: no expression fails, and each that is not about
-    trouble gives series."""
+    trouble gives series. Then trouble: a drain, a dead worker, a dead coordinator, and the alert of each."""
     from worker.runners.tiny import write_tiny_checkpoint
 
     program("prometheus")
@@ -138,6 +138,20 @@ async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path:
                 rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
                 assert {rule["name"]: rule["health"] for rule in rules} == {it["alert"]: "ok" for it in alerts()}
                 assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+                async with open_client(place.endpoint("admin"), role="admin", name="drill") as client:
+                    await client.drain(["w0"])
+                await until(lambda: server.query(condition_of("HiSparseDrainStuck")))
+                worker.popen.kill()
+                await until(lambda: server.query(condition_of("HiSparseWorkerDown")))
+            coordinator.popen.kill()
+            await until(lambda: server.query(condition_of("HiSparseCoordinatorDown")))
+
+
+def condition_of(alert: str) -> str:
+    """What must hold for its time before it fires."""
+    (expr,) = (rule["expr"] for rule in alerts() if rule["alert"] == alert)
+    return str(expr)
 
 
 def without_data(server: Server, exprs: list[str]) -> list[str]:

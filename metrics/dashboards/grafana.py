@@ -112,7 +112,7 @@ def _variable(variable: Variable) -> Json:
         "refresh": 2,  # on each change of the time range
         "includeAll": True,
         "multi": True,
-        "current": {"text": "All", "value": "$__all"},
+        "current": {"text": ["All"], "value": ["$__all"]},
     }
 
 
@@ -133,7 +133,8 @@ def _panels(rows: tuple[Row, ...]) -> Iterator[Json]:
     for index, row in enumerate(rows):
         top = index * (ROW_HEIGHT + 1)
         number += 1
-        yield {"id": number, "type": "row", "title": row.title, "gridPos": {"x": 0, "y": top, "w": COLUMNS, "h": 1}}
+        heading = {"type": "row", "title": row.title, "collapsed": False, "panels": []}
+        yield {"id": number, "gridPos": {"x": 0, "y": top, "w": COLUMNS, "h": 1}, **heading}
         left, share = 0, COLUMNS // sum(panel.span for panel in row.panels)
         for panel in row.panels:
             number += 1
