@@ -32,7 +32,7 @@ __device__ void copy_section(const CopyRows& p, u8* device, i64 section, const v
             u8* const host = at_host(i);
             return host == nullptr ? nullptr : p.to_host ? at_device(i) : host;
         });
-        lines.store(begin, groups, tasks, at_host, [&](int i) {
+        lines.store(begin, groups, [&](int i) {
             u8* const host = at_host(i);
             return host == nullptr ? nullptr : p.to_host ? host : at_device(i);
         });
@@ -57,7 +57,7 @@ template <class P> __device__ void replay_plane(const ReplayMisses& p, int row, 
     for (int begin = threadIdx.x / Shape::LANES * p.parts + part; begin < tasks; begin += stride * COPY_FLIGHT) {
         Lines<Shape, COPY_FLIGHT> lines;
         lines.load(begin, stride, tasks, host, host);
-        lines.store(begin, stride, tasks, host, target);
+        lines.store(begin, stride, target);
     }
 }
 

@@ -25,8 +25,7 @@ constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
 
 constexpr u32 SLOT_ABSENT = 0xFFFF;
-constexpr u32 SLOT_CLAIMED = 0xFFFE;  // inside swap_in alone: a block of this request is loading the token
-static_assert(SLOTS_MAX <= SLOT_CLAIMED, "a slot number never reads as a mark");
+static_assert(SLOTS_MAX <= SLOT_ABSENT, "a slot number never reads as absent");
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
 
@@ -68,6 +67,13 @@ struct Plan {
     i32* count;        // [batch]
 };
 
+// Offsets in a thread block's shared memory, in bytes, each a multiple of 16; the first section, `entries`, is at 0.
+struct Sections {
+    u32 key, page, slot, missing, seen, chunks, stay, mail;
+    u32 mail_bytes;  // of one block
+    u32 last;        // entries there is room for, minus one
+};
+
 struct SwapIn {
     State state;
     Batch batch;
@@ -75,9 +81,12 @@ struct SwapIn {
     const i32* topk;  // [batch, k]
     i32* out_rows;    // [batch, k]
     i32 k, group, anchor_layer;
-    i32 span;           // top-k entries of one block, a multiple of 32
-    i32 slots_limit;    // slots that shared memory has room for
-    i32 distinct_mask;  // size of the resident path's hash set, minus one
+    i32 slots_limit;  // slots that shared memory has room for
+    i32 seen_mask;    // size of the hash set of tokens, minus one
+    i32 copies;       // 0: everything but the copies
+    i32 wide_topk;    // 1 when every row of the top-k is a sequence of aligned 16 bytes
+    i32 unused;
+    Sections sections;
 };
 
 struct BeginStep {

@@ -37,15 +37,12 @@ __device__ __forceinline__ void load_once(u8& v, const void* at) {
     v = static_cast<u8>(wide);
 }
 
-// A load that stays where it is written, ahead of branches that its value does not decide.
+// Loads that stay where they are written, ahead of branches that their values do not decide.
 __device__ __forceinline__ void load_now(i32& v, const i32* at) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
 }
-// An entry that other blocks change meanwhile.
-__device__ __forceinline__ u32 load_shared_slot(const u16* at) {
-    u16 v;
-    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
-    return v;
+__device__ __forceinline__ void load_now(i32 (&v)[4], const i32* at) {
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(at));
 }
 
 // How rows of BYTES bytes, all at multiples of ALIGN (a power of two up to 128), split into lines.
@@ -65,35 +62,34 @@ template <int BYTES, int ALIGN> struct RowShape {
     }
 };
 
-// FLIGHT lines per group of lanes, loaded together and held in registers until stored. `host(i)`, `source(i)` and
-// `target(i)` give the addresses of row i; a null target is skipped. Task t is line t % LINES of row t / LINES.
+// FLIGHT lines per group of lanes, loaded together and held in registers until stored. `source(i)` and `target(i)` give
+// the addresses of row i, `host(i)` the one of them that lies in host memory; a null address is skipped. Task t is line
+// t % LINES of row t / LINES.
 template <class Shape, int FLIGHT> struct Lines {
     typename Shape::Word held[FLIGHT];
+    int offset[FLIGHT];  // in the row; -1: nothing held
 
     template <class Host, class Source>
-    __device__ __forceinline__ void load(int first, int stride, int tasks, Host host, Source source) {
+    __device__ __forceinline__ void load(u32 first, u32 stride, u32 tasks, Host host, Source source) {
 #pragma unroll
         for (int i = 0; i < FLIGHT; ++i) {
-            const int task = first + i * stride;
-            if (task < tasks) {
-                const int row = task / Shape::LINES, offset = Shape::offset(host(row), task % Shape::LINES);
-                const u8* from = source(row);
-                if (from != nullptr && 0 <= offset && offset < Shape::ROW) load_once(held[i], from + offset);
-            }
+            const u32 task = first + i * stride, row = task / Shape::LINES;
+            offset[i] = -1;
+            if (task >= tasks) continue;
+            const u8* from = source(row);
+            const int at = Shape::offset(host(row), static_cast<int>(task % Shape::LINES));
+            if (from == nullptr || at < 0 || at >= Shape::ROW) continue;
+            offset[i] = at;
+            load_once(held[i], from + at);
         }
     }
 
-    template <class Host, class Target>
-    __device__ __forceinline__ void store(int first, int stride, int tasks, Host host, Target target) {
+    template <class Target> __device__ __forceinline__ void store(u32 first, u32 stride, Target target) {
 #pragma unroll
         for (int i = 0; i < FLIGHT; ++i) {
-            const int task = first + i * stride;
-            if (task < tasks) {
-                const int row = task / Shape::LINES, offset = Shape::offset(host(row), task % Shape::LINES);
-                u8* to = target(row);
-                if (to != nullptr && 0 <= offset && offset < Shape::ROW)
-                    *reinterpret_cast<typename Shape::Word*>(to + offset) = held[i];
-            }
+            if (offset[i] < 0) continue;
+            u8* to = target((first + i * stride) / Shape::LINES);
+            if (to != nullptr) *reinterpret_cast<typename Shape::Word*>(to + offset[i]) = held[i];
         }
     }
 };
@@ -136,8 +132,13 @@ __device__ __forceinline__ int cluster_ranks() {
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
     return static_cast<int>(r);
 }
-// The cluster's one barrier: all threads arrive once, mailboxes being set up. It must not be used a second time by
-// threads that may exit meanwhile: an exit counts as an arrival, so a phase would end early, and a late waiter hang.
+__device__ __forceinline__ int cluster_number() {
+    u32 n;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(n));
+    return static_cast<int>(n);
+}
+// The cluster's one barrier: all threads arrive and wait once, mailboxes being set up. The wait empties L1: it belongs
+// where nothing is in it yet.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -152,24 +153,24 @@ __device__ __forceinline__ void expect_knocks(u64* mailbox, u32 calls) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mailbox)), "r"(calls) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// `bytes` will be written by peers, through `send`, before `await_mail` returns. The mailbox has been told of one knock,
+// which this is.
+__device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
+                 : "memory");
+}
 // Relaxed: it tells that values have been read, and publishes nothing.
 __device__ __forceinline__ void knock(u64* mailbox, int peer) {
     u32 box;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(box) : "memory");
 }
-// `bytes` will be written by peers, through `send`, before `await_mail` returns.
-__device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
-                 : "memory");
-}
+// Of the block's scope: what arrived lies in its own shared memory. An acquire of the cluster's scope would empty L1.
 __device__ __forceinline__ void await_mail(u64* mailbox) {
     u32 done = 0;
     while (!done) {
         asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
             : "=r"(done) : "r"(shared_address(mailbox)) : "memory");
     }
 }
@@ -184,6 +185,7 @@ __device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbo
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_ranks() { return 1; }
+__device__ __forceinline__ int cluster_number() { return static_cast<int>(blockIdx.x); }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}

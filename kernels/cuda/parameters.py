@@ -82,6 +82,13 @@ class Plan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("device_row", "host_page", "host_offset", "count"))
 
 
+class Sections(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in ("key", "page", "slot", "missing", "seen", "chunks", "stay", "mail", "mail_bytes", "last")
+    )
+
+
 class SwapIn(ctypes.Structure):
     _fields_ = (
         ("state", State),
@@ -92,9 +99,12 @@ class SwapIn(ctypes.Structure):
         ("k", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("anchor_layer", ctypes.c_int32),
-        ("span", ctypes.c_int32),
         ("slots_limit", ctypes.c_int32),
-        ("distinct_mask", ctypes.c_int32),
+        ("seen_mask", ctypes.c_int32),
+        ("copies", ctypes.c_int32),
+        ("wide_topk", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+        ("sections", Sections),
     )
 
 
@@ -184,6 +194,7 @@ STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     State,
     Batch,
     Plan,
+    Sections,
     SwapIn,
     BeginStep,
     ReplayMisses,

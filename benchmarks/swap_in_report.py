@@ -1,0 +1,89 @@
+"""Rewrite swap_in's table in RESULTS.md and its plot from results: `python -m benchmarks.swap_in_report FILE...`
+
+The table lies between the two marks in RESULTS.md; text around it is written by hand. The plot is beside the first
+file, with its name. Files are outputs of benchmarks.swap_in, in the order in which their cells are to be shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.plots import Row, Series, marks
+from benchmarks.swap_in import verdict
+
+RESULTS: Final = Path(__file__).parent / "RESULTS.md"
+BEGIN, END = "<!-- swap_in: table -->", "<!-- swap_in: end -->"
+SERIES: Final = (
+    Series("swap_in", "#1668b8", "dot"),
+    Series("SGLang", "#c0392b", "ring"),
+    Series("target", "#444444", "tick"),
+    Series("floor", "#2e8b57", "cross"),
+)
+HEAD: Final = (
+    "| row B, hot | batch × blocks | m | swap_in | copy | resolve | null | floor | GB/s | cold | SGLang | target | |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def line(cell: dict[str, Any]) -> str:
+    sglang = f"{cell['sglang_us']:g}" if "sglang_us" in cell else ""
+    target = f"{cell['target_us']:.1f}" if "target_us" in cell else ""
+    return (
+        f"| {cell['row_bytes']}, {cell['hot_slots']} | {cell['batch']} × {cell['blocks']} | {cell['misses']} "
+        f"| {cell['us']:.1f} ({cell['us_min']:.1f}–{cell['us_max']:.1f}) | {cell['copy_only_us']:.1f} "
+        f"| {cell['resolve_us']:.1f} | {cell['null_us']:.1f} | {cell['floor_us']:.1f} | {cell['gb_per_s']:.1f} "
+        f"| {cell['cold_us']:.1f} | {sglang} | {target} | {verdict(cell)} |\n"
+    )
+
+
+def summary(cells: list[dict[str, Any]]) -> str:
+    """How many cells that have figures to compare with meet them."""
+    found = [verdict(cell) for cell in cells if verdict(cell)]
+    return (
+        f"Of {len(found)} cells with figures to compare with, {found.count('met')} meet both conditions (within "
+        f"target, not slower than SGLang), {found.count('over')} are over the target only, {found.count('slower')} are "
+        "slower than SGLang."
+    )
+
+
+def section(results: list[dict[str, Any]]) -> str:
+    parts = []
+    for result in results:
+        at = result["machine"]
+        parts.append(
+            f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, "
+            f"torch {at['torch']}, Python {at['python']}; host rows scattered over {result['pool_gib']:g} GiB.\n\n"
+            f"{summary(result['rows'])}\n\n"
+            f"{HEAD}{''.join(map(line, result['rows']))}\n"
+        )
+    return "".join(parts)
+
+
+def plot(cells: list[dict[str, Any]]) -> str:
+    names = {"swap_in": "us", "SGLang": "sglang_us", "target": "target_us", "floor": "floor_us"}
+    rows = [
+        Row(
+            f"{cell['row_bytes']} B, H {cell['hot_slots']}, batch {cell['batch']}, m {cell['misses']}",
+            {name: cell[key] for name, key in names.items() if key in cell},
+        )
+        for cell in cells
+    ]
+    return marks("swap_in: one launch", "µs", SERIES, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap_in_report")
+    parser.add_argument("files", type=Path, nargs="+")
+    files = parser.parse_args().files
+    results = [json.loads(file.read_text()) for file in files]
+    files[0].with_suffix(".svg").write_text(plot(results[0]["rows"]))
+    text = RESULTS.read_text()
+    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
+    RESULTS.write_text(f"{text[:before]}\n\n{section(results)}{text[after:]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What benchmarks write: plots that any browser can read, tables that say what is met and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import swap_in_report
+from benchmarks.plots import Row, Series, marks
+from benchmarks.swap_in import peers, verdict
+
+SVG = "{http://www.w3.org/2000/svg}"
+ONE, OTHER = Series("ours <&>", "#000", "dot"), Series("theirs", "#f00", "ring")
+
+
+def cell(us: float, misses: int = 20, row_bytes: int = 656) -> dict[str, Any]:
+    return {
+        "row_bytes": row_bytes,
+        "hot_slots": 4096,
+        "batch": 1,
+        "misses": misses,
+        "blocks": 16,
+        **dict.fromkeys(("us", "us_min", "us_max"), us),
+        **dict.fromkeys(("copy_only_us", "resolve_us", "null_us", "floor_us", "gb_per_s", "cold_us"), 1.0),
+        **peers(row_bytes, 4096, 1, misses),
+    }
+
+
+def test_a_plot_has_a_mark_for_every_value_and_none_for_missing_ones() -> None:
+    rows = [Row("a & b", {"ours <&>": 1.5, "theirs": 700.0}), Row("c", {"ours <&>": 30.0})]
+    root = ElementTree.fromstring(marks("title", "us", [ONE, OTHER], rows))
+    dots = [float(c.attrib["cx"]) for c in root.findall(f"{SVG}circle") if float(c.attrib["cy"]) > 48]
+    assert len(dots) == 3
+    assert dots[0] < dots[2] < dots[1], "larger values lie further right"
+    width = float(root.attrib["width"])
+    assert all(0 < x < width for x in dots)
+    assert "a & b" in [text.text for text in root.findall(f"{SVG}text")]
+
+
+def test_axes_are_logarithmic() -> None:
+    rows = [Row("", {"ours <&>": value}) for value in (1.0, 10.0, 100.0)]
+    root = ElementTree.fromstring(marks("", "", [ONE], rows))
+    x = [float(c.attrib["cx"]) for c in root.findall(f"{SVG}circle") if float(c.attrib["cy"]) > 48]
+    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2)
+
+
+@pytest.mark.parametrize(("us", "said"), [(5.6, "met"), (5.8, "over"), (17.0, "slower")])
+def test_a_cell_meets_its_target_or_says_what_it_misses(us: float, said: str) -> None:
+    assert verdict(cell(us)) == said
+    assert swap_in_report.line(cell(us)).endswith(f"| {said} |\n")
+
+
+def test_a_cell_without_peers_claims_nothing() -> None:
+    assert verdict(cell(5.0, row_bytes=640)) == ""
+
+
+def test_a_table_counts_every_cell_with_figures() -> None:
+    machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
+    rows = [cell(5.6), cell(5.8), cell(17.0), cell(5.0, row_bytes=640)]
+    text = swap_in_report.section([{"machine": machine, "pool_gib": 1, "rows": rows}])
+    assert "Of 3 cells with figures to compare with, 1 meet both" in text
+    assert "1 are over the target only, 1 are slower than SGLang" in text
+    assert text.count("\n| 656") + text.count("\n| 640") == 4
+
+
+def test_the_results_page_has_the_place_that_the_report_writes_to() -> None:
+    text = swap_in_report.RESULTS.read_text()
+    assert 0 < text.index(swap_in_report.BEGIN) < text.index(swap_in_report.END)
