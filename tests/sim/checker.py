@@ -112,6 +112,8 @@ class Checker(trio.abc.Instrument):
 
     def _check_books(self, life: CoordinatorLife) -> None:
         """Changes are few, and whatever breaks a book is one of them."""
+        if differences := life.audit_differences:
+            raise Violation("I1", f"the audit has seen a worker and the ledger differ: {differences}")
         for ledger in life.ledgers.values():
             _as_invariant("I1", ledger.check_invariants)
         if life.is_between_turns:

@@ -79,6 +79,7 @@ SETTINGS: Final = CoordinatorSettings(
     heartbeat_limit_s=1.5,
     command_ack_limit_s=0.5,
     grant_ahead_tokens=PAGE_TOKENS,
+    audit_interval_s=0.5,
     metrics_port=-1,
     journal="/sim/journal",
 )
@@ -279,6 +280,10 @@ class CoordinatorLife:
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""
         return self.scheduler._fleet._pools[node].pool_id
+
+    @property
+    def audit_differences(self) -> dict[str, int]:
+        return dict(self._parts.counters.audit_differences)
 
     @property
     def is_between_turns(self) -> bool:
