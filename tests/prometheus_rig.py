@@ -6,22 +6,27 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
+import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import trio
 
 from metrics.names import BY_NAME, Kind
 from tests.process_rig import ROOT
 
 #: Where `.ci/prometheus` puts what is not on PATH.
 UNPACKED: Final = ROOT / "build" / "prometheus" / "usr" / "bin"
+#: Every expression has data after a few scrapes; more is a machine that does other things.
+DATA_LIMIT_S: Final = 60.0
 #: Series that Prometheus makes itself, and labels that it adds to every series.
 BUILT_IN: Final = frozenset({"up", "ALERTS"})
 ADDED_LABELS: Final = frozenset({"job", "instance"})
@@ -31,7 +36,7 @@ _MATCHER: Final = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
 def program(name: str) -> str:
-    """The path of prometheus or promtool. Skips the test where it is missing; fails it where REQUIRE_PROMETHEUS is set."""
+    """The path of prometheus or promtool. Missing: the test is skipped; with REQUIRE_PROMETHEUS set, it fails."""
     found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
     if found is not None:
         return found
@@ -118,3 +123,17 @@ def prometheus(place: Path, port: int, jobs: Mapping[str, Sequence[int]]) -> Ite
     finally:
         child.kill()
         child.wait()
+
+
+async def until(condition: Callable[[], object], explain: Callable[[], object] = lambda: "") -> None:
+    """Poll `condition` in a thread until it holds, at most DATA_LIMIT_S."""
+    give_up_at = trio.current_time() + DATA_LIMIT_S
+    while not await trio.to_thread.run_sync(condition):
+        assert trio.current_time() < give_up_at, explain()
+        await trio.sleep(0.25)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
