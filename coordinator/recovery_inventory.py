@@ -71,7 +71,11 @@ def _depart(dispatch: Dispatch, entry: Entry, worker: Worker) -> Heard:
 
 def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
     given = ledger.held(entry.admission)
-    missing = 0 if it.resizing or entry.phase is Phase.LEAVING else given.host_pages - it.host_pages
+    missing = 0 if entry.phase is Phase.LEAVING else given.host_pages - it.host_pages
+    # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
+    # which it was leaving, has taken them back
+    is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
+    missing = 0 if is_torn else missing
     more = _more_chunks(it, missing)
     use = _memory(it, missing)
     slab_pages = given.slab_pages if it.is_staged else 0
@@ -87,13 +91,10 @@ def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
     steps = (Step(entry.node, Shrink(entry.admission, spare)),) if any(spare) else ()
-    return Heard(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, given)))
+    return Heard(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
 
 
-def _tells(entry: Entry, it: Held, grant: Grant | None, given: Memory) -> list[Told]:
+def _tells(entry: Entry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[Told]:
     resize = Resize(entry.admission, *it.resizing) if it.resizing else None
     adopted = Adopted(entry.admission, it.is_staged, it.is_started, it.is_parked, resize, grant)
-    if it.resizing and given.host_pages > it.host_pages and entry.phase is not Phase.LEAVING:
-        # a grant and a resize cross: which buffer its chunks are for cannot be told any more
-        return [adopted, Retract(keep=True, hold=False, reason="a grant was lost under a resize")]
-    return [adopted]
+    return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

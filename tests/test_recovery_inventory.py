@@ -127,6 +127,14 @@ def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
     assert tells[1].event.keep
 
 
+def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
+    """It was leaving in that life, which came to an end before it had left; then somebody resumed it."""
+    desk = Desk(Memory(PAGES, 4, PAGES, 0))
+    heard = desk.adopt(held(host_pages=4, hot_chunks=4))
+    assert [type(tell.event) for tell in heard.tells] == [Adopted, Retract]
+    assert (heard.steps, desk.ledger.held(1).hot_chunks) == ((), 4)
+
+
 def test_whoever_waits_for_pages_is_fed() -> None:
     desk = Desk()
     desk.adopt(held(is_parked=True))
