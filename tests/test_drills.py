@@ -78,7 +78,7 @@ async def fill(client: Client) -> None:
 
 async def running(client: Client, request_id: str) -> None:
     """Until it is: what the others hold comes back first."""
-    while not [1 for row in (await client.requests()).rows if row.request_id == request_id and row.state == "RUNNING"]:
+    while (request_id, "RUNNING") not in {(it.request_id, it.state) for it in (await client.requests()).rows}:  # noqa: ASYNC110
         await trio.sleep(0.1)
 
 
