@@ -46,8 +46,11 @@ class Fleet:
 
     # ---------------------------------------------------------------- joining and leaving
 
-    def join(self, hello: WorkerHello, port: WorkerPort) -> Worker:
-        """The worker that may join now; its node has a pool. Raises what `Scheduler.worker_up` says, then unchanged."""
+    def join(self, hello: WorkerHello, port: WorkerPort, *, is_changing: bool = False) -> Worker:
+        """The worker that may join now; its node has a pool. Raises what `Scheduler.worker_up` says, then unchanged.
+
+        `is_changing`: the node's ledger has changes before it that were decided and not yet applied.
+        """
         check_name("worker", hello.worker)
         check_name("node", hello.node)
         _check_capacity(hello.capacity)
@@ -61,6 +64,8 @@ class Fleet:
             or known.host_pages != hello.capacity.host_pages
             or _is_another_file(known, hello.capacity)
         ):
+            if is_changing:
+                raise Unavailable("accounts of its node's last pool are being closed", field="node", value=hello.node)
             self._open_pool(hello)
         self._pools[hello.node] = hello.capacity
         self.model = hello.model

@@ -266,7 +266,8 @@ class Scheduler(Front):
             case events.StopAsk():
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():
-                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port)))
+                is_changing = any(step.node == ask.hello.node for step in turn.steps)
+                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port, is_changing=is_changing)))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))

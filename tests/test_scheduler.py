@@ -283,6 +283,17 @@ async def test_a_pool_created_anew_has_no_rows_of_before(autojump_clock: MockClo
         rig.check_nothing_leaked()
 
 
+async def test_a_new_pool_waits_until_the_accounts_of_the_last_are_closed(autojump_clock: MockClock) -> None:
+    """I1: the end of one epoch and the hello of the next may be heard in one turn."""
+    async with open_rig() as rig:
+        await rig.add_worker("w0", pool_id=1)
+        rig.lose_worker("w0", proved=True)
+        with pytest.raises(Unavailable, match="accounts of its node's last pool are being closed"):
+            await rig.add_worker("w1", pool_id=2)
+        await rig.add_worker("w1", pool_id=2)
+        rig.check()
+
+
 @pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
 @pytest.mark.parametrize("state", ["PREFILLING", "READY", "RUNNING", "RETRACTING"])
 async def test_worker_loss_in_every_state(autojump_clock: MockClock, state: str, proved: bool) -> None:
