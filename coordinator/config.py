@@ -31,8 +31,10 @@ ENVIRONMENT_PREFIX: Final = "HISPARSE_"
 AUTO: Final = "auto"
 #: `journal` of a coordinator that keeps none.
 NO_JOURNAL: Final = "none"
-#: The one variable that is not a setting: the path of the TOML file.
+#: The path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
+#: Variables that are no settings; the second is where compiled kernels are kept (kernels/cuda/jit.py).
+OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "HISPARSE_KERNEL_CACHE")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -271,7 +273,7 @@ def _file_values(table: Mapping[str, Any], file_name: str) -> Iterable[_Value]:
 
 def _environment_values(environ: Mapping[str, str]) -> Iterable[_Value]:
     for variable, text in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
         section, _, field = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
         _require_known(section, SECTIONS, variable, "the environment")

@@ -144,6 +144,10 @@ def test_the_environment_names_the_file(tmp_path: Path) -> None:
     assert load(environ={"HISPARSE_CONFIG": str(path)}).worker.seats == 11
 
 
+def test_the_place_of_compiled_kernels_is_no_setting() -> None:
+    assert load(environ={"HISPARSE_KERNEL_CACHE": "/var/cache/kernels"}) == load(environ={})
+
+
 def test_children_receive_every_setting_unchanged() -> None:
     config = built(
         flags={"worker.deterministic": True, "worker.hot_size_classes": (192,), "coordinator.flush_interval_ms": 0.1}
