@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -148,8 +148,6 @@ class Workload:
 
     clients: list[SimClient]
     operator: Operator
-    latest_s: float = 0.0
-    ids: list[str] = field(default_factory=list)
 
     @property
     def unfinished(self) -> list[str]:

@@ -317,8 +317,8 @@ class Faults:
         life.scheduler.request_rows(100)
         life.scheduler.worker_rows()
         life.scheduler.pool_rows()
-        for request_id in self._workload.ids:
-            life.scheduler.describe(request_id)
+        for row in life.scheduler.request_rows(100):
+            life.scheduler.describe(row.request_id)
         if life.fingerprint() != before:
             raise Violation("I7", "a query changed the books")
         return "at everything"
