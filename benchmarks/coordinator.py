@@ -43,7 +43,7 @@ from coordinator import messages
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import HiSparseError
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
-from coordinator.sockets import DealerSocket
+from coordinator.transport.sockets import DealerSocket
 
 WORKERS: Final = 16
 PROMPT_TOKENS: Final = 64

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import trio
 
-from coordinator.client import open_client
+from coordinator.client.client import open_client
 from coordinator.errors import Unavailable
 
 READY_LIMIT_S: Final = 20.0

@@ -32,11 +32,11 @@ from typing import Any
 
 import trio
 
-from coordinator.client import Client
+from coordinator.client.client import Client
+from coordinator.cluster.keeper import Keeper
+from coordinator.cluster.up import Cluster, running_cluster
 from coordinator.config import Config, HostFacts, build
-from coordinator.keeper import Keeper
 from coordinator.messages import Sampling
-from coordinator.up import Cluster, running_cluster
 from kernels.layout import PAGE_TOKENS, pages_for
 
 #: Decoded before the worker is killed.

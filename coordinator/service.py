@@ -25,22 +25,22 @@ import trio
 from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.config import NO_JOURNAL, Config
-from coordinator.deliveries import Deliveries
-from coordinator.endpoint_lock import make_private_dir
 from coordinator.errors import ConfigError
-from coordinator.gateway import Gateway
+from coordinator.gateway.deliveries import Deliveries
+from coordinator.gateway.gateway import Gateway
+from coordinator.gateway.token_log import TokenLog
 from coordinator.incarnation import next_incarnation
-from coordinator.journal import GroupCommit, Journal, JournalError, NoJournal
-from coordinator.journal_book import replay
-from coordinator.journal_store import SqliteStore, open_store
+from coordinator.journal.book import replay
+from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
+from coordinator.journal.recovery import recover
+from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
-from coordinator.recovery import recover
-from coordinator.scheduler import Scheduler
-from coordinator.sockets import RouterSocket
-from coordinator.token_log import TokenLog
-from coordinator.tokenizer_store import TokenizerStore
+from coordinator.scheduling.scheduler import Scheduler
+from coordinator.transport.endpoint_lock import make_private_dir
+from coordinator.transport.sockets import RouterSocket
 from coordinator.version import our_version
-from coordinator.worker_link import WorkerLinks
+from coordinator.workers.tokenizer_store import TokenizerStore
+from coordinator.workers.worker_link import WorkerLinks
 from metrics import logs
 from metrics.coordinator import (
     CoordinatorCollector,

@@ -9,12 +9,12 @@ from pathlib import Path
 import trio
 
 from coordinator import messages
-from coordinator.deliveries import Deliveries
 from coordinator.errors import Unavailable
-from coordinator.gateway import Gateway
+from coordinator.gateway.deliveries import Deliveries
+from coordinator.gateway.gateway import Gateway
+from coordinator.gateway.token_log import TokenLog
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage
-from coordinator.sockets import DealerSocket, RouterSocket
-from coordinator.token_log import TokenLog
+from coordinator.transport.sockets import DealerSocket, RouterSocket
 from metrics.state import CoordinatorCounters
 from tests.fakes.scheduler import FakeScheduler
 

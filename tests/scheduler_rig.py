@@ -19,10 +19,10 @@ from coordinator import messages
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.arrays import pack_int32
 from coordinator.config import CoordinatorSettings
-from coordinator.events import Ending, LinkStats
-from coordinator.lifecycle import TERMINAL
-from coordinator.scheduler import Scheduler
-from coordinator.token_log import TokenLog
+from coordinator.gateway.token_log import TokenLog
+from coordinator.scheduling.events import Ending, LinkStats
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.scheduler import Scheduler
 from tests.fakes.fake_cluster import MODEL, capacity
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 from tests.progress import Entry, progress

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from coordinator.arrays import unpack_int64
-from coordinator.audit import PAGES_MAX, UNCHECKED, Difference, Rounds, compare, digest_of
-from coordinator.auditor import Auditor
 from coordinator.errors import ProtocolError
-from coordinator.ledger import Ledger, Memory
+from coordinator.memory.audit import PAGES_MAX, UNCHECKED, Difference, Rounds, compare, digest_of
+from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import AuditedRow, DifferenceRow
+from coordinator.scheduling.auditor import Auditor
 from tests.fakes.fake_cluster import capacity
 from tests.scheduler_rig import SETTINGS, FakeLink, SchedulerRig, open_rig
 from tests.sim import cluster

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import trio
 
-from coordinator.children import Child, die_with_parent, exit_text, stop_children, wait_all
+from coordinator.cluster.children import Child, die_with_parent, exit_text, stop_children, wait_all
 from coordinator.errors import Unavailable
 
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -103,7 +103,9 @@ async def test_a_log_shows_its_last_lines_only(children: list[Child], tmp_path: 
 
 
 async def test_a_child_dies_with_a_parent_that_was_killed(children: list[Child], tmp_path: Path) -> None:
-    inner = "import os, sys, time; from coordinator.children import die_with_parent; die_with_parent(os.getppid());"
+    inner = (
+        "import os, sys, time; from coordinator.cluster.children import die_with_parent; die_with_parent(os.getppid());"
+    )
     inner += "print('pid', os.getpid(), flush=True); time.sleep(60)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     parent = start(children, outer, tmp_path / "log")

@@ -71,7 +71,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_no_verb_but_worker_and_model_brings_torch() -> None:
-    rooms = "coordinator.cli.streaming, coordinator.cli.session, coordinator.up, coordinator.demo.run"
+    rooms = "coordinator.cli.streaming, coordinator.cli.session, coordinator.cluster.up, coordinator.demo.run"
     code = f"import sys; import {rooms}; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""coordinator.client: streams outlive connections (I5: each position once and in order), calls never hang."""
+"""coordinator.client.client: streams outlive connections (I5: each position once and in order), calls never hang."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import trio
 import trio.testing
 
 from coordinator.arrays import pack_int32
-from coordinator.client import Client, open_client, run_client
+from coordinator.client.client import Client, open_client, run_client
+from coordinator.client.token_stream import Stream
 from coordinator.errors import BadInput, NotFound, ProtocolError, Unavailable
 from coordinator.messages import Ended, Sampling, Submit
-from coordinator.token_stream import Stream
 from tests.fakes.dealer import FakeDealer
 from tests.gateway_rig import GatewayRig, running
 

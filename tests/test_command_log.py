@@ -1,4 +1,4 @@
-"""coordinator.command_log: commands apply once and in order per epoch (I4), whatever the link does."""
+"""coordinator.workers.command_log: commands apply once and in order per epoch (I4), whatever the link does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coordinator.command_log import BATCH_BYTES_MAX, BATCH_COMMANDS_MAX, COMMANDS_UNACKED_MAX, CommandLog, command_bytes
 from coordinator.errors import CapacityError, ProtocolError
 from coordinator.messages import Admit, Command, Commands, Grant, Resize, Sampling, Stop, Withdraw, encode
+from coordinator.workers.command_log import (
+    BATCH_BYTES_MAX,
+    BATCH_COMMANDS_MAX,
+    COMMANDS_UNACKED_MAX,
+    CommandLog,
+    command_bytes,
+)
 
 
 def admit(prompt: bytes) -> Admit:

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import trio
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import HiSparseError, NotFound, Unavailable, WrongState
 from coordinator.messages import Sampling

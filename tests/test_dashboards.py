@@ -14,7 +14,7 @@ import pytest
 import trio
 import yaml
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.errors import BadInput, WrongState
 from coordinator.messages import Sampling
 from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text

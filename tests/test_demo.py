@@ -16,7 +16,7 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.demo.plan import cut_prompts, prompt_lengths
 from coordinator.demo.setup import kv_shape, read_sources
 from tests.demo_victim import Victim, corrupt, find_victim

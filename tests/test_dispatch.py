@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator import journal_records as journal
-from coordinator.changes import Keep, Release, Shrink, apply
-from coordinator.decisions import Admit
-from coordinator.dispatch import NOTHING, Dispatch, Heard, Step
-from coordinator.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
-from coordinator.ledger import Ledger, Memory
-from coordinator.roster import Entry, Phase, Worker
+from coordinator.journal import records as journal
+from coordinator.memory.changes import Keep, Release, Shrink, apply
+from coordinator.memory.ledger import Ledger, Memory
+from coordinator.scheduling.decisions import Admit
+from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard, Step
+from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
+from coordinator.scheduling.roster import Entry, Phase, Worker
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coordinator.lifecycle import State
+from coordinator.scheduling.lifecycle import State
 from worker.streams import FENCES
 
 ROOT = Path(__file__).parents[1]

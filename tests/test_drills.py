@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.errors import WrongState
 from coordinator.messages import Sampling
 from tests.process_rig import Place

@@ -14,9 +14,9 @@ import trio
 from hypothesis import HealthCheck, given, settings
 
 from coordinator import messages
-from coordinator.client import open_client
+from coordinator.client.client import open_client
 from coordinator.messages import PROTOCOL_VERSION, Sampling
-from coordinator.sockets import DealerSocket
+from coordinator.transport.sockets import DealerSocket
 from tests.fakes.worker import hello
 from tests.gateway_rig import GatewayRig, running
 from tests.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames

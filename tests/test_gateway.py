@@ -1,4 +1,4 @@
-"""coordinator.gateway, connections and deliveries over real ipc sockets: clear refusals, streams without a gap."""
+"""Gateway, connections and deliveries over real ipc sockets: clear refusals, streams without a gap."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator import connections, messages
+from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
-from coordinator.client import open_client
+from coordinator.client.client import open_client
 from coordinator.errors import CapacityError
+from coordinator.gateway import connections
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
-from coordinator.sockets import DealerSocket
+from coordinator.transport.sockets import DealerSocket
 from tests.fakes.scheduler import MODEL
 from tests.gateway_rig import GatewayRig, hear, introduce, running, say
 

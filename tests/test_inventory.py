@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.arrays import unpack_int32, unpack_int64
-from coordinator.audit import digest_of
+from coordinator.memory.audit import digest_of
 from coordinator.messages import Audit, Inventory
 from tests.fakes.coordinator import Life
 from tests.worker_rig import Rig

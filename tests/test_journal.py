@@ -11,7 +11,9 @@ import trio.testing
 
 from coordinator.actor import Reply
 from coordinator.errors import InternalError, Unavailable
-from coordinator.journal import (
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.book import Book, replay
+from coordinator.journal.journal import (
     COMMIT_LIMIT_S,
     INTERVAL_S,
     PENDING_MAX,
@@ -21,10 +23,8 @@ from coordinator.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal_book import Book, replay
-from coordinator.journal_records import Accepted, Ordered, Summary, Tokens
+from coordinator.journal.records import Accepted, Ordered, Summary, Tokens
 from coordinator.messages import Sampling
-from coordinator.token_log import TokenLog
 from metrics.state import JournalCounters
 from tests.fakes.journal import FakeStore
 from tests.progress import Entry, progress

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coordinator.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink, apply
 from coordinator.errors import CapacityError
-from coordinator.journal_book import Book, replay
-from coordinator.journal_records import (
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.book import Book, replay
+from coordinator.journal.records import (
     Accepted,
     Admission,
     Changed,
@@ -30,10 +30,21 @@ from coordinator.journal_records import (
     decode,
     encode,
 )
-from coordinator.ledger import Ledger, Memory
-from coordinator.ledger_image import image_of
+from coordinator.memory.changes import (
+    AddWorker,
+    Change,
+    Extend,
+    Keep,
+    LoseWorker,
+    ProveExit,
+    Release,
+    Reserve,
+    Shrink,
+    apply,
+)
+from coordinator.memory.ledger import Ledger, Memory
+from coordinator.memory.ledger_image import image_of
 from coordinator.messages import Sampling
-from coordinator.token_log import TokenLog
 from tests.fakes.fake_cluster import MODEL, capacity
 from tests.fakes.journal import kept_of
 from tests.progress import Entry, progress

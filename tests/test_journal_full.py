@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import trio
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.errors import Unavailable
-from coordinator.journal_store import RESERVE_BYTES
+from coordinator.journal.store import RESERVE_BYTES
 from coordinator.messages import Sampling
 from tests.test_coordinator_crash import LIMIT_S, crew_of
 from tests.test_main_job import cluster_config, prompts_of

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator import journal_store
 from coordinator.errors import ConfigError
-from coordinator.journal import JournalError
-from coordinator.journal_records import Accepted, Ended, Forgotten, Ordered, Record, Summary, Tokens
-from coordinator.journal_store import SqliteStore, open_store
+from coordinator.journal import store as journal_store
+from coordinator.journal.journal import JournalError
+from coordinator.journal.records import Accepted, Ended, Forgotten, Ordered, Record, Summary, Tokens
+from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import Sampling
 from metrics.state import JournalCounters
 
@@ -115,7 +115,7 @@ def test_a_torn_write_costs_the_last_group_at_most(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from coordinator.journal_store import open_store
+from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
 from tests.test_journal_store import order
 store = open_store(Path(sys.argv[1]), JournalCounters())
@@ -142,8 +142,8 @@ def test_what_a_killed_process_had_committed_is_there(tmp_path: Path) -> None:
 FILLER = """
 import resource, sys
 from pathlib import Path
-from coordinator.journal import JournalError
-from coordinator.journal_store import open_store
+from coordinator.journal.journal import JournalError
+from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
 from tests.test_journal_store import order, tokens
 store = open_store(Path(sys.argv[1]), JournalCounters())

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 import trio
 
-from coordinator.children import Child
-from coordinator.config import Config, HostFacts, build
-from coordinator.keeper import (
+from coordinator.cluster.children import Child
+from coordinator.cluster.keeper import (
     COORDINATOR,
     RESTART_PAUSE_MAX_S,
     RESTARTS_MAX,
@@ -21,6 +20,7 @@ from coordinator.keeper import (
     Restarts,
     Watch,
 )
+from coordinator.config import Config, HostFacts, build
 from coordinator.messages import WorkerRow
 from tests.fakes.worker import CAPACITY
 

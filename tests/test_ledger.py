@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from coordinator.errors import CapacityError, InternalError, WrongState
-from coordinator.ledger import Ledger, Memory
+from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import WorkerCapacity
 
 POOL_PAGES = 40

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator import messages
 from coordinator.errors import InternalError, WrongState
-from coordinator.events import (
+from coordinator.scheduling.events import (
     Admitted,
     Closed,
     Demoted,
@@ -28,8 +28,8 @@ from coordinator.events import (
     Stage,
     Verb,
 )
-from coordinator.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
-from coordinator.request_state import STORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
+from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
+from coordinator.scheduling.request_state import STORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 
 PROMPT = 100
 

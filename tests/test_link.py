@@ -37,7 +37,7 @@ from coordinator.messages import (
     decode_worker,
     encode,
 )
-from coordinator.sockets import RouterSocket
+from coordinator.transport.sockets import RouterSocket
 from metrics.state import LinkCounters
 from tests.fakes.dealer import FakeDealer, FakeListener, FakeSink
 from worker import link as link_module

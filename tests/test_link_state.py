@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.errors import InternalError, ProtocolError
-from coordinator.frames import read_frame
 from coordinator.messages import (
     PROTOCOL_VERSION,
     WORKER_MESSAGE_BYTES_MAX,
@@ -44,6 +43,7 @@ from coordinator.messages import (
     WorkerWelcome,
     decode_coordinator,
 )
+from coordinator.transport.frames import read_frame
 from metrics.state import LinkCounters, WorkerCounters
 from tests.hostile import hostile_frames
 from worker.link_state import (

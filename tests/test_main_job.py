@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator.client import Client
+from coordinator.client.client import Client
+from coordinator.cluster.up import Cluster, running_cluster
 from coordinator.config import Config, HostFacts, build
 from coordinator.errors import CapacityError, NotFound, WrongState
 from coordinator.messages import AuditRows, Sampling
-from coordinator.up import Cluster, running_cluster
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]

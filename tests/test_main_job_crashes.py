@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import trio
 
-from coordinator.client import Client
+from coordinator.client.client import Client
+from coordinator.cluster.keeper import Keeper
+from coordinator.cluster.up import Cluster, running_cluster
 from coordinator.config import Config
 from coordinator.errors import NotFound
-from coordinator.keeper import Keeper
 from coordinator.messages import Sampling
-from coordinator.suspicion import POISON_STRIKES
-from coordinator.up import Cluster, running_cluster
+from coordinator.scheduling.suspicion import POISON_STRIKES
 from tests.test_main_job import assert_books_agreed, assert_nothing_leaked, cluster_config, prompts_of
 from worker.runners.tiny import write_tiny_checkpoint
 

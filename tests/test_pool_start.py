@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import Config, HostFacts, build
-from coordinator.endpoint_lock import EndpointLock
 from coordinator.errors import CapacityError, ConfigError, Unavailable
+from coordinator.transport.endpoint_lock import EndpointLock
 from kernels.layout import Geometry
 from worker import pool_file, registration
 from worker.host_pool import HostPool

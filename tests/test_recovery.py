@@ -17,13 +17,13 @@ from coordinator import messages
 from coordinator.actor import Level, open_supervisor
 from coordinator.arrays import pack_int32
 from coordinator.errors import Unavailable, WrongState
-from coordinator.events import Ending, WorkerPort
-from coordinator.journal import GroupCommit
-from coordinator.journal_book import replay
-from coordinator.journal_records import Joined, Record
-from coordinator.recovery import recover
-from coordinator.scheduler import Scheduler
-from coordinator.token_log import TokenLog
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.book import replay
+from coordinator.journal.journal import GroupCommit
+from coordinator.journal.records import Joined, Record
+from coordinator.journal.recovery import recover
+from coordinator.scheduling.events import Ending, WorkerPort
+from coordinator.scheduling.scheduler import Scheduler
 from tests.fakes.fake_cluster import FakePort
 from tests.fakes.journal import FakeStore
 from tests.scheduler_rig import SETTINGS, FakeLink, FakeListener, SchedulerRig

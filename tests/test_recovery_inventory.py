@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator import events
-from coordinator.changes import Shrink, apply
-from coordinator.dispatch import Dispatch, Heard
 from coordinator.errors import WrongState
-from coordinator.events import Adopted, Lost, Retract
-from coordinator.ledger import Ledger, Memory
-from coordinator.lifecycle import State
+from coordinator.journal.inventory import adopt
+from coordinator.memory.changes import Shrink, apply
+from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import Grant, Held, Resize, Resized, Staged, Withdraw
-from coordinator.recovery_inventory import adopt
-from coordinator.request_state import RequestState, Rows
-from coordinator.roster import Entry, Phase, Worker
-from coordinator.sizing import NO_RUNG, Rung
+from coordinator.scheduling import events
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.events import Adopted, Lost, Retract
+from coordinator.scheduling.lifecycle import State
+from coordinator.scheduling.request_state import RequestState, Rows
+from coordinator.scheduling.roster import Entry, Phase, Worker
+from coordinator.scheduling.sizing import NO_RUNG, Rung
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ledger import Memory
-from coordinator.room import Needs, Remedy, find_remedy
-from coordinator.roster import Entry, Roster, Worker
-from coordinator.sizing import RESIDENT, Rung
+from coordinator.memory.ledger import Memory
+from coordinator.scheduling.room import Needs, Remedy, find_remedy
+from coordinator.scheduling.roster import Entry, Roster, Worker
+from coordinator.scheduling.sizing import RESIDENT, Rung
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 
 NONE_FREE = Needs(0, 0, 0, 0, 0)

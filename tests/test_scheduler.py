@@ -21,8 +21,8 @@ from coordinator.errors import (
     Unavailable,
     WrongState,
 )
-from coordinator.lifecycle import TERMINAL
-from coordinator.scheduler import GRANTED_ALL
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.scheduler import GRANTED_ALL
 from tests.scheduler_rig import SETTINGS, SchedulerRig, open_rig
 
 STATES = ["QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator.client import Client, open_client, run_client
+from coordinator.client.client import Client, open_client, run_client
 from coordinator.errors import ConfigError, Unavailable
 from coordinator.incarnation import next_incarnation
 from coordinator.messages import Sampling
@@ -33,7 +33,7 @@ RESIDENT_BYTES_MAX = 64 * 1024 * 1024
 
 def test_the_coordinator_imports_neither_torch_nor_transformers_nor_cuda() -> None:
     script = (
-        "import sys, coordinator.service, coordinator.client, coordinator.up\n"
+        "import sys, coordinator.service, coordinator.client.client, coordinator.cluster.up\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'cuda', 'worker.executor')])"
     )
     output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

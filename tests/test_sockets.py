@@ -1,4 +1,4 @@
-"""coordinator.sockets over real ipc sockets: the traps of trio with ZMQ, each with its test."""
+"""coordinator.transport.sockets over real ipc sockets: the traps of trio with ZMQ, each with its test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio.testing
 import zmq
 
 from coordinator.errors import BadInput, ConfigError, Unavailable
-from coordinator.sockets import (
+from coordinator.transport.sockets import (
     BATCH_MESSAGES_MAX,
     HARD_LIMIT_FACTOR,
     PID_GONE,
@@ -206,7 +206,7 @@ async def test_a_second_bind_is_refused_and_names_the_holder(router: RouterSocke
 def test_a_path_left_by_a_killed_process_can_be_taken(endpoint: str) -> None:
     script = (
         "import os, signal\n"
-        "from coordinator.sockets import RouterSocket\n"
+        "from coordinator.transport.sockets import RouterSocket\n"
         f"router = RouterSocket({endpoint!r}, message_bytes_max=1000)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

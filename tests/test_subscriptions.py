@@ -1,4 +1,4 @@
-"""coordinator.subscriptions: each connection gets each position once and in order (I5), however it reads."""
+"""coordinator.gateway.subscriptions: each connection gets each position once and in order (I5), however it reads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coordinator import subscriptions
 from coordinator.arrays import unpack_int32
 from coordinator.errors import WrongState
-from coordinator.subscriptions import ROWS_INITIAL, Complete, Parcel, Subscriptions
-from coordinator.token_log import TokenLog
+from coordinator.gateway import subscriptions
+from coordinator.gateway.subscriptions import ROWS_INITIAL, Complete, Parcel, Subscriptions
+from coordinator.gateway.token_log import TokenLog
 from tests.progress import LINK, Entry, progress
 
 OPEN = np.zeros(2_000, np.bool_)

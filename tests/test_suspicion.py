@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.lifecycle import TERMINAL
-from coordinator.suspicion import POISON_STRIKES, SUSPECT_STRIKES
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.suspicion import POISON_STRIKES, SUSPECT_STRIKES
 from tests.fakes.fake_cluster import FakeCluster
 from tests.fakes.fake_worker import FakeWorker
 

@@ -1,4 +1,4 @@
-"""coordinator.token_log: each position once and in order (I5), nothing written by whoever has no right to."""
+"""coordinator.gateway.token_log: each position once and in order (I5), nothing written by whoever has no right to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator.arrays import pack_int32, pack_int64, unpack_int32
 from coordinator.errors import CapacityError, InternalError, ProtocolError
+from coordinator.gateway.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
 from coordinator.messages import Progress
-from coordinator.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
 from tests.progress import LINK, Entry, progress
 
 

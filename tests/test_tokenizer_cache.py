@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.tokenizer_cache import cache_dir, read_cached, write_cached
+from coordinator.client.tokenizer_cache import cache_dir, read_cached, write_cached
 from worker.runners.text import TokenizerFile
 
 DATA = b'{"version": "1.0"}'

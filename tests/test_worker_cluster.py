@@ -9,7 +9,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.client import Client, open_client
+from coordinator.client.client import Client, open_client
 from coordinator.errors import Unavailable
 from coordinator.messages import Sampling
 from metrics.names import Role, names_of

@@ -1,4 +1,4 @@
-"""coordinator.worker_epoch, worker_hello and tokenizer_store: the pure parts behind worker links."""
+"""coordinator.workers.worker_epoch, worker_hello and tokenizer_store: the pure parts behind worker links."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.errors import BadInput, HiSparseError, ProtocolError, Unavailable, WrongState
 from coordinator.messages import Heartbeat, Held, Report, TokenizerChunk, Withdraw
-from coordinator.tokenizer_store import CHUNKS_MAX, TokenizerStore
-from coordinator.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, WorkerEpoch
-from coordinator.worker_hello import Course, Known, judge
+from coordinator.workers.tokenizer_store import CHUNKS_MAX, TokenizerStore
+from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, WorkerEpoch
+from coordinator.workers.worker_hello import Course, Known, judge
 from metrics.state import COMMAND_BOUNDS_S, Buckets
 from tests.fakes.scheduler import MODEL
 from tests.fakes.worker import hello

@@ -1,4 +1,4 @@
-"""coordinator.worker_link over real ipc sockets: once and in order both ways (I4), and what proves an exit (I2)."""
+"""Worker links over real ipc sockets: once and in order both ways (I4), and what proves an exit (I2)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 import trio
 import trio.testing
 
-from coordinator import command_log, messages, worker_link
+from coordinator import messages
 from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.config import CoordinatorSettings
 from coordinator.errors import ConfigError, HiSparseError, ProtocolError
-from coordinator.events import WorkerPort
-from coordinator.journal import Journal, NoJournal
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.journal import Journal, NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
-from coordinator.sockets import PID_GONE, RouterSocket
-from coordinator.token_log import TokenLog
-from coordinator.tokenizer_store import TokenizerStore
-from coordinator.worker_link import WorkerLinks
+from coordinator.scheduling.events import WorkerPort
+from coordinator.transport.sockets import PID_GONE, RouterSocket
+from coordinator.workers import command_log, worker_link
+from coordinator.workers.tokenizer_store import TokenizerStore
+from coordinator.workers.worker_link import WorkerLinks
 from metrics.state import CoordinatorCounters
 from tests.fakes.worker import FakeWorker, hello
 from tests.progress import Entry, progress
@@ -415,7 +416,7 @@ async def test_a_hello_whose_sender_has_hung_up_does_not_join(rig: Rig, monkeypa
     """I2: an epoch that joined without attestation could never be proved gone, and its pages would never come back."""
     worker = await rig.worker()
     with monkeypatch.context() as gone:
-        gone.setattr("coordinator.sockets._attested_pid", lambda frame: PID_GONE)
+        gone.setattr("coordinator.transport.sockets._attested_pid", lambda frame: PID_GONE)
         await worker.say(hello("w0"))
         assert (await refusal(worker)).code == "unavailable"
     assert rig.scheduler.told == []

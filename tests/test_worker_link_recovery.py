@@ -13,12 +13,12 @@ import trio
 
 from coordinator import messages
 from coordinator.errors import WrongState
-from coordinator.events import WorkerPort
-from coordinator.journal import GroupCommit
-from coordinator.journal_book import Book
-from coordinator.journal_records import Joined, Tokens
+from coordinator.journal.book import Book
+from coordinator.journal.journal import GroupCommit
+from coordinator.journal.records import Joined, Tokens
 from coordinator.messages import Commands, Held, Refused, ReportAck, Withdraw, WorkerWelcome
-from coordinator.processes import process_of
+from coordinator.scheduling.events import WorkerPort
+from coordinator.workers.processes import process_of
 from tests.fakes.journal import FakeStore
 from tests.fakes.scheduler import MODEL
 from tests.fakes.worker import CAPACITY, hello

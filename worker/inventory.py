@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.arrays import pack_int32, pack_int64
-from coordinator.audit import PAGES_MAX, UNCHECKED, digest_of
+from coordinator.memory.audit import PAGES_MAX, UNCHECKED, digest_of
 from coordinator.messages import Inventory
 
 

@@ -25,7 +25,6 @@ from typing import Final, Protocol, assert_never
 import trio
 
 from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
-from coordinator.frames import read_frame
 from coordinator.messages import (
     TOKENIZER_CHUNK_BYTES,
     WORKER_MESSAGE_BYTES_MAX,
@@ -35,7 +34,8 @@ from coordinator.messages import (
     decode_coordinator,
     encode,
 )
-from coordinator.sockets import DealerSocket
+from coordinator.transport.frames import read_frame
+from coordinator.transport.sockets import DealerSocket
 from metrics.logs import fields, logger
 from metrics.state import WorkerCounters
 from worker.link_state import (
@@ -69,7 +69,7 @@ log = logger("worker.link")
 
 
 class Dealer(Protocol):
-    """What the link needs of coordinator.sockets.DealerSocket."""
+    """What the link needs of coordinator.transport.sockets.DealerSocket."""
 
     async def recv_batch(self) -> list[bytes]: ...
     async def send(self, frame: bytes) -> None: ...

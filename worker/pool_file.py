@@ -286,7 +286,7 @@ def _reclaim(path: Path) -> Reclaimed | None:
 
 def _is_served(owner: Mapping[str, object]) -> bool:
     """Whether the coordinator that the owner record names is alive: it holds the lock beside its ipc path
-    (coordinator.endpoint_lock). Of any other transport nothing can be told, so it counts as alive."""
+    (coordinator.transport.endpoint_lock). Of any other transport nothing can be told, so it counts as alive."""
     scheme, _, address = str(owner.get("worker_endpoint", "")).partition("://")
     if scheme != "ipc":
         return True

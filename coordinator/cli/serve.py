@@ -101,14 +101,14 @@ def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -
     What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
     stops; a second Ctrl-C exits at once. The host pool is removed at the end.
     """
-    from coordinator.up import run_up
+    from coordinator.cluster.up import run_up
 
     return run_up(config, workers, deadline_s=deadline, ready_file=ready_file)
 
 
 def _die_with(parent_pid: int | None) -> None:
     if parent_pid is not None:
-        from coordinator.children import die_with_parent
+        from coordinator.cluster.children import die_with_parent
 
         die_with_parent(parent_pid)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import trio
 
 from coordinator.cli.output import emit_one, note, write_json
-from coordinator.client import Client, run_client
+from coordinator.client.client import Client, run_client
 from coordinator.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Final, Protocol
 
 from coordinator.cli.common import EXIT_FAILED, EXIT_INTERRUPTED
 from coordinator.cli.output import note, write_json, write_line
-from coordinator.client import Client, run_client
+from coordinator.client.client import Client, run_client
+from coordinator.client.token_stream import Stream
+from coordinator.client.tokenizer_cache import cache_dir, read_cached, write_cached
 from coordinator.errors import BadInput, InternalError
 from coordinator.messages import Ended, Sampling
-from coordinator.token_stream import Stream
-from coordinator.tokenizer_cache import cache_dir, read_cached, write_cached
 from worker.runners.text import Tokenizer, make_tokenizer
 
 FINISHED: Final = "FINISHED"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from coordinator.cluster.up import running_cluster
 from coordinator.demo.compare import OracleRun
 from coordinator.demo.display import Display, stderr_console
 from coordinator.demo.oracles import consult
@@ -18,7 +19,6 @@ from coordinator.demo.report import DemoReport, Evidence, build_report
 from coordinator.demo.scenario import run_scenario
 from coordinator.demo.setup import cluster_config, kv_shape, pool_directory, read_sources, write_checkpoint
 from coordinator.demo.watch import Outcome
-from coordinator.up import running_cluster
 from worker.runners.text import ByteTokenizer
 
 

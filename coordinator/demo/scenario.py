@@ -17,7 +17,7 @@ from typing import Final
 
 import trio
 
-from coordinator.client import Client
+from coordinator.client.client import Client
 from coordinator.demo.plan import DemoOptions, DemoRequest
 from coordinator.demo.watch import Outcome, Watch, pages_in_use
 from coordinator.errors import HiSparseError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import coordinator
-from coordinator.children import Child, child_environ, exit_text, stop_children
+from coordinator.cluster.children import Child, child_environ, exit_text, stop_children
 from coordinator.config import Config, HostFacts, build
 from coordinator.demo.plan import DemoOptions, Source, memory_for
 from coordinator.errors import BadInput, Unavailable

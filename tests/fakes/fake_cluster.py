@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator import changes, decisions, messages
-from coordinator.changes import apply
-from coordinator.decisions import Cause
-from coordinator.dispatch import Dispatch, Heard
-from coordinator.events import (
+from coordinator import messages
+from coordinator.memory import changes
+from coordinator.memory.changes import apply
+from coordinator.memory.ledger import NO_PAGES, Ledger
+from coordinator.scheduling import decisions
+from coordinator.scheduling.decisions import Cause
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.events import (
     Admitted,
     Departed,
     Ending,
@@ -25,11 +28,10 @@ from coordinator.events import (
     Resized,
     Told,
 )
-from coordinator.ledger import NO_PAGES, Ledger
-from coordinator.lifecycle import TERMINAL
-from coordinator.request_state import Action, RequestState, Rows, WorkerEvent
-from coordinator.roster import Drain, Entry, Worker
-from coordinator.sizing import misfit
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
+from coordinator.scheduling.roster import Drain, Entry, Worker
+from coordinator.scheduling.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 
 AHEAD_TOKENS = 96

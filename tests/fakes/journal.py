@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import trio
 
 from coordinator.arrays import unpack_int32
-from coordinator.journal import JournalError
-from coordinator.journal_records import LASTING, Forgotten, Record, Summary, decode, encode
+from coordinator.journal.journal import JournalError
+from coordinator.journal.records import LASTING, Forgotten, Record, Summary, decode, encode
 
 
 def kept_of(records: Sequence[Record]) -> list[Record]:

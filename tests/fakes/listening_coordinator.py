@@ -21,7 +21,7 @@ from coordinator.messages import (
     decode_worker,
     encode,
 )
-from coordinator.sockets import Received, RouterSocket
+from coordinator.transport.sockets import Received, RouterSocket
 
 
 class FakeListeningCoordinator:

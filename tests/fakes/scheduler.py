@@ -8,8 +8,8 @@ import trio
 
 from coordinator import messages
 from coordinator.errors import BadInput, HiSparseError, NotFound, WrongState
-from coordinator.events import Ending, Handle, Listener
-from coordinator.token_log import TokenLog
+from coordinator.gateway.token_log import TokenLog
+from coordinator.scheduling.events import Ending, Handle, Listener
 from tests.progress import LINK, Entry, progress
 
 MODEL = messages.ModelInfo("f" * 8, "fake", 4096, 256, 4, 128, (0,), "bytes", "")

@@ -10,7 +10,7 @@ import trio
 
 from coordinator import messages
 from coordinator.messages import PROTOCOL_VERSION, CoordinatorMessage
-from coordinator.sockets import DealerSocket
+from coordinator.transport.sockets import DealerSocket
 from tests.fakes.scheduler import MODEL
 
 CAPACITY = messages.WorkerCapacity(

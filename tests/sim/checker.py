@@ -28,9 +28,9 @@ import trio._core._run
 from coordinator import messages
 from coordinator.arrays import unpack_int32
 from coordinator.errors import InternalError
-from coordinator.ledger import Ledger
-from coordinator.roster import Entry, Phase
-from coordinator.worker_link import WorkerLink
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.roster import Entry, Phase
+from coordinator.workers.worker_link import WorkerLink
 from kernels import layout
 from tests.sim.fake_worker import Run
 from tests.sim.oracle import Truth

@@ -27,26 +27,26 @@ import msgspec
 import trio
 import trio._core._run
 
-import coordinator.changes
-import coordinator.client
-import coordinator.host_pool
-import coordinator.policy
+import coordinator.client.client
+import coordinator.memory.changes
+import coordinator.memory.host_pool
+import coordinator.scheduling.policy
+import coordinator.scheduling.sizing
 import coordinator.service
-import coordinator.sizing
-import coordinator.worker_link
+import coordinator.workers.worker_link
 from coordinator import messages
 from coordinator.actor import open_supervisor
 from coordinator.arrays import Int32Array
-from coordinator.changes import Change
 from coordinator.config import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.errors import HiSparseError
-from coordinator.ledger import Ledger
+from coordinator.memory.changes import Change
+from coordinator.memory.ledger import Ledger
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
-from coordinator.processes import Process
-from coordinator.roster import Entry
-from coordinator.scheduler import Scheduler
+from coordinator.scheduling.roster import Entry
+from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.suspicion import POISON_STRIKES
 from coordinator.service import Coordinator
-from coordinator.suspicion import POISON_STRIKES
+from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
@@ -451,12 +451,12 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
     """Replace what the real code takes from the machine; the order of tasks is drawn from the seed."""
     random.seed(f"{cluster.seed} code")  # pauses before reconnecting
     trio._core._run._r.seed(f"{cluster.seed} tasks")
-    worker_links, apply = coordinator.worker_link.WorkerLinks, coordinator.changes.apply
+    worker_links, apply = coordinator.workers.worker_link.WorkerLinks, coordinator.memory.changes.apply
     queue, apply_report = worker_links.queue, worker_links._apply
 
     def tapped_queue(
-        links: coordinator.worker_link.WorkerLinks,
-        link: coordinator.worker_link.WorkerLink,
+        links: coordinator.workers.worker_link.WorkerLinks,
+        link: coordinator.workers.worker_link.WorkerLink,
         command: messages.Command,
     ) -> None:
         if not link.is_down:
@@ -464,7 +464,9 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         queue(links, link, command)
 
     def tapped_report(
-        links: coordinator.worker_link.WorkerLinks, link: coordinator.worker_link.WorkerLink, report: messages.Report
+        links: coordinator.workers.worker_link.WorkerLinks,
+        link: coordinator.workers.worker_link.WorkerLink,
+        report: messages.Report,
     ) -> None:
         cluster.checker.heard(link.name, report)
         apply_report(links, link, report)
@@ -484,16 +486,16 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     replacements = (
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
-        (coordinator.client, "DealerSocket", SimpleNamespace(connect=connect)),
+        (coordinator.client.client, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
         (coordinator.service, "_open_journal", lambda *_: cluster.disk and FakeStore(cluster.disk)),
         (coordinator.service, "time", SimpleNamespace(time=trio.current_time, perf_counter=trio.current_time)),
-        (coordinator.worker_link, "wait_exit", cluster.wait_exit),
-        (coordinator.worker_link, "process_of", lambda pid: Process(pid, pid, "sim")),
-        (coordinator.worker_link, "has_ended", lambda process: cluster.has_exited(process.id)),
+        (coordinator.workers.worker_link, "wait_exit", cluster.wait_exit),
+        (coordinator.workers.worker_link, "process_of", lambda pid: Process(pid, pid, "sim")),
+        (coordinator.workers.worker_link, "has_ended", lambda process: cluster.has_exited(process.id)),
         (worker_links, "queue", tapped_queue),
         (worker_links, "_apply", tapped_report),
-        (coordinator.host_pool, "apply", tapped_apply),
+        (coordinator.memory.host_pool, "apply", tapped_apply),
     )
     pages = [
         module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")
@@ -503,9 +505,9 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
             stack.enter_context(patch.object(place, name, replacement))
         for module in pages:
             stack.enter_context(patch.object(module, "PAGE_TOKENS", PAGE_TOKENS))
-        stack.enter_context(patch.object(coordinator.policy, "URGENT_TOKENS", PAGE_TOKENS))
-        stack.callback(coordinator.sizing._managed.cache_clear)
-        coordinator.sizing._managed.cache_clear()
+        stack.enter_context(patch.object(coordinator.scheduling.policy, "URGENT_TOKENS", PAGE_TOKENS))
+        stack.callback(coordinator.scheduling.sizing._managed.cache_clear)
+        coordinator.scheduling.sizing._managed.cache_clear()
         logger = logging.getLogger("hisparse")
         level = logger.level
         logger.setLevel(logging.CRITICAL + 1)

@@ -14,14 +14,14 @@ from typing import Final
 
 import trio
 
-from coordinator import journal_records as records
 from coordinator.arrays import unpack_int32
-from coordinator.changes import Change, apply
 from coordinator.errors import HiSparseError
-from coordinator.journal import JournalError
-from coordinator.journal_records import LASTING, Record
-from coordinator.ledger import Ledger
-from coordinator.ledger_image import image_of
+from coordinator.journal import records
+from coordinator.journal.journal import JournalError
+from coordinator.journal.records import LASTING, Record
+from coordinator.memory.changes import Change, apply
+from coordinator.memory.ledger import Ledger
+from coordinator.memory.ledger_image import image_of
 from tests.sim.trace import Trace, Violation
 
 #: Seconds that a commit takes, and one of a slow disk.
@@ -90,7 +90,7 @@ class FakeDisk:
 
 
 class FakeStore:
-    """One coordinator's hold on the disk: coordinator.journal.JournalStore."""
+    """One coordinator's hold on the disk: coordinator.journal.journal.JournalStore."""
 
     path = Path("/sim/journal")
 

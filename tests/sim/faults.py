@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from coordinator import messages
-from coordinator.client import Client
+from coordinator.client.client import Client
 from tests.sim.clients import SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.links import Connection

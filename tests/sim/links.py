@@ -3,7 +3,7 @@
     FakeDealer ── up ──► FakeRouter        one connection: two pipes, each a FIFO in which every frame has its moment
                ◄─ down ──
 
-What they promise is what coordinator.sockets promises and no more. Order holds within a direction of a connection and
+What they promise is what transport/sockets.py promises and no more. Order holds within a direction of a connection and
 nowhere else: what was sent on a connection that is gone may still arrive, after what was sent on the next one. A full
 pipe refuses, a lost connection raises at the dealer's end and is GONE at the router's.
 
@@ -28,7 +28,7 @@ from typing import Final
 import trio
 
 from coordinator.errors import Unavailable
-from coordinator.sockets import PID_GONE, Received, Sent
+from coordinator.transport.sockets import PID_GONE, Received, Sent
 from tests.sim.trace import Trace
 
 #: Seconds that a frame takes on a healthy wire.
@@ -169,7 +169,7 @@ class Network:
 
 
 class FakeRouter:
-    """The coordinator's end, as coordinator.sockets.RouterSocket."""
+    """The coordinator's end, as coordinator.transport.sockets.RouterSocket."""
 
     def __init__(self, network: Network, role: str, message_bytes_max: int) -> None:
         self.endpoint = role
@@ -221,7 +221,7 @@ class FakeRouter:
 
 
 class FakeDealer:
-    """The peer's end, as coordinator.sockets.DealerSocket. `hold` stands for a peer that has no time."""
+    """The peer's end, as coordinator.transport.sockets.DealerSocket. `hold` stands for a peer that has no time."""
 
     def __init__(self, network: Network, connection: Connection, gate: Gate) -> None:
         self.connection = connection

@@ -12,18 +12,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import dispatch, events, journal_records, messages, scheduler
-from coordinator.connections import Connections
-from coordinator.deliveries import Deliveries
-from coordinator.journal import Commit
-from coordinator.ledger import Ledger
-from coordinator.lifecycle import Kind, Resolve
+from coordinator import messages
+from coordinator.gateway.connections import Connections
+from coordinator.gateway.deliveries import Deliveries
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import records as journal_records
+from coordinator.journal.journal import Commit
+from coordinator.memory.ledger import Ledger
 from coordinator.messages import Withdraw
-from coordinator.request import Request
-from coordinator.request_state import _HANDLERS, RequestState
-from coordinator.token_log import TokenLog
-from coordinator.worker_epoch import Arrival, WorkerEpoch
-from coordinator.worker_link import WorkerLinks
+from coordinator.scheduling import dispatch, events, scheduler
+from coordinator.scheduling.lifecycle import Kind, Resolve
+from coordinator.scheduling.request import Request
+from coordinator.scheduling.request_state import _HANDLERS, RequestState
+from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
+from coordinator.workers.worker_link import WorkerLinks
 from kernels import layout
 from worker.link_state import LinkState, Phase
 

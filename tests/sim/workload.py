@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from coordinator.messages import Sampling
-from coordinator.sizing import Length, misfit
+from coordinator.scheduling.sizing import Length, misfit
 from tests.sim.clients import Operator, Pending, SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.oracle import Truth

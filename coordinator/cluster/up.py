@@ -1,0 +1,289 @@
+"""A whole cluster on one machine: a coordinator and N workers as children, one host pool, one runtime directory.
+
+Order, and why:
+
+    start   nobody may be listening in the runtime directory: the workers would join that cluster and share its pool
+            coordinator first, workers once it answers; ready when all of them have registered
+    run     until a signal, `hisparse stop`, or the end of a child that is needed and was given up; what dies is
+            restarted and what hangs is killed (coordinator.cluster.keeper)
+    stop    drain the coordinator (running requests may finish until the deadline), then SIGTERM, then SIGKILL
+            the pool is removed last: it outlives workers by design, and only the parent knows that none will return.
+            Until then the parent holds it open, so that nobody takes it for a dead cluster's while no worker is there
+
+A second signal, or one during start, goes straight to SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from coordinator.client.client import Client, open_client
+from coordinator.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
+from coordinator.cluster.keeper import COORDINATOR, Keeper
+from coordinator.config import Config, pool_path, to_environ
+from coordinator.errors import HiSparseError, Unavailable, WrongState
+from worker.pool_file import keep_pool, remove_pool
+
+#: Longest start: importing torch and loading a checkpoint of some gigabytes from a slow disk.
+START_LIMIT_S: Final = 600.0
+POLL_INTERVAL_S: Final = 0.05
+#: How long a process that was told to stop may take to withdraw and quiesce.
+STOP_GRACE_S: Final = 10.0
+EXIT_CHILD_LOST: Final = 70
+EXIT_INTERRUPTED: Final = 130
+CONNECTED: Final = "connected"
+
+
+@dataclass
+class Cluster:
+    """Running children. `workers` by name; a child that has ended stays listed, and knows its status, until it is
+    restarted."""
+
+    config: Config
+    coordinator: Child
+    log_dir: Path | None = None
+    workers: dict[str, Child] = field(default_factory=dict)
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return (*self.workers.values(), self.coordinator)
+
+    @property
+    def by_name(self) -> Mapping[str, Child]:
+        return self.workers | {COORDINATOR: self.coordinator}
+
+    def add_worker(self) -> None:
+        own = _worker_config(self.config, len(self.workers))
+        self.workers[own.worker.name] = _start("worker", own, self.log_dir)
+
+    def restart(self, name: str) -> Child:
+        """Start a child that has ended once more, under its name and with its settings."""
+        self.by_name[name].close()
+        if name == COORDINATOR:
+            self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
+        else:
+            own = _worker_config(self.config, list(self.workers).index(name))
+            self.workers[name] = _start("worker", own, self.log_dir)
+        return self.by_name[name]
+
+    @property
+    def pool(self) -> Path:
+        return pool_path(self.config.worker.pool_dir, self.config.worker.node)
+
+    def client(self, name: str) -> AbstractAsyncContextManager[Client]:
+        """An admin client of this cluster."""
+        return open_client(self.config.cluster.admin_endpoint, role="admin", name=name, reconnect_limit_s=0)
+
+    def describe(self) -> dict[str, object]:
+        """What a script needs to use the cluster; the content of `--ready-file`."""
+        settings = self.config.cluster
+        return {
+            "pid": os.getpid(),
+            "client_endpoint": settings.client_endpoint,
+            "admin_endpoint": settings.admin_endpoint,
+            "worker_endpoint": settings.worker_endpoint,
+            "coordinator": {"pid": self.coordinator.pid},
+            "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "pool": str(self.pool),
+        }
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: Config, workers: int, *, log_dir: Path | None = None, start_limit_s: float = START_LIMIT_S
+) -> AsyncIterator[Cluster]:
+    """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool.
+
+    Children write to `log_dir`, or to our stderr. Raises WrongState when a coordinator already listens there,
+    Unavailable when a child ends during start (the end of its log goes to stderr) or `start_limit_s` passes.
+    Cancelled: children are killed at once.
+    """
+    if await _answers(config):
+        raise WrongState(
+            "a coordinator is already running there",
+            field="cluster.runtime_dir",
+            value=config.cluster.runtime_dir,
+            remedy="stop it, or choose another --runtime-dir",
+        )
+    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir), None
+    try:
+        await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
+        for _ in range(workers):
+            cluster.add_worker()
+        async with cluster.client("hisparse up") as client:
+            await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+        kept = keep_pool(cluster.pool)
+        yield cluster
+    finally:
+        try:
+            await stop_children(cluster.children, STOP_GRACE_S)
+        finally:
+            for child in cluster.children:
+                child.close()
+            if kept is not None:
+                os.close(kept)
+            remove_pool(cluster.pool)
+
+
+def _start(verb: str, config: Config, log_dir: Path | None) -> Child:
+    """`hisparse VERB` with the whole of `config` in its environment."""
+    name = config.worker.name if verb == "worker" else verb
+    command = [sys.executable, "-m", "coordinator.cli", verb, "--die-with", str(os.getpid())]
+    return Child.start(
+        name, command, child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
+    )
+
+
+def _worker_config(config: Config, index: int) -> Config:
+    """Names w0, w1, ...; a fixed metrics port counts up, any free port and none stay what they are."""
+    port = config.worker.metrics_port
+    worker = msgspec.structs.replace(config.worker, name=f"w{index}", metrics_port=port + index if port > 0 else port)
+    return msgspec.structs.replace(config, worker=worker)
+
+
+async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
+    """Poll `ready`; raise Unavailable when a child ends first or `limit_s` passes."""
+    give_up_at = trio.current_time() + limit_s
+    while not await ready():
+        for child in children:
+            if not child.running:
+                for line in child.tail().splitlines():
+                    _say(f"{child.name}: {line}")
+                raise Unavailable(
+                    f"{exit_text(await child.wait())} during start",
+                    field="process",
+                    value=child.name,
+                    remedy="see what it wrote above",
+                )
+        if trio.current_time() > give_up_at:
+            raise Unavailable(f"not ready after {limit_s:g} s", field="process", value=children[0].name)
+        await trio.sleep(POLL_INTERVAL_S)
+
+
+async def _answers(config: Config) -> bool:
+    try:
+        async with open_client(config.cluster.admin_endpoint, role="admin", name="hisparse up", reconnect_limit_s=0):
+            return True
+    except Unavailable:
+        return False
+
+
+async def _registered(client: Client, cluster: Cluster) -> bool:
+    states = {row.worker: row.state for row in await client.workers()}
+    return all(states.get(name) == CONNECTED for name in cluster.workers)
+
+
+# ---------------------------------------------------------------- hisparse up
+
+
+def run_up(config: Config, workers: int, *, deadline_s: float, ready_file: Path | None) -> int:
+    """Run until a signal; the exit code. Raises HiSparseError when the cluster does not start."""
+    return trio.run(_up, config, workers, deadline_s, ready_file)
+
+
+async def _up(config: Config, workers: int, deadline_s: float, ready_file: Path | None) -> int:
+    interrupts = _Interrupts()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(interrupts.watch, nursery.cancel_scope)
+        code = await _serve(config, workers, deadline_s, ready_file, interrupts)
+        nursery.cancel_scope.cancel()
+    return EXIT_INTERRUPTED if interrupts.forced else code
+
+
+class _Interrupts:
+    """The first signal once the cluster is up asks for a drain; any other cancels everything."""
+
+    def __init__(self) -> None:
+        self.is_up = False
+        self.forced = False
+        self.asked = trio.Event()
+
+    async def watch(
+        self, everything: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                if self.is_up and not self.asked.is_set():
+                    self.asked.set()
+                    continue
+                self.forced = True
+                everything.cancel()
+
+
+async def _serve(
+    config: Config, workers: int, deadline_s: float, ready_file: Path | None, interrupts: _Interrupts
+) -> int:
+    async with running_cluster(config, workers) as cluster:
+        interrupts.is_up = True
+        _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
+        _say("Ctrl-C drains and stops; a second one exits at once")
+        with _published(cluster, ready_file) as publish:
+            ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)
+            if ended is None:
+                await _drain(cluster, deadline_s)
+                return 0
+            _say("stopping")
+            return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
+
+
+@contextmanager
+def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[], None]]:
+    """The ready file exists, whole, while the cluster takes requests. Gives what writes it anew."""
+
+    def publish() -> None:
+        if ready_file is not None:
+            partial = ready_file.with_name(ready_file.name + ".partial")
+            partial.write_text(json.dumps(cluster.describe()))
+            partial.replace(ready_file)
+
+    publish()
+    try:
+        yield publish
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+
+async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | None:
+    """Keep the cluster until a drain is asked for (None), or until it is over: the child whose end ended it."""
+    last: Child | None = None
+
+    async def asked_for() -> None:
+        await asked.wait()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(asked_for)
+        last = await keeper.run()
+        nursery.cancel_scope.cancel()
+    return last
+
+
+async def _drain(cluster: Cluster, deadline_s: float) -> None:
+    """Let running requests finish until the deadline; afterwards, or when the coordinator does not answer, stop."""
+    _say(f"draining for up to {deadline_s:g} s")
+    try:
+        async with cluster.client("hisparse up") as client:
+            for line in await client.stop(deadline_s):
+                _say(line)
+    except HiSparseError as error:
+        _say(f"not drained: {error}")
+        return
+    if not await wait_all([cluster.coordinator], deadline_s + STOP_GRACE_S):
+        _say("the coordinator is still running past its deadline")
+
+
+def _say(text: str) -> None:
+    print(f"hisparse up: {text}", file=sys.stderr, flush=True)

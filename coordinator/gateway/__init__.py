@@ -1,0 +1,1 @@
+"""Clients and admins: who is connected, what they asked for, and the tokens they are owed."""

@@ -1,0 +1,137 @@
+"""Connections of clients and admins: who they are, what waits for them, whether they still listen.
+
+A ROUTER tells nothing about its peers: one comes with its Hello, and is gone when a message to it has no route. A
+reply that a full socket refuses waits in the connection's outbox, bounded in messages and bytes; past either bound the
+connection is dropped. Deliveries never wait: `offer` says whether one went out, and the caller's cursor stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import CapacityError
+from coordinator.transport.sockets import Sent
+
+#: Replies that wait for a client whose socket is full.
+OUTBOX_MESSAGES_MAX: Final = 4_096
+OUTBOX_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class Router(Protocol):
+    """What connections need of coordinator.transport.sockets.RouterSocket."""
+
+    def send(self, peer: bytes, frame: bytes) -> Sent: ...
+
+
+@dataclass(eq=False)
+class Connection:
+    """One peer of one socket. `index` is small and reused, for arrays over connections."""
+
+    index: int
+    router: Router
+    peer: bytes
+    role: str
+    name: str
+    told_at: float
+    outbox: deque[bytes] = field(default_factory=deque)
+    outbox_bytes: int = 0
+    is_gone: bool = False
+
+    @property
+    def owner(self) -> str:
+        return f"{self.role} {self.name}".rstrip()
+
+
+class Connections:
+    """At most `limit`. `on_drop` is called for each connection that is given up, with the reason."""
+
+    def __init__(self, limit: int, on_drop: Callable[[Connection, str], None]) -> None:
+        self.limit = limit
+        self.is_blocked: npt.NDArray[np.bool_] = np.zeros(limit, np.bool_)
+        self._on_drop = on_drop
+        self._free = list(range(limit))[::-1]
+        self._by_peer: dict[tuple[str, bytes], Connection] = {}
+        self._by_index: dict[int, Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+    def find(self, role: str, peer: bytes) -> Connection | None:
+        return self._by_peer.get((role, peer))
+
+    def __getitem__(self, index: int) -> Connection:
+        return self._by_index[index]
+
+    def get(self, index: int) -> Connection | None:
+        return self._by_index.get(index)
+
+    def open(self, router: Router, peer: bytes, role: str, name: str, now: float) -> Connection:
+        """A new connection. Raises CapacityError when `limit` are open and all of them listen."""
+        if not self._free:
+            raise CapacityError(
+                f"{self.limit} connections are open",
+                field="connections_max",
+                value=self.limit,
+                remedy="close some, or raise coordinator.connections_max",
+            )
+        connection = Connection(self._free.pop(), router, peer, role, name, now)
+        self._by_peer[role, peer] = connection
+        self._by_index[connection.index] = connection
+        return connection
+
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Forget it. Idempotent."""
+        if connection.is_gone:
+            return
+        connection.is_gone = True
+        del self._by_index[connection.index]
+        del self._by_peer[connection.role, connection.peer]
+        self.is_blocked[connection.index] = False
+        self._free.append(connection.index)
+        self._on_drop(connection, reason)
+
+    def say(self, connection: Connection, frame: bytes, now: float) -> None:
+        """Send `frame` behind what waits already, or let it wait; drop a connection that is gone or too far behind."""
+        if self.offer(connection, frame, now) or connection.is_gone:
+            return
+        connection.outbox.append(frame)
+        connection.outbox_bytes += len(frame)
+        if len(connection.outbox) > OUTBOX_MESSAGES_MAX or connection.outbox_bytes > OUTBOX_BYTES_MAX:
+            self.drop(connection, "does not read")
+
+    def offer(self, connection: Connection, frame: bytes, now: float) -> bool:
+        """Send `frame` now. False: it was not sent; the connection is gone, or blocked until `unblock` finds room."""
+        if connection.is_gone or self.is_blocked[connection.index]:
+            return False
+        match connection.router.send(connection.peer, frame):
+            case Sent.OK:
+                connection.told_at = now
+                return True
+            case Sent.FULL:
+                self.is_blocked[connection.index] = True
+            case Sent.GONE:
+                self.drop(connection, "gone")
+        return False
+
+    def unblock(self, now: float) -> None:
+        """Try again what waits; connections whose outbox empties count as listening."""
+        for index in np.flatnonzero(self.is_blocked):
+            connection = self._by_index[int(index)]
+            self.is_blocked[index] = False
+            while connection.outbox and self.offer(connection, connection.outbox[0], now):
+                connection.outbox_bytes -= len(connection.outbox.popleft())
+
+    def probe(self, frame: bytes, told_before: float, now: float) -> None:
+        """Send `frame` to those told nothing since `told_before`: the only way to learn that a peer is gone."""
+        for connection in tuple(self._by_index.values()):
+            if connection.told_at <= told_before:
+                self.offer(connection, frame, now)
+
+    def count_by_role(self) -> Counter[str]:
+        return Counter(connection.role for connection in self._by_index.values())

@@ -1,0 +1,177 @@
+"""From the token log to client connections: flushes, and the last word on each request.
+
+    append ──► news ──► flush ──► one Delivery per connection with news ──► Ended behind each last token
+                          ▲                                                  ▲
+                          │                                                  └── at once where the tokens are out
+                          └── at once when there is news, and then at most every `flush_interval_s`
+
+A client whose socket is full costs one attempt every UNBLOCK_INTERVAL_S and nothing else: its cursors stay. When a
+request is forgotten that it has not read to the end, its connection is dropped, since its stream can never be complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from coordinator import messages
+from coordinator.gateway.connections import Connection, Connections
+from coordinator.gateway.subscriptions import Subscriptions
+from coordinator.gateway.token_log import TokenLog
+from coordinator.scheduling.events import Ending
+from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
+
+#: How soon a connection whose socket was full is tried again.
+UNBLOCK_INTERVAL_S: Final = 0.05
+#: A connection that was told nothing for this long gets an empty Delivery, which shows whether it is still there.
+KEEPALIVE_S: Final = 5.0
+#: When the coordinator stops, how long its clients have to take what they have not read.
+LAST_FLUSH_S: Final = 1.0
+
+KEEPALIVE: Final = messages.encode(messages.Delivery(b"", b"", b"", b""))
+
+log = logger("coordinator.gateway.deliveries")
+
+
+class Deliveries:
+    """The Listener of the Scheduler. `run` is the only task that sends deliveries; all else is synchronous."""
+
+    def __init__(
+        self,
+        token_log: TokenLog,
+        counters: CoordinatorCounters,
+        *,
+        connections_max: int,
+        flush_interval_s: float,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self.connections = Connections(connections_max, self._dropped)
+        self._log = token_log
+        self._counters = counters
+        self._flush_interval_s = flush_interval_s
+        self._clock = clock
+        self._subscriptions = Subscriptions(token_log)
+        self._endings: dict[int, Ending] = {}
+        self._news = trio.Event()
+        self._ends = trio.Event()
+
+    # ------------------------------------------------------------ what the coordinator tells
+
+    def wake(self) -> None:
+        """There are new tokens."""
+        self._news.set()
+
+    def ended(self, ending: Ending) -> None:
+        """The request is terminal; its tokens are all in the log."""
+        self._counters.ended[ending.outcome] += 1
+        self.recovered(ending)
+
+    def recovered(self, ending: Ending) -> None:
+        """As `ended`, but it was counted in an earlier life."""
+        self._endings[ending.slot] = ending
+        self._subscriptions.finish(ending.slot)
+        self._news.set()
+        self._ends.set()
+
+    def forgotten(self, slot: int) -> None:
+        """The slot is about to be reused."""
+        self._endings.pop(slot, None)
+        for index in self._subscriptions.forget(slot):
+            self.connections.drop(self.connections[index], "did not read an output before it was forgotten")
+
+    # ------------------------------------------------------------ what clients ask
+
+    def subscribe(self, connection: Connection, slot: int, cursor: int) -> int:
+        """The handle of the new subscription. Raises WrongState when this connection has one already."""
+        handle = self._subscriptions.add(connection.index, slot, cursor)
+        self._news.set()
+        return handle
+
+    def unsubscribe(self, connection: Connection, slot: int) -> None:
+        self._subscriptions.remove(connection.index, slot)
+
+    def say(self, connection: Connection, message: messages.GatewayMessage) -> None:
+        self.connections.say(connection, messages.encode(message), self._clock())
+
+    def probe(self, told_before: float) -> None:
+        """Find out which of the connections told nothing since `told_before` are gone."""
+        self.connections.probe(KEEPALIVE, told_before, self._clock())
+
+    def _dropped(self, connection: Connection, reason: str) -> None:
+        self._subscriptions.remove_connection(connection.index)
+        log.info("connection closed", extra=fields(owner=connection.owner, peer=connection.peer.hex(), reason=reason))
+
+    # ------------------------------------------------------------ flushing
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._flush_on_news)
+            nursery.start_soon(self._keep_alive)
+
+    async def last_flush(self) -> None:
+        """Deliver what is there, for at most LAST_FLUSH_S. `run` must have ended."""
+        with trio.move_on_after(LAST_FLUSH_S):
+            while self.flush() or self.connections.is_blocked.any():  # noqa: ASYNC110 - libzmq has no event for it
+                await trio.sleep(UNBLOCK_INTERVAL_S)
+
+    async def _flush_on_news(self) -> None:
+        while True:
+            with trio.move_on_after(UNBLOCK_INTERVAL_S if self.connections.is_blocked.any() else float("inf")):
+                await self._news.wait()
+            self._news = trio.Event()
+            if self.flush():
+                self._news.set()
+            with trio.move_on_after(self._flush_interval_s):
+                await self._tell_ends()
+
+    async def _tell_ends(self) -> None:
+        """Until cancelled: the ends of requests whose tokens were all delivered do not wait for the next flush."""
+        while True:
+            await self._ends.wait()
+            self._ends = trio.Event()
+            self._send_ends(self._clock())
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await trio.sleep(KEEPALIVE_S)
+            self.probe(self._clock() - KEEPALIVE_S)
+
+    def flush(self) -> bool:
+        """Send what can be sent now; True when listening connections have more coming to them."""
+        now = self._clock()
+        connections = self.connections
+        connections.unblock(now)
+        is_partial = False
+        for parcel in self._subscriptions.parcels(connections.is_blocked):
+            if connections.offer(connections[parcel.connection], messages.encode(parcel.delivery), now):
+                self._subscriptions.advance(parcel)
+                self._counters.deliveries += 1
+                is_partial |= parcel.is_partial
+            else:
+                self._counters.stalled_deliveries += 1
+        self._send_ends(now)
+        return is_partial
+
+    def _send_ends(self, now: float) -> None:
+        connections = self.connections
+        for index, handle, slot in self._subscriptions.complete(connections.is_blocked):
+            connection = connections.get(index)
+            if connection is None or connections.is_blocked[index]:
+                continue
+            if connections.offer(connection, messages.encode(_ended(handle, self._endings[slot])), now):
+                self._subscriptions.remove(index, slot)
+
+
+def _ended(handle: int, ending: Ending) -> messages.Ended:
+    return messages.Ended(
+        handle=handle,
+        request_id=ending.request_id,
+        outcome=ending.outcome,
+        reason=ending.reason,
+        generated_tokens=ending.generated_tokens,
+        tail_text=ending.tail_text,
+    )

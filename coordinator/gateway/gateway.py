@@ -1,0 +1,306 @@
+"""The Gateway: what clients and admins say, and what they are answered.
+
+    client socket ─┐                       ┌─► ask the Scheduler (submit, abort, retract, ...): a task each, bounded
+                   ├─ decode ─ connection ─┤
+    admin socket ──┘   by role             └─► answer at once (attach, lists, descriptions)
+
+Each socket has its own union of messages, so a client cannot say what only an operator may. Whatever cannot be read or
+carried out is answered by Failure to its sender and counted; nobody else notices. Tokens take another way:
+coordinator.gateway.deliveries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol, TypeAlias
+
+import trio
+
+from coordinator import messages
+from coordinator.errors import BadInput, CapacityError, HiSparseError, ProtocolError
+from coordinator.gateway.connections import Connection
+from coordinator.gateway.deliveries import Deliveries
+from coordinator.gateway.token_log import TokenLog
+from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from coordinator.scheduling.events import Handle
+from coordinator.transport.dropped import Dropped
+from coordinator.transport.frames import read_frame
+from coordinator.transport.sockets import Received, RouterSocket
+from metrics.state import CoordinatorCounters
+
+#: Verbs of all connections that wait for the Scheduler; further ones are refused.
+ASKS_MAX: Final = 4_096
+#: How long verbs may still be answered when the coordinator stops.
+LAST_ANSWERS_S: Final = 1.0
+#: Rows in one reply.
+ROWS_MAX: Final = 20_000
+#: Longest deadline of a drain.
+DEADLINE_MAX_S: Final = 7 * 24 * 3600.0
+
+CLIENT: Final = "client"
+ADMIN: Final = "admin"
+
+
+Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
+Verb: TypeAlias = Callable[[str, Any], Awaitable[tuple[str, ...]]]
+
+
+class SchedulerFacade(Protocol):
+    """What the gateway needs of coordinator.scheduling.scheduler.Scheduler."""
+
+    async def submit(self, submit: messages.Submit, owner: str) -> Handle: ...
+    async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
+    async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]: ...
+    async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
+    async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]: ...
+    async def drain(
+        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
+    ) -> tuple[str, ...]: ...
+    async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
+    async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]: ...
+    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]: ...
+    def lookup(self, request_id: str) -> int: ...
+    def model(self) -> messages.ModelInfo | None: ...
+    def request_rows(self, limit: int) -> list[messages.RequestRow]: ...
+    def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
+    def worker_rows(self) -> list[messages.WorkerRow]: ...
+    def pool_rows(self) -> list[messages.PoolRow]: ...
+
+
+class TokenizerSource(Protocol):
+    def tokenizer(self, model: messages.ModelInfo | None) -> tuple[str, str, bytes]:
+        """Kind, hash and data of the model's tokenizer. Raises Unavailable until a worker has sent it."""
+
+
+class Gateway:
+    """One per coordinator. `run` ends when `close` is called; deliveries are flushed once more by then."""
+
+    name = "gateway"
+
+    def __init__(
+        self,
+        scheduler: SchedulerFacade,
+        deliveries: Deliveries,
+        token_log: TokenLog,
+        tokenizers: TokenizerSource,
+        counters: CoordinatorCounters,
+        *,
+        client_socket: RouterSocket,
+        admin_socket: RouterSocket,
+        incarnation: int,
+        version: str,
+    ) -> None:
+        self._scheduler = scheduler
+        self._deliveries = deliveries
+        self._log = token_log
+        self._counters = counters
+        self._sockets = {CLIENT: client_socket, ADMIN: admin_socket}
+        self._decode: dict[str, Callable[[bytes], AdminMessage]] = {
+            CLIENT: messages.decode_client,
+            ADMIN: messages.decode_admin,
+        }
+        self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
+        self._answers = _answers(scheduler, tokenizers) | {
+            messages.Attach: self._attach,
+            messages.Detach: self._detach,
+        }
+        self._verbs = _verbs(scheduler)
+        self._incarnation = incarnation
+        self._version = version
+        self._asks = 0
+        self._closing = trio.Event()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def story(self) -> tuple[str, ...]:
+        counts = self._deliveries.connections.count_by_role()
+        return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
+
+    async def run(self) -> None:
+        """Serve until `close`; what was asked by then may still be answered for LAST_ANSWERS_S."""
+        async with trio.open_nursery() as asks:
+            async with trio.open_nursery() as nursery:
+                for role in self._sockets:
+                    nursery.start_soon(self._read, role, asks)
+                nursery.start_soon(self._deliveries.run)
+                await self._closing.wait()
+                nursery.cancel_scope.cancel()
+            asks.cancel_scope.deadline = trio.current_time() + LAST_ANSWERS_S
+        await self._deliveries.last_flush()
+
+    # ------------------------------------------------------------ what arrives
+
+    async def _read(self, role: str, nursery: trio.Nursery) -> None:
+        while True:
+            for received in await self._sockets[role].recv_batch():
+                try:
+                    self._receive(role, received, nursery)
+                except HiSparseError as error:
+                    self._refuse(role, received, error)
+
+    def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
+        """Raises what keeps the message from being read or its sender from being heard."""
+        message = read_frame(self._decode[role], received.frame, self._sockets[role].message_bytes_max, role)
+        connection = self._deliveries.connections.find(role, received.peer)
+        if isinstance(message, messages.Hello):
+            connection = connection or self._greet(role, received.peer, message)
+            self._deliveries.say(connection, self._welcome())
+        elif connection is None:
+            raise IntroductionError(message.tag)
+        else:
+            self._serve(connection, message, message.tag, nursery)
+
+    def _greet(self, role: str, peer: bytes, hello: messages.Hello) -> Connection:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"this coordinator speaks protocol {PROTOCOL_VERSION}",
+                field="protocol",
+                value=hello.protocol,
+                remedy=f"install hisparse {self._version}",
+            )
+        if hello.role != role:
+            raise ProtocolError(
+                f"this is the {role} socket",
+                field="role",
+                value=hello.role[:NAME_CHARS_MAX],
+                remedy="use the other socket",
+            )
+        if len(hello.name) > NAME_CHARS_MAX:
+            raise BadInput(
+                f"longer than {NAME_CHARS_MAX} characters", field="name", value=f"{len(hello.name)} characters"
+            )
+        connections = self._deliveries.connections
+        if len(connections) == connections.limit:
+            self._deliveries.probe(told_before=math.inf)
+        return connections.open(self._sockets[role], peer, role, hello.name, trio.current_time())
+
+    def _welcome(self) -> messages.Welcome:
+        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, self._scheduler.model())
+
+    def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
+        """Answer a message that could not be read or has no connection. A full socket loses the answer."""
+        self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
+        tag = error.tag if isinstance(error, IntroductionError) else -1
+        self._sockets[role].send(received.peer, messages.encode(_failure(tag, error)))
+
+    # ------------------------------------------------------------ what is done about it
+
+    def _serve(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+        answer = self._answers.get(type(message))
+        try:
+            if answer is not None:
+                reply = answer(connection, message)
+            else:
+                self._start(connection, message, tag, nursery)
+                return
+        except HiSparseError as error:
+            reply = self._failed(tag, error)
+        self._deliveries.say(connection, reply)
+
+    def _start(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+        if self._asks >= ASKS_MAX:
+            raise CapacityError(f"{ASKS_MAX} verbs are being carried out", remedy="retry in a moment")
+        self._asks += 1
+        nursery.start_soon(self._carry_out, connection, message, tag)
+
+    def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
+        slot = self._scheduler.lookup(attach.request_id)
+        length = int(self._log.committed[slot])
+        if not 0 <= attach.offset <= length:
+            raise BadInput(
+                f"{attach.request_id} has {length} tokens so far",
+                field="offset",
+                value=attach.offset,
+                remedy="attach from a position that exists",
+            )
+        return messages.Accepted(
+            attach.tag, attach.request_id, self._deliveries.subscribe(connection, slot, attach.offset)
+        )
+
+    def _detach(self, connection: Connection, detach: messages.Detach) -> messages.Done:
+        self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id))
+        return messages.Done(detach.tag)
+
+    async def _carry_out(self, connection: Connection, message: AdminMessage, tag: int) -> None:
+        try:
+            if isinstance(message, messages.Submit):
+                reply: GatewayMessage = await self._submit(connection, message)
+            elif isinstance(message, messages.AuditWorkers):
+                reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
+            else:
+                reply = messages.Done(tag, await self._verbs[type(message)](connection.owner, message))
+        except HiSparseError as error:
+            reply = self._failed(tag, error)
+        finally:
+            self._asks -= 1
+        self._deliveries.say(connection, reply)
+
+    async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
+        request_id, slot = await self._scheduler.submit(submit, connection.owner)
+        self._counters.submitted += 1
+        self._counters.prompt_tokens += len(submit.prompt) // 4
+        handle = -1
+        if submit.subscribe and not connection.is_gone:
+            handle = self._deliveries.subscribe(connection, slot, 0)
+        return messages.Accepted(submit.tag, request_id, handle)
+
+    def _failed(self, tag: int, error: HiSparseError) -> messages.Failure:
+        self._counters.refused[error.code] += 1
+        return _failure(tag, error)
+
+
+def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[type, Answer]:
+    """What is answered at once, from state that this task may read."""
+
+    def requests(_: Connection, ask: messages.ListRequests) -> messages.RequestRows:
+        limit = min(max(ask.limit, 1), ROWS_MAX)
+        rows = scheduler.request_rows(limit + 1)
+        return messages.RequestRows(ask.tag, tuple(rows[:limit]), truncated=len(rows) > limit)
+
+    return {
+        messages.ListRequests: requests,
+        messages.DescribeRequest: lambda _, m: messages.RequestDetail(m.tag, *scheduler.describe(m.request_id)),
+        messages.ListWorkers: lambda _, m: messages.WorkerRows(m.tag, tuple(scheduler.worker_rows())),
+        messages.ListPools: lambda _, m: messages.PoolRows(m.tag, tuple(scheduler.pool_rows())),
+        messages.FetchTokenizer: lambda _, m: messages.TokenizerData(m.tag, *tokenizers.tokenizer(scheduler.model())),
+    }
+
+
+def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
+    """What takes the Scheduler's turn."""
+    it = scheduler
+    return {
+        messages.AbortRequests: lambda owner, m: it.abort(m.request_ids, owner),
+        messages.AcknowledgeOutputs: lambda owner, m: it.acknowledge(m.request_ids, owner),
+        messages.RetractRequests: lambda owner, m: it.retract(m.request_ids, owner, keep=m.keep, hold=m.hold),
+        messages.ResumeRequests: lambda owner, m: it.resume(m.request_ids, owner),
+        messages.ResizeRequests: lambda owner, m: it.resize(m.request_ids, owner, hot_slots=m.hot_slots),
+        messages.DrainWorkers: lambda owner, m: it.drain(
+            m.workers, owner, handover=m.handover, deadline_s=_deadline(m.deadline_s)
+        ),
+        messages.UndrainWorkers: lambda owner, m: it.undrain(m.workers, owner),
+        messages.StopCoordinator: lambda owner, m: it.stop(_deadline(m.deadline_s), owner),
+    }
+
+
+class IntroductionError(ProtocolError):
+    """A message on a connection that has not said hello, or was given up."""
+
+    def __init__(self, tag: int) -> None:
+        super().__init__("this connection is not known here", field="message", remedy="say hello first")
+        self.tag = tag
+
+
+def _deadline(seconds: float) -> float:
+    if not 0 <= seconds <= DEADLINE_MAX_S:  # also false for nan
+        raise BadInput(
+            "not a deadline", field="deadline_s", value=seconds, remedy=f"give 0 to {DEADLINE_MAX_S:g} seconds"
+        )
+    return seconds
+
+
+def _failure(tag: int, error: HiSparseError) -> messages.Failure:
+    return messages.Failure(tag, error.code, error.message, error.field, error.value, error.remedy)

@@ -1,0 +1,173 @@
+"""Who reads which request, and how far: one cursor per (connection, request), in arrays over all connections.
+
+A flush compares every cursor with the token log at once and makes one Delivery per connection that has news; a
+connection without news costs nothing, however many there are. Only committed tokens count: what is delivered is in the
+journal. A client that does not read keeps its cursor where it is: nothing is queued for it, and it catches up in
+bounded pieces when it reads again.
+
+    handle      row of the subscription in these arrays, and its name on the wire
+    connection  small integer given by the gateway
+    final       the request is terminal: behind its last token its subscribers get Ended
+
+Pure. Rejected: arrays per connection (a thousand connections with one request each would be a thousand small numpy
+calls per flush); a queue per connection (unbounded, or lossy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.arrays import Int32Array, pack_int32
+from coordinator.errors import InternalError, WrongState
+from coordinator.gateway.token_log import TokenLog
+from coordinator.messages import Delivery
+
+#: Most tokens in one Delivery: what a client that attaches to a long output gets at a time (256 KiB).
+DELIVERY_TOKENS_MAX: Final = 65_536
+ROWS_INITIAL: Final = 1_024
+#: A row that is not in use; it can never be behind.
+NOBODY: Final = -1
+CURSOR_NEVER: Final = np.iinfo(np.int32).max
+
+
+class Parcel(NamedTuple):
+    """News for one connection. `rows` and `counts` say which cursors move, and how far, once it was sent.
+
+    `is_partial`: there was more than one Delivery holds.
+    """
+
+    connection: int
+    rows: npt.NDArray[np.intp]
+    counts: Int32Array
+    delivery: Delivery
+    is_partial: bool
+
+
+class Complete(NamedTuple):
+    """A subscription that has delivered the last token of a terminal request."""
+
+    connection: int
+    handle: int
+    slot: int
+
+
+class Subscriptions:
+    """Owned by the gateway; reads the token log, never changes it."""
+
+    def __init__(self, log: TokenLog) -> None:
+        self._log = log
+        self._slots: Int32Array = np.zeros(ROWS_INITIAL, np.int32)
+        self._connections: Int32Array = np.full(ROWS_INITIAL, NOBODY, np.int32)
+        self._cursors: Int32Array = np.full(ROWS_INITIAL, CURSOR_NEVER, np.int32)
+        self._is_final: npt.NDArray[np.bool_] = np.zeros(log.slots, np.bool_)
+        self._rows: dict[tuple[int, int], int] = {}
+        self._free: list[int] = []
+        self._top = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # ------------------------------------------------------------ who reads what
+
+    def add(self, connection: int, slot: int, cursor: int) -> int:
+        """Subscribe from position `cursor` on; returns the handle. Raises WrongState when it is subscribed already."""
+        if (connection, slot) in self._rows:
+            raise WrongState("this connection is attached already", remedy="detach first, or use another connection")
+        row = self._take_row()
+        self._rows[connection, slot] = row
+        self._slots[row] = slot
+        self._connections[row] = connection
+        self._cursors[row] = cursor
+        return row
+
+    def remove(self, connection: int, slot: int) -> None:
+        """Unsubscribe; nothing happens when it was not subscribed."""
+        row = self._rows.pop((connection, slot), None)
+        if row is not None:
+            self._connections[row] = NOBODY
+            self._cursors[row] = CURSOR_NEVER
+            self._free.append(row)
+
+    def remove_connection(self, connection: int) -> None:
+        for row in np.flatnonzero(self._connections[: self._top] == connection):
+            self.remove(connection, int(self._slots[row]))
+
+    def finish(self, slot: int) -> None:
+        """The request is terminal and its tokens are all in the log."""
+        self._is_final[slot] = True
+
+    def forget(self, slot: int) -> list[int]:
+        """The slot is about to be reused: drop its subscriptions. Returns the connections that had not read it all."""
+        self._is_final[slot] = False
+        rows = np.flatnonzero((self._slots[: self._top] == slot) & (self._connections[: self._top] != NOBODY))
+        readers = [int(connection) for connection in self._connections[rows]]
+        for connection in readers:
+            self.remove(connection, slot)
+        return readers
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._top == len(self._slots):
+            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
+            self._connections = np.concatenate([self._connections, np.full_like(self._connections, NOBODY)])
+            self._cursors = np.concatenate([self._cursors, np.full_like(self._cursors, CURSOR_NEVER)])
+        self._top += 1
+        return self._top - 1
+
+    # ------------------------------------------------------------ news
+
+    def parcels(self, is_blocked: npt.NDArray[np.bool_]) -> Iterator[Parcel]:
+        """One parcel for each connection that is behind and not blocked (indexed by connection).
+
+        Cursors move by `advance` only. The consumer may remove subscriptions of connections it has been given.
+        """
+        behind = np.flatnonzero(self._log.committed[self._slots[: self._top]] > self._cursors[: self._top])
+        behind = behind[~is_blocked[self._connections[behind]]]
+        if not len(behind):
+            return
+        behind = behind[np.argsort(self._connections[behind], kind="stable")]
+        connections = self._connections[behind]
+        borders = np.flatnonzero(np.diff(connections)) + 1
+        for rows in np.split(behind, borders):
+            yield self._parcel(int(self._connections[rows[0]]), rows)
+
+    def _parcel(self, connection: int, rows: npt.NDArray[np.intp]) -> Parcel:
+        slots, starts = self._slots[rows], self._cursors[rows]
+        counts = self._log.committed[slots] - starts
+        total = np.cumsum(counts, dtype=np.int64)
+        is_partial = bool(total[-1] > DELIVERY_TOKENS_MAX)
+        if is_partial:
+            counts = np.clip(counts - (total - DELIVERY_TOKENS_MAX), 0, counts).astype(np.int32)
+            some = counts > 0
+            rows, slots, starts, counts = rows[some], slots[some], starts[some], counts[some]
+        delivery = Delivery(
+            handles=pack_int32(rows),
+            starts=pack_int32(starts),
+            counts=pack_int32(counts),
+            tokens=pack_int32(self._log.gather(slots, starts, counts)),
+        )
+        return Parcel(connection, rows, counts, delivery, is_partial)
+
+    def advance(self, parcel: Parcel) -> None:
+        """`parcel` was sent. Its subscriptions must still be there."""
+        self._cursors[parcel.rows] += parcel.counts
+
+    def complete(self, is_blocked: npt.NDArray[np.bool_]) -> list[Complete]:
+        """Subscriptions to terminal requests that have delivered everything; `remove` each once Ended was sent."""
+        slots, connections = self._slots[: self._top], self._connections[: self._top]
+        rows = np.flatnonzero(self._is_final[slots] & (self._cursors[: self._top] == self._log.committed[slots]))
+        rows = rows[~is_blocked[connections[rows]]]
+        return [Complete(int(connections[row]), int(row), int(slots[row])) for row in rows]
+
+    def check_invariants(self) -> None:
+        """Raise InternalError unless arrays and index agree and no cursor is ahead of its request."""
+        used = np.flatnonzero(self._connections[: self._top] != NOBODY)
+        index = {(int(self._connections[row]), int(self._slots[row])): int(row) for row in used}
+        behind = self._cursors[used] <= self._log.committed[self._slots[used]]
+        if index != self._rows or len(used) + len(self._free) != self._top or not behind.all():
+            raise InternalError(f"subscriptions: {len(self._rows)} indexed, {len(used)} in use, {len(self._free)} free")

@@ -1,0 +1,1 @@
+"""What survives a coordinator: records, the store that writes them, and recovery from them."""

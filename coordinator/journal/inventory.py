@@ -1,0 +1,100 @@
+"""A worker's inventory against the books: what it ran on with while the coordinator was away, and what now follows.
+
+    in the books   in the inventory   then
+    yes            yes                adopted: what it was given and never heard of is sent, what it had given back and
+                                      nobody wrote down is taken back; a wish that it leave is said again
+    yes            no                 its Admit never arrived, or its Released did and what follows was lost: departed
+    no             released           it left before, and only the acknowledgement was lost: nothing
+    no             held               the books have lost something: the epoch is not to be trusted
+
+Whatever the worker reported and nobody acknowledged comes again behind the welcome, as usual. The books never have less
+than the worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.errors import WrongState
+from coordinator.memory.changes import Shrink
+from coordinator.memory.ledger import Ledger, Memory
+from coordinator.messages import Grant, Held, Resize
+from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.scheduling.events import Adopted, Lost, Retract, Told
+from coordinator.scheduling.roster import Entry, Phase, Worker
+from coordinator.scheduling.sizing import RESIDENT, Rung
+
+
+def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger: Ledger) -> Heard:
+    """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
+    held = {it.admission: it for it in inventory}
+    entries = list(dispatch.roster.on(worker.name))
+    _check(held, entries, ledger)
+    worker.awaited = False
+    dispatch.dirty = True
+    parts = [
+        _adopt(dispatch, entry, held[entry.admission], ledger)
+        if entry.admission in held
+        else _depart(dispatch, entry, worker)
+        for entry in entries
+    ]
+    return Heard(tuple(step for part in parts for step in part.steps), tuple(t for part in parts for t in part.tells))
+
+
+def _check(held: dict[int, Held], entries: Sequence[Entry], ledger: Ledger) -> None:
+    known = {entry.admission for entry in entries}
+    for admission, it in held.items():
+        if admission not in known and not it.is_released:
+            raise WrongState("was never given, as far as is known", field="admission", value=admission)
+    for entry in entries:
+        if entry.admission in held:
+            has, given = _memory(held[entry.admission], 0), ledger.held(entry.admission)
+            if has.host_pages > given.host_pages or has.hot_chunks > given.hot_chunks:
+                raise WrongState(f"holds {has}, was given {given}", field="admission", value=entry.admission)
+
+
+def _memory(it: Held, missing_pages: int) -> Memory:
+    """Host pages and the larger of its two hot sizes, once it has `missing_pages` more."""
+    more = _more_chunks(it, missing_pages)
+    chunks = max(it.hot_chunks + more, it.resizing[1] if it.resizing else 0)
+    return Memory(it.host_pages + missing_pages, chunks)
+
+
+def _more_chunks(it: Held, missing_pages: int) -> int:
+    return missing_pages if it.hot_slots == RESIDENT else 0
+
+
+def _depart(dispatch: Dispatch, entry: Entry, worker: Worker) -> Heard:
+    dispatch.roster.leave(entry, frees_pages=entry.frees_pages)
+    return Heard((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
+
+
+def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
+    given = ledger.held(entry.admission)
+    missing = 0 if entry.phase is Phase.LEAVING else given.host_pages - it.host_pages
+    # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
+    # which it was leaving, has taken them back
+    is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
+    missing = 0 if is_torn else missing
+    more = _more_chunks(it, missing)
+    use = _memory(it, missing)
+    slab_pages = given.slab_pages if it.is_staged else 0
+    hot = Rung(it.hot_slots, it.hot_chunks + more)
+    dispatch.roster.adopt(entry, hot, Rung(*it.resizing) if it.resizing else None, staged=it.is_staged)
+    if it.is_started:
+        dispatch.roster.start(entry)
+    grant = None
+    if missing:
+        pages = ledger.pages_of(entry.admission)[it.host_pages :]
+        grant = Grant(entry.admission, pages.tobytes(), missing, more)
+    elif it.is_parked:
+        dispatch.starve(entry)
+    spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
+    steps = (Step(entry.node, Shrink(entry.admission, spare)),) if any(spare) else ()
+    return Heard(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
+
+
+def _tells(entry: Entry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[Told]:
+    resize = Resize(entry.admission, *it.resizing) if it.resizing else None
+    adopted = Adopted(entry.admission, it.is_staged, it.is_started, it.is_parked, resize, grant)
+    return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

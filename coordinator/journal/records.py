@@ -1,0 +1,219 @@
+"""What the journal holds: the facts that a coordinator may not forget, as records in the order of their commits. Pure.
+
+    of a request   Accepted, Ordered, Admission, Departed, Ended, Forgotten     who it is, where it stays, how it ended
+    of a node      PoolOpened, Joined, Changed                                  its pool, its workers, its page tables
+    of all         Tokens                                                       one row of arrays per group commit
+    of a summary   Summary, NodeImage, Output                                   what came before, in fewer words
+
+Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.book): records are
+appended in the order in which they became true, and a group takes every token that has arrived before the records that
+may depend on it. Nothing in here is a rate, a guess or a wish that may be lost: how far an admission has come on its
+worker is the worker's to say (its inventory), and what policy wants it decides anew.
+
+Rejected: a table per kind of fact, updated in place (a commit would touch as many pages as requests, and a torn
+update needs an undo log of our own); journalling what workers report instead of what follows from it (a replay would
+run the whole policy again, and any change of policy would change the past).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from coordinator.memory.changes import Change
+from coordinator.memory.ledger import EpochKey
+from coordinator.messages import ModelInfo, Sampling, WorkerCapacity
+
+
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base: one array whose first element names the record."""
+
+
+# ---------------------------------------------------------------- of a request
+
+
+class Accepted(JournalEntry, frozen=True):
+    """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
+    seconds since the epoch. `prompt` is int32 token ids."""
+
+    slot: int
+    arrival: int
+    request_id: str
+    owner: str
+    priority: int
+    prompt: bytes
+    sampling: Sampling
+    at_s: float
+
+
+class Ordered(JournalEntry, frozen=True):
+    """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
+
+    slot: int
+    held: bool
+    forced_slots: int
+    outcome: str = ""
+    reason: str = ""
+
+
+class Admission(JournalEntry, frozen=True):
+    """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with."""
+
+    slot: int
+    admission: int
+    node: str
+    worker: str
+    epoch: int
+    durable_tokens: int
+
+
+class Departed(JournalEntry, frozen=True):
+    """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays."""
+
+    slot: int
+    kept_tokens: int
+
+
+class Ended(JournalEntry, frozen=True):
+    """The last word on a request; all of its tokens come before."""
+
+    slot: int
+    outcome: str
+    reason: str
+    generated_tokens: int
+    tail_text: str
+    at_s: float
+
+
+class Forgotten(JournalEntry, frozen=True):
+    """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32; `arrivals` is
+    the highest number that any request had so far."""
+
+    slots: bytes
+    arrivals: int
+
+
+# ---------------------------------------------------------------- of a node
+
+
+class PoolOpened(JournalEntry, frozen=True):
+    """A node's pool, as the first of its workers described it: a fresh ledger of `capacity.host_pages`."""
+
+    node: str
+    capacity: WorkerCapacity
+    model: ModelInfo
+
+
+class Joined(JournalEntry, frozen=True):
+    """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
+
+    node: str
+    worker: str
+    epoch: int
+    capacity: WorkerCapacity
+    model: ModelInfo
+    process: int = 0
+    started: int = 0
+    boot: str = ""
+
+
+class Changed(JournalEntry, frozen=True):
+    """Changes of a node's ledger, in order."""
+
+    node: str
+    changes: tuple[Change, ...]
+
+
+# ---------------------------------------------------------------- of all
+
+
+class Tokens(JournalEntry, frozen=True):
+    """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
+    many rows are durable by now."""
+
+    slots: bytes
+    starts: bytes
+    counts: bytes
+    tokens: bytes
+    durables: bytes
+
+
+# ---------------------------------------------------------------- of a summary
+
+
+class Summary(JournalEntry, frozen=True):
+    """This and what follows in its commit replace every record before but Accepted, Output and Ended.
+
+    The highest numbers given out so far; of every request what is wanted (unless it is nothing), its latest stay, and
+    what is left of that if it is over. One record for all of them: a row for each would hold up commits.
+    """
+
+    arrivals: int
+    admissions: int
+    ordered: tuple[Ordered, ...] = ()
+    stays: tuple[Admission, ...] = ()
+    departed: tuple[Departed, ...] = ()
+
+
+class NodeImage(JournalEntry, frozen=True):
+    """A ledger as it is. `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
+
+    node: str
+    pages_total: int
+    free: bytes
+    budgets: tuple[BudgetImage, ...]
+    holdings: tuple[HoldingImage, ...]
+    quarantines: tuple[tuple[EpochKey, bytes], ...]
+
+
+class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
+    worker: str
+    epoch: int
+    capacity: WorkerCapacity
+    lost: bool
+    exited: bool
+
+
+class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
+    """`budget` None: only kept pages."""
+
+    admission: int
+    budget: EpochKey | None
+    hot_chunks: int
+    index_pages: int
+    slab_pages: int
+    pages: bytes
+
+
+class Output(JournalEntry, frozen=True):
+    """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
+
+    slot: int
+    start: int
+    tokens: bytes
+    durable_tokens: int
+
+
+Record: TypeAlias = (
+    Accepted
+    | Ordered
+    | Admission
+    | Departed
+    | Ended
+    | Forgotten
+    | PoolOpened
+    | Joined
+    | Changed
+    | Tokens
+    | Summary
+    | NodeImage
+    | Output
+)
+
+#: Records that outlive a Summary, until their request is forgotten.
+LASTING = (Accepted, Output, Ended)
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Record).decode
+decode_all = msgspec.msgpack.Decoder(list[Record]).decode

@@ -1,0 +1,168 @@
+"""What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure but for
+the actors that its caller makes.
+
+    the book says of a request       it becomes
+    ended                            an ended request, for as long as it would have been one
+    waiting, or with kept pages      the same; if its end was decided, it ends now
+    on a worker of a live epoch      on that worker, which is *awaited*: its inventory will say how far it has come
+                                     (coordinator.journal.inventory). Workers decode on meanwhile
+    on a worker of a lost epoch      departed: what the earlier life had begun is finished
+
+An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
+other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import records as journal
+from coordinator.journal.book import Book, Known
+from coordinator.memory.changes import Release
+from coordinator.memory.ledger import EpochKey
+from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.scheduling.events import Ending, Listener, Lost, WorkerPort
+from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
+from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.roster import Entry, Worker
+
+MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
+
+
+class RecoveringScheduler(Protocol):
+    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None: ...
+
+
+class RecoveringLinks(Protocol):
+    def expect(self, joined: journal.Joined, *, is_live: bool) -> WorkerPort: ...
+
+
+def recover(book: Book, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
+    """Put what `book` knows into the actors. Before any of them runs."""
+    ports: dict[EpochKey, WorkerPort] = {}
+    for node, ledger in book.ledgers.items():
+        for joined in sorted(book.joined(node), key=lambda it: it.epoch):
+            is_live = ledger.has_live(joined.worker) and ledger.budget(joined.worker).epoch == joined.epoch
+            port = links.expect(joined, is_live=is_live)
+            if is_live:
+                ports[joined.worker, joined.epoch] = port
+    scheduler.recover(ports)
+    for slot, known in book.requests.items():
+        if (ended := known.ended) is not None:
+            request_id, generated = known.accepted.request_id, ended.generated_tokens
+            listener.recovered(Ending(slot, request_id, ended.outcome, ended.reason, generated, ended.tail_text))
+
+
+class Place(NamedTuple):
+    """Where the recovered state goes."""
+
+    dispatch: Dispatch
+    requests: Requests
+    token_log: TokenLog
+    make_request: MakeRequest
+    now: float
+    wall_offset_s: float
+
+
+def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Heard:
+    """Fill roster, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    roster = place.dispatch.roster
+    roster.go_on_from(book.arrivals, book.admissions)
+    for (name, epoch), port in ports.items():
+        joined = book.workers[name, epoch]
+        roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
+    steps: list[Step] = []
+    tells: list[Tell] = []
+    ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
+    for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
+        heard = _restore_ended(known, book, place) if known.ended else _restore_live(known, book, place)
+        steps += heard.steps
+        tells += heard.tells
+    place.dispatch.dirty = True
+    return Heard(tuple(steps), tuple(tells))
+
+
+def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
+    """What it had on its worker was released before its end was written; the ledger may not know yet."""
+    ended, accepted = known.ended, known.accepted
+    assert ended is not None
+    at = ended.at_s - place.wall_offset_s
+    state = _state_of(known, place)
+    state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
+    rank = -accepted.priority, accepted.arrival
+    entry = Entry(accepted.slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens)
+    live = Live(state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at)
+    live.prompt_digest = known.prompt_digest
+    place.requests.ended[accepted.request_id] = Ended(live, at)
+    if known.stay is None or not _is_held(known.stay, book):
+        return Heard()
+    return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+
+
+def _is_held(stay: journal.Admission, book: Book) -> bool:
+    """Not so when an audit has taken back what a request no longer had."""
+    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
+
+
+def _restore_live(known: Known, book: Book, place: Place) -> Heard:
+    accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
+    stay = known.stay if known.stay and _is_held(known.stay, book) else None
+    slot, generated = accepted.slot, place.token_log.length(accepted.slot)
+    rank = -accepted.priority, accepted.arrival
+    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, generated)
+    state = _state_of(known, place)
+    worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
+    if worker is not None and stay and worker.epoch != stay.epoch:
+        worker = None
+    request = place.make_request(state, worker.port if worker else None)
+    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at)
+    place.requests.add(live)
+    if stay and known.on_worker:
+        heard = _restore_stay(stay, ordered, live, worker, book, place)
+    else:
+        heard = _restore_waiting(stay, known, live, book, place)
+    dispatch.roster.hold(entry, ordered.held)
+    dispatch.roster.force(entry, ordered.forced_slots)
+    return heard
+
+
+def _restore_waiting(stay: journal.Admission | None, known: Known, live: Live, book: Book, place: Place) -> Heard:
+    """Keeping what is left of `stay`, if anything is."""
+    entry, ordered, kept_tokens = live.entry, known.ordered, known.kept_tokens if stay else 0
+    if stay is not None:
+        pages = book.ledgers[stay.node].held(stay.admission).host_pages
+        place.dispatch.roster.recover_kept(entry, stay.node, stay.admission, kept_tokens, pages)
+    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=kept_tokens)
+    if ordered.outcome:
+        return place.dispatch.end(entry, ordered.outcome, ordered.reason)
+    return Heard()
+
+
+def _restore_stay(
+    stay: journal.Admission, ordered: journal.Ordered, live: Live, worker: Worker | None, book: Book, place: Place
+) -> Heard:
+    """On `worker`, or (None) on one that the earlier life had lost."""
+    roster, entry = place.dispatch.roster, live.entry
+    ledger = book.ledgers[stay.node]
+    memory = ledger.held(stay.admission)
+    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory)
+    roster.recover_place(entry, worker)
+    live.state.recover_stay(place.now, stay.admission, stay.worker, staged=not memory.slab_pages, held=ordered.held)
+    if ordered.outcome:
+        live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
+    if ordered.outcome or ordered.held:
+        roster.leave(entry, frees_pages=bool(ordered.outcome))
+    place.requests.begin_admission(live, stay.admission, stay.epoch)
+    if worker is not None:
+        return Heard()
+    exited = ledger.has_exited(stay.worker, stay.epoch)
+    return Heard((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+
+
+def _state_of(known: Known, place: Place) -> RequestState:
+    accepted = known.accepted
+    at = accepted.at_s - place.wall_offset_s
+    reason = f"by {accepted.owner}"
+    return RequestState(accepted.request_id, accepted.slot, known.prompt_tokens, now=at, reason=reason)

@@ -1,0 +1,88 @@
+"""Every change of a ledger as data, so that it can be carried to its owner, and written down before it counts. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+import msgspec
+
+from coordinator.arrays import Int32Array
+from coordinator.memory.ledger import NO_PAGES, Ledger, Memory
+from coordinator.messages import WorkerCapacity
+
+
+class LedgerChange(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base: tagged, so that a change can be written down and read again."""
+
+
+class AddWorker(LedgerChange, frozen=True):
+    worker: str
+    epoch: int
+    capacity: WorkerCapacity
+
+
+class LoseWorker(LedgerChange, frozen=True):
+    worker: str
+    epoch: int
+    proved_exit: bool
+
+
+class ProveExit(LedgerChange, frozen=True):
+    worker: str
+    epoch: int
+
+
+class Reserve(LedgerChange, frozen=True):
+    admission: int
+    worker: str
+    want: Memory
+    take_over: int | None = None
+
+
+class Extend(LedgerChange, frozen=True):
+    admission: int
+    more: Memory
+
+
+class Shrink(LedgerChange, frozen=True):
+    admission: int
+    less: Memory
+
+
+class Keep(LedgerChange, frozen=True):
+    admission: int
+    pages: int
+
+
+class Release(LedgerChange, frozen=True):
+    admission: int
+
+
+Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release
+
+#: Changes that give memory away: no command follows from one before it is committed (I4).
+GIVING: tuple[type[LedgerChange], ...] = (Reserve, Extend)
+
+
+def apply(ledger: Ledger, change: Change) -> Int32Array:
+    """Carry one change out; returns the page ids that it gave out, if any. Raises as the ledger's methods do."""
+    match change:
+        case Reserve(admission, worker, want, take_over):
+            return ledger.reserve(admission, worker, want, take_over=take_over)
+        case Extend(admission, more):
+            return ledger.extend(admission, more)
+        case Shrink(admission, less):
+            ledger.shrink(admission, less)
+        case Keep(admission, pages):
+            ledger.keep(admission, pages)
+        case Release(admission):
+            ledger.release(admission)
+        case AddWorker(worker, epoch, capacity):
+            ledger.add_worker(worker, epoch, capacity)
+        case LoseWorker(worker, epoch, proved_exit):
+            ledger.lose_worker(worker, epoch, proved_exit=proved_exit)
+        case ProveExit(worker, epoch):
+            ledger.prove_exit(worker, epoch)
+        case _:
+            assert_never(change)
+    return NO_PAGES

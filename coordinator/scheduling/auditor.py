@@ -1,0 +1,183 @@
+"""Carries audits out, within the Scheduler's turns: asks workers, compares, tells, repairs. The reasons are in
+coordinator.memory.audit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.actor import Reply
+from coordinator.errors import ProtocolError
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import records as journal
+from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
+from coordinator.memory.changes import Release
+from coordinator.memory.ledger import EpochKey, Ledger
+from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
+from coordinator.scheduling.dispatch import Heard, Step
+from coordinator.scheduling.events import AuditAsk, InventoryTaken
+from coordinator.scheduling.live import Live, Requests
+from coordinator.scheduling.roster import Roster, Worker
+from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
+
+#: An audit that somebody waits for is answered by then, whoever has not answered.
+ASK_LIMIT_S: Final = 5.0
+#: Lines of a request's story in the log.
+STORY_LINES: Final = 8
+REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
+
+log = logger("coordinator.scheduling.auditor")
+
+
+@dataclass
+class _Asked:
+    keys: list[EpochKey]
+    reply: Reply[tuple[tuple[AuditedRow, ...], tuple[DifferenceRow, ...]]]
+    give_up_at: float
+
+
+class Auditor:
+    """One per Scheduler, called in its turns. `ledgers` are read; they change through the steps that are returned."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        ledgers: Mapping[str, Ledger],
+        requests: Requests,
+        token_log: TokenLog,
+        counters: CoordinatorCounters,
+        interval_s: float,
+    ) -> None:
+        self._roster = roster
+        self._ledgers = ledgers
+        self._requests = requests
+        self._token_log = token_log
+        self._counters = counters
+        self._rounds = Rounds(interval_s)
+        self._at_ask: dict[EpochKey, set[int]] = {}
+        self._asked: list[_Asked] = []
+
+    def expects(self, worker: str, epoch: int, number: int) -> bool:
+        """Whether that inventory was asked for; others are dropped."""
+        return self._rounds.expects((worker, epoch), number)
+
+    # ---------------------------------------------------------------- asking
+
+    def tick(self, now: float) -> None:
+        """Ask whom it is time to ask; answer those who waited for it."""
+        live = self._live()
+        for key, number in self._rounds.due(live, now):
+            self._at_ask[key] = self._ledgers[live[key].node].admissions_of(key)
+            live[key].port.send(Audit(number))
+        self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
+        for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
+            self._asked.remove(asked)
+            asked.reply.set(self._rows(asked.keys))
+
+    def begin(self, ask: AuditAsk, now: float) -> None:
+        """Audit everybody twice, for somebody who waits."""
+        live = self._live()
+        self._rounds.want(live)
+        for node, ledger in self._ledgers.items():
+            self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
+        self._asked.append(_Asked(list(live), ask.reply, now + ASK_LIMIT_S))
+
+    def _live(self) -> dict[EpochKey, Worker]:
+        return {
+            (worker.name, worker.epoch): worker
+            for worker in self._roster.workers.values()
+            if not worker.awaited and self._ledgers[worker.node].has_live(worker.name)
+        }
+
+    # ---------------------------------------------------------------- hearing
+
+    def hear(self, event: InventoryTaken, now: float) -> Heard:
+        """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
+        key, steps = (event.worker, event.epoch), list[Step]()
+        worker = self._live().get(key)
+        if worker is None or not self._rounds.expects(key, event.inventory.number):
+            return Heard()
+        self._counters.audits += 1
+        ledger = self._ledgers[worker.node]
+        try:
+            found = compare(ledger, key, event.inventory, self._at_ask.get(key, ()), self._is_resizing)
+        except ProtocolError as error:
+            log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
+            return Heard()
+        for difference in self._rounds.hear(key, found):
+            steps += self._tell(worker.name, worker.node, worker, difference)
+        if self._rounds.is_node_due(worker.node, now):
+            for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
+                steps += self._tell(worker.node, worker.node, None, difference)
+        return Heard(tuple(steps))
+
+    def _is_resizing(self, admission: int) -> bool:
+        live = self._requests.by_admission.get(admission)
+        return live is not None and live.entry.resizing is not None
+
+    def _awaited(self, node: str) -> list[int]:
+        return [entry.admission for entry in self._roster.kept.values() if entry.node == node]
+
+    def _tell(self, name: str, node: str, worker: Worker | None, difference: Difference) -> list[Step]:
+        self._counters.audit_differences[difference.kind] += 1
+        live = self._requests.by_admission.get(difference.admission)
+        log.error(
+            "audit: a worker and the ledger differ",
+            extra=fields(
+                of=name,
+                kind=difference.kind,
+                admission=difference.admission,
+                ledger=difference.ledger,
+                worker=difference.worker,
+                repaired=difference.kind in REPAIRED,
+                request=live.state.request_id if live else "",
+                story=_story(live),
+            ),
+        )
+        return self._repair(node, worker, difference, live)
+
+    def _repair(self, node: str, worker: Worker | None, difference: Difference, live: Live | None) -> list[Step]:
+        """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
+        admission = difference.admission
+        if difference.kind == STRAY and worker is not None:
+            worker.port.send(Withdraw(admission))
+        elif difference.kind == UNRELEASED and live is not None:
+            live.request.tell(Released(admission, self._token_log.durable(live.entry.slot), *live.swaps))
+        elif difference.kind in (UNRELEASED, ORPHAN):
+            note = journal.Departed(live.entry.slot, 0) if live is not None else None
+            return [Step(node, Release(admission), note)]
+        return []
+
+    # ---------------------------------------------------------------- rows
+
+    def _rows(self, keys: list[EpochKey]) -> tuple[tuple[AuditedRow, ...], tuple[DifferenceRow, ...]]:
+        audited: list[AuditedRow] = []
+        differences: list[DifferenceRow] = []
+        live = self._live()
+        for name, epoch in keys:
+            found, worker = self._rounds.confirmed((name, epoch)), live.get((name, epoch))
+            held = self._ledgers[worker.node].admissions_of((name, epoch)) if worker else set()
+            pages = sum(self._ledgers[worker.node].held(it).host_pages for it in held) if worker else 0
+            audited.append(AuditedRow(name, epoch, found is not None, len(held), pages, len(found or ())))
+            differences += [self._row(name, difference) for difference in found or ()]
+        for node, ledger in self._ledgers.items():
+            self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
+            found = self._rounds.confirmed_of(node)
+            owned = ledger.pages_total - ledger.pages_free
+            audited.append(AuditedRow(node, 0, True, ledger.holdings_count, owned, len(found)))
+            differences += [self._row(node, difference) for difference in found]
+        return tuple(audited), tuple(differences)
+
+    def _row(self, name: str, difference: Difference) -> DifferenceRow:
+        kind, admission, ours, theirs = difference
+        live = self._requests.by_admission.get(admission)
+        request_id = live.state.request_id if live else ""
+        return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
+
+
+def _story(live: Live | None) -> str:
+    lines = live.state.story()[-STORY_LINES:] if live is not None else ()
+    return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

@@ -1,0 +1,71 @@
+"""What policy decides, as data: carried out by the Scheduler in the order given. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from coordinator.memory.ledger import Memory
+from coordinator.scheduling.roster import Entry, Worker
+from coordinator.scheduling.sizing import Rung
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first."""
+
+    entry: Entry
+    worker: Worker
+    admission: int
+    take_over: int | None
+    durable_tokens: int
+    memory: Memory
+    rung: Rung
+
+
+class Grow(msgspec.Struct, frozen=True):
+    entry: Entry
+    more: Memory
+
+
+class Resize(msgspec.Struct, frozen=True):
+    """`more` chunks are to be reserved first when it grows."""
+
+    entry: Entry
+    rung: Rung
+    more: int
+
+
+class Cause(StrEnum):
+    """Why policy retracts, in words that can be counted."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_PAGES = "host_pages"
+    HANDOVER = "handover"
+    DRAIN = "drain"
+
+
+#: Whoever was retracted for another's sake comes back only where that will not happen again.
+DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
+
+
+class Retract(msgspec.Struct, frozen=True):
+    entry: Entry
+    keep: bool
+    cause: Cause
+    reason: str
+
+
+class Demote(msgspec.Struct, frozen=True):
+    """`admission` is the departed one under which `node` keeps its pages."""
+
+    entry: Entry
+    node: str
+    admission: int
+    reason: str
+
+
+#: Decisions whose announcement to the Request needs nothing but themselves.
+Announced: TypeAlias = Grow | Resize | Retract | Demote
+Decision: TypeAlias = Admit | Announced

@@ -1,0 +1,270 @@
+"""What the Scheduler does with what it hears: roster and ledger changes in, decisions and tells out. Pure.
+
+One turn of the Scheduler, which the tests drive without any actor:
+
+    events ──► `hear` ──► ledger changes, to be applied (and committed) before anything else
+               `plan` ──► decisions, each with its ledger change
+    applied ─► `told`  ─► what to tell the Request concerned (I4: only after its change is committed)
+
+A ledger change comes with the fact to which it belongs (coordinator.journal.records): both are written down together.
+
+A Request is the owner of its life cycle, the dispatch of its memory. They hear of each other's decisions late, so every
+event names its admission, and one of an admission that has departed changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from coordinator.arrays import Int32Array
+from coordinator.journal import records as journal
+from coordinator.journal.records import Record
+from coordinator.memory.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
+from coordinator.memory.ledger import EpochKey, Ledger, Memory
+from coordinator.messages import Grant, Resize
+from coordinator.scheduling import decisions
+from coordinator.scheduling.events import (
+    Demoted,
+    Departed,
+    End,
+    Given,
+    Lost,
+    Progressed,
+    Resized,
+    Resume,
+    Retract,
+    Stage,
+    Told,
+)
+from coordinator.scheduling.policy import Policy
+from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Worker
+from coordinator.scheduling.suspicion import poison_reason
+from kernels.layout import PAGE_TOKENS, pages_for
+
+
+class Step(NamedTuple):
+    """A ledger change of `node`, and what is true with it."""
+
+    node: str
+    change: Change
+    note: Record | None = None
+
+
+class Tell(NamedTuple):
+    slot: int
+    event: Told
+
+
+class Heard(NamedTuple):
+    """Ledger changes to apply first, then tells."""
+
+    steps: tuple[Step, ...] = ()
+    tells: tuple[Tell, ...] = ()
+
+
+NOTHING = Heard()
+
+
+class Dispatch:
+    """`ledgers`, by node, are read for planning; they change only through the steps returned here."""
+
+    def __init__(self, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+        self.roster = Roster()
+        self.policy = Policy(self.roster, ledgers, ahead_tokens)
+        self.dirty = False
+
+    # ---------------------------------------------------------------- from Requests
+
+    def progressed(self, event: Progressed) -> Heard:
+        entry = self._current(event.slot, event.admission)
+        if entry is None:
+            return NOTHING
+        self.dirty = True
+        match event.stage:
+            case Stage.STAGED:
+                slab_pages, entry.slab_pages = entry.slab_pages, 0
+                return _heard(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
+            case Stage.STARTED:
+                self.roster.start(entry)
+            case Stage.PARKED:
+                self.starve(entry)
+            case Stage.LEAVING:
+                self.roster.leave(entry, frees_pages=True)
+        return NOTHING
+
+    def resized(self, event: Resized) -> Heard:
+        entry = self._current(event.slot, event.admission)
+        if entry is None or entry.resizing is None:
+            return NOTHING
+        self.dirty = True
+        if freed := self.roster.resized(entry):
+            return _heard(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))
+        return NOTHING
+
+    def departed(self, event: Departed, generated: int) -> Heard:
+        """The admission is over: keep its rows, or release everything."""
+        entry = self._current(event.slot, event.admission)
+        if entry is None:
+            return NOTHING
+        self.dirty = True
+        kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
+        step = Step(
+            entry.node,
+            Keep(entry.admission, pages_for(kept_tokens)) if kept_tokens else Release(entry.admission),
+            journal.Departed(entry.slot, kept_tokens),
+        )
+        entry.generated = generated
+        self.roster.depart(entry, kept_tokens, pages_for(kept_tokens))
+        if event.final or entry.ending:
+            self.roster.close(entry)
+        dropped = event.durable_tokens and not kept_tokens
+        return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
+
+    def closed(self, slot: int) -> None:
+        """The request is over; nothing of it is left anywhere."""
+        self.roster.remove(self.roster.entries[slot])
+
+    def starve(self, entry: Entry) -> None:
+        """It is short of granted pages."""
+        if entry.phase is Phase.RUNNING or entry.phase is Phase.STARTING:
+            self.roster.starving[entry.slot] = entry
+            self.dirty = True
+
+    # ---------------------------------------------------------------- from worker links
+
+    def worker_up(self, worker: Worker) -> Heard:
+        self.roster.add_worker(worker)
+        self.dirty = True
+        joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
+        return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
+
+    def worker_down(self, worker: Worker, *, proved_exit: bool, died: bool = False) -> Heard:
+        """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
+        reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
+        lost = self.roster.lose(worker)
+        key = worker.name, worker.epoch
+        self.roster.suspects.lost(key, lost)
+        self.dirty = True
+        ends = self._judge(key, died=died) if proved_exit else NOTHING
+        tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
+        step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit))
+        return Heard((step, *ends.steps), (*ends.tells, *tells))
+
+    def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
+        self.dirty = True
+        ends = self._judge((worker, epoch), died=died)
+        steps = [Step(node, ProveExit(worker, epoch)) for node in self.policy.ledgers]
+        return Heard((*steps, *ends.steps), ends.tells)
+
+    def _judge(self, key: EpochKey, *, died: bool) -> Heard:
+        """Fail those for whom this death was one too many."""
+        if not died:
+            self.roster.suspects.survived(key)
+            return NOTHING
+        steps: list[Step] = []
+        tells: list[Tell] = []
+        for entry in self.roster.suspects.died(key, self.roster.entries):
+            if entry.phase is not Phase.CLOSING:
+                heard = self.end(entry, "FAILED", poison_reason(entry, key[0]))
+                steps += heard.steps
+                tells += heard.tells
+        return Heard(tuple(steps), tuple(tells))
+
+    # ---------------------------------------------------------------- from operators
+
+    def retract(self, entry: Entry, *, keep: bool, hold: bool, reason: str) -> Heard:
+        self.dirty = True
+        tell = Tell(entry.slot, Retract(keep, hold, reason))
+        if entry.phase in ON_WORKER:
+            self.roster.leave(entry, frees_pages=not keep)
+            self.roster.hold(entry, entry.held or hold)
+            return Heard((), (tell,))
+        self.roster.hold(entry, entry.held or hold)
+        return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
+
+    def resume(self, entry: Entry, reason: str) -> Heard:
+        self.dirty = True
+        self.roster.hold(entry, False)
+        return Heard((), (Tell(entry.slot, Resume(reason)),))
+
+    def end(self, entry: Entry, outcome: str, reason: str) -> Heard:
+        """Abort it, or fail it, wherever it is."""
+        self.dirty = True
+        tell = Tell(entry.slot, End(outcome, reason))
+        if entry.phase in ON_WORKER:
+            self.roster.leave(entry, frees_pages=True)
+            entry.ending = True
+            return Heard((), (tell,))
+        heard = self._give_up(entry, reason, tell)
+        self.roster.close(entry)
+        return heard
+
+    def force(self, entry: Entry, hot_slots: int) -> Heard:
+        self.roster.force(entry, hot_slots)
+        self.dirty = True
+        return NOTHING
+
+    def drain(self, worker: Worker, drain: Drain | None) -> None:
+        worker.drain = drain
+        self.dirty = True
+
+    def _give_up(self, entry: Entry, reason: str, tell: Tell) -> Heard:
+        """A waiting request loses what it keeps."""
+        if not entry.pages:
+            return Heard((), (tell,))
+        step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
+        self.roster.demote(entry)
+        return Heard((step,), (tell, Tell(entry.slot, Demoted(reason))))
+
+    # ---------------------------------------------------------------- decisions
+
+    def plan(self, now: float, *, tick: bool = False) -> list[decisions.Decision]:
+        """Decide, if anything has changed or time has passed. Carry each out by `step`, apply it, then `told`."""
+        if not self.dirty and not tick:
+            return []
+        self.dirty = False
+        return self.policy.plan(now, tick=tick)
+
+    @staticmethod
+    def step(decision: decisions.Decision) -> Step | None:
+        """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
+        match decision:
+            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory):
+                stay = journal.Admission(entry.slot, admission, worker.node, worker.name, worker.epoch, durable_tokens)
+                return Step(worker.node, Reserve(admission, worker.name, memory, take_over), stay)
+            case decisions.Grow(entry, more):
+                return Step(entry.node, Extend(entry.admission, more))
+            case decisions.Resize(entry, _, more) if more:
+                return Step(entry.node, Extend(entry.admission, Memory(hot_chunks=more)))
+            case decisions.Demote(entry, node, admission):
+                return Step(node, Release(admission), journal.Departed(entry.slot, 0))
+        return None
+
+    @staticmethod
+    def told(
+        decision: decisions.Grow | decisions.Resize | decisions.Retract | decisions.Demote, pages: Int32Array
+    ) -> Tell:
+        """What its Request is told of a decision that was carried out; `pages` are those given out.
+
+        An Admit is told by the Scheduler, which has the prompt.
+        """
+        entry = decision.entry
+        match decision:
+            case decisions.Grow(_, more):
+                grant = Grant(entry.admission, pages.tobytes(), more.index_pages, more.hot_chunks)
+                return Tell(entry.slot, Given(grant))
+            case decisions.Resize(_, rung):
+                return Tell(entry.slot, Given(Resize(entry.admission, rung.hot_slots, rung.hot_chunks)))
+            case decisions.Retract(_, keep, _, reason):
+                return Tell(entry.slot, Retract(keep, False, reason))
+            case decisions.Demote():
+                return Tell(entry.slot, Demoted(decision.reason))
+
+    def _current(self, slot: int, admission: int) -> Entry | None:
+        entry = self.roster.entries.get(slot)
+        return entry if entry is not None and entry.phase in ON_WORKER and entry.admission == admission else None
+
+
+def _heard(*steps: Step) -> Heard:
+    return Heard(steps)

@@ -1,0 +1,304 @@
+"""What actors say to each other, and the ports through which they reach the transport.
+
+Who tells whom (asks go down the first column only, everything else is a tell):
+
+    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
+    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters
+    WorkerLink ────► Request                                messages.Event, routed by admission
+    Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
+    Request ───────► Scheduler                              Progressed, Departed, Closed
+    Request ───────► WorkerPort.send                        messages.Command
+
+Everything about one admission reaches its worker through its Request actor, so commands keep their order.
+Tokens are not here: they go from the worker link into the token log, and from there to client connections.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from coordinator import messages
+from coordinator.arrays import Int32Array
+
+if TYPE_CHECKING:
+    from coordinator.actor import Reply
+    from coordinator.scheduling.dispatch import Step, Tell
+
+
+class Handle(NamedTuple):
+    """What a submitted or found request is called: by its clients, and in the token log."""
+
+    request_id: str
+    slot: int
+
+
+class LinkStats(NamedTuple):
+    """What a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
+
+    steps: int
+    step_us: float
+    hits: int
+    misses: int
+    link_age_s: float
+    command_ack_ms: float
+    swapped_bytes: int = 0
+
+
+class WorkerPort(Protocol):
+    """The worker link as the actors see it: one epoch of one worker."""
+
+    def send(self, command: messages.Command) -> None:
+        """Number the command, log it for replay and wake the sender. Never blocks, never fails: a link past its
+        bound declares its worker down instead."""
+
+    def stats(self) -> LinkStats: ...
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
+
+    slot: int
+    request_id: str
+    outcome: str
+    reason: str
+    generated_tokens: int
+    tail_text: str = ""
+
+
+class Listener(Protocol):
+    """The gateway's side of the end of a request. The calls are synchronous and must not fail."""
+
+    def ended(self, ending: Ending) -> None:
+        """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
+
+    def recovered(self, ending: Ending) -> None:
+        """As `ended`, of a request that ended in an earlier life of the coordinator."""
+
+    def forgotten(self, slot: int) -> None:
+        """The slot is about to be closed and reused: drop subscriptions to it."""
+
+
+class Verb(Enum):
+    """What clients and operators may do to requests."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    RESUME = "resume"
+    RESIZE = "resize"
+
+
+# ---------------------------------------------------------------- to the Scheduler
+
+
+class SubmitAsk(msgspec.Struct, frozen=True):
+    submit: messages.Submit
+    owner: str
+    reply: Reply[Handle]
+
+
+class VerbAsk(msgspec.Struct, frozen=True):
+    """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
+    RESIZE."""
+
+    verb: Verb
+    request_ids: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+    keep: bool = True
+    hold: bool = True
+    hot_slots: int = -1
+
+
+class ForgetAsk(msgspec.Struct, frozen=True):
+    """Ended requests whose outputs nobody needs any more."""
+
+    request_ids: tuple[str, ...]
+    reply: Reply[tuple[str, ...]]
+
+
+class DrainAsk(msgspec.Struct, frozen=True):
+    """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
+
+    workers: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+    handover: bool = False
+    deadline_s: float = 0.0
+    undrain: bool = False
+
+
+class StopAsk(msgspec.Struct, frozen=True):
+    deadline_s: float
+    owner: str
+    reply: Reply[tuple[str, ...]]
+
+
+class WorkerUp(msgspec.Struct, frozen=True):
+    """A new epoch of a worker wants to join; the reply fails when it may not."""
+
+    hello: messages.WorkerHello
+    port: WorkerPort
+    reply: Reply[None]
+
+
+class WorkerBack(msgspec.Struct, frozen=True):
+    """An epoch that the journal knows has said hello to this life of the coordinator. The reply fails when its
+    inventory cannot be."""
+
+    hello: messages.WorkerHello
+    reply: Reply[None]
+
+
+class WorkerDown(msgspec.Struct, frozen=True):
+    """The epoch is over: nothing it says counts any more. `proved_exit`: its process is gone, so nothing of it can
+    still touch memory (I2). `died`: it ended rather than emptied itself, and what was on it may be why."""
+
+    worker: str
+    epoch: int
+    proved_exit: bool
+    died: bool = False
+
+
+class WorkerExited(msgspec.Struct, frozen=True):
+    """Proof, after WorkerDown without one, that the process of that epoch is gone; `died` as there."""
+
+    worker: str
+    epoch: int
+    died: bool = True
+
+
+class Starving(msgspec.Struct, frozen=True):
+    """Requests whose granted headroom is short. `slots` is int32."""
+
+    slots: Int32Array
+
+
+class Stage(Enum):
+    """How far an admission has come, as far as the ledger cares."""
+
+    STAGED = "staged"  # slab pages are free
+    STARTED = "started"  # in the decode batch: its hot buffer can be resized
+    PARKED = "parked"  # out of granted pages
+    LEAVING = "leaving"  # its memory will be released without anybody's asking
+
+
+class Progressed(msgspec.Struct, frozen=True):
+    slot: int
+    admission: int
+    stage: Stage
+
+
+class Resized(msgspec.Struct, frozen=True):
+    """The Resize under way took effect."""
+
+    slot: int
+    admission: int
+
+
+class Departed(msgspec.Struct, frozen=True):
+    """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
+    the request, Closed follows."""
+
+    slot: int
+    admission: int
+    durable_tokens: int
+    final: bool
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """The request is terminal, its memory given back before, its listener told."""
+
+    slot: int
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """What is to be done first after the journal was read."""
+
+    steps: tuple[Step, ...]
+    tells: tuple[Tell, ...]
+
+
+class AuditAsk(msgspec.Struct, frozen=True):
+    """Compare all workers with the ledgers now; the reply comes when they have answered, or after a bound."""
+
+    owner: str
+    reply: Reply[tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]]
+
+
+class InventoryTaken(msgspec.Struct, frozen=True):
+    worker: str
+    epoch: int
+    inventory: messages.Inventory
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed: deadlines, lazy growth, forgetting."""
+
+
+# ---------------------------------------------------------------- to a Request
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """Memory was reserved and committed (I4): send `command` through `port`."""
+
+    command: messages.Admit
+    worker: str
+    port: WorkerPort
+    reason: str
+
+
+class Given(msgspec.Struct, frozen=True):
+    """More memory, or another hot size, was reserved and committed: send `command`."""
+
+    command: messages.Grant | messages.Resize
+
+
+class Retract(msgspec.Struct, frozen=True):
+    """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
+
+    keep: bool
+    hold: bool
+    reason: str
+
+
+class Resume(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Demoted(msgspec.Struct, frozen=True):
+    """The rows kept in host memory were given up."""
+
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """`outcome` ABORTED or FAILED, whatever the request is doing."""
+
+    outcome: str
+    reason: str
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
+
+    admission: int
+    proved_exit: bool
+    reason: str
+
+
+class Adopted(msgspec.Struct, frozen=True):
+    """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
+    was given and never heard of."""
+
+    admission: int
+    is_staged: bool
+    is_started: bool
+    is_parked: bool
+    resize: messages.Resize | None
+    grant: messages.Grant | None
+
+
+Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted

@@ -1,0 +1,113 @@
+"""What a submitted request must look like. Pure: refuse in full, with field, value and remedy, or accept in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from coordinator.arrays import Int32Array, unpack_int32
+from coordinator.errors import BadInput, CapacityError
+from coordinator.messages import (
+    NAME_CHARS_MAX,
+    STOP_CHARS_MAX,
+    STOP_STRINGS_MAX,
+    ModelInfo,
+    Sampling,
+    Submit,
+    WorkerCapacity,
+)
+from coordinator.scheduling.sizing import Length, misfit
+
+PRIORITY_MAX: Final = 1_000
+TEMPERATURE_MAX: Final = 100.0
+TOP_P_MIN: Final = 1e-6
+SEED_MAX: Final = 2**63 - 1
+
+
+def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
+    """The prompt's token ids. Raises BadInput, or ProtocolError for bytes that are no int32 array."""
+    check_name("request_id", submit.request_id, empty=True)
+    prompt = unpack_int32(submit.prompt, "prompt")
+    if not prompt.size:
+        raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
+    _check_tokens(prompt, model)
+    _check_sampling(submit.sampling)
+    _check_range("priority", submit.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    total = prompt.size + submit.sampling.max_tokens
+    if total > model.context_max_tokens:
+        raise BadInput(
+            f"{prompt.size} prompt tokens and max_tokens {submit.sampling.max_tokens} make {total}, "
+            f"the context of {model.name} holds {model.context_max_tokens}",
+            field="prompt",
+            value=f"{prompt.size} tokens",
+            remedy="shorten the prompt or lower max_tokens",
+        )
+    return prompt
+
+
+def check_fits(length: Length, capacities: Iterable[tuple[str, WorkerCapacity]]) -> None:
+    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone."""
+    misfits = sorted((misfit(length, capacity, worker) for worker, capacity in capacities), key=len)
+    if misfits and misfits[0]:
+        raise CapacityError(
+            "; ".join(misfits[0]),
+            field="prompt",
+            value=f"{length.prompt} tokens, max_tokens {length.max}",
+            remedy="shorten it, or give workers more memory",
+        )
+
+
+def check_name(field: str, name: str, *, empty: bool = False) -> None:
+    """A name is printable, without spaces, and short. Raises BadInput."""
+    if name.isprintable() and " " not in name and len(name) <= NAME_CHARS_MAX and (name or empty):
+        return
+    raise BadInput(
+        f"must be up to {NAME_CHARS_MAX} printable characters without spaces",
+        field=field,
+        value=repr(name[:NAME_CHARS_MAX]),
+        remedy="choose another name",
+    )
+
+
+def check_deadline(deadline_s: float, max_s: float) -> None:
+    """Every wait is bounded (I8). Raises BadInput."""
+    _check_range("deadline_s", deadline_s, 0.0, max_s)
+
+
+def _check_tokens(prompt: Int32Array, model: ModelInfo) -> None:
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.vocab_size:
+        raise BadInput(
+            f"token ids of {model.name} are 0..{model.vocab_size - 1}",
+            field="prompt",
+            value=low if low < 0 else high,
+            remedy="use the tokenizer of the served model",
+        )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.max_tokens < 1:
+        raise BadInput(
+            "at least one token must be asked for", field="max_tokens", value=sampling.max_tokens, remedy="raise it"
+        )
+    _check_range("temperature", sampling.temperature, 0.0, TEMPERATURE_MAX)
+    _check_range("top_p", sampling.top_p, TOP_P_MIN, 1.0)
+    _check_range("seed", sampling.seed, 0, SEED_MAX)
+    if len(sampling.stop) > STOP_STRINGS_MAX:
+        raise BadInput(
+            f"at most {STOP_STRINGS_MAX} stop strings", field="stop", value=len(sampling.stop), remedy="give fewer"
+        )
+    for text in sampling.stop:
+        if not 0 < len(text) <= STOP_CHARS_MAX:
+            raise BadInput(
+                f"a stop string has 1 to {STOP_CHARS_MAX} characters",
+                field="stop",
+                value=f"{len(text)} characters",
+                remedy="shorten or remove it",
+            )
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise BadInput(f"must be {low:g} to {high:g}", field=field, value=value, remedy="choose a value in that range")

@@ -1,0 +1,406 @@
+"""Who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
+
+`Policy.plan` looks at the roster and the ledgers and returns decisions, in the order in which they are to be carried
+out; the roster already reflects them. It is called after every batch of events, and its common path costs a few
+microseconds per admission.
+
+Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
+waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so nobody
+overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
+
+Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
+  GPU    what leaving requests will free; hot buffers shrunk, largest first, one rung at a time; then lower-ranked
+         requests retracted (keep), lowest first
+  host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
+         progress by themselves; then lower-ranked requests retracted (drop), lowest first
+Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
+never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
+
+Hot buffers. Resident while chunks suffice, else the largest class that fits. Grown lazily, smallest first, while
+nobody waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes effect
+once its chunks are free, and policy leaves it alone.
+
+No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
+highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
+then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
+room for the remaining growth of those ahead of it (`_with_margin`), so they will not displace it again.
+
+Rejected: fair sharing of decode time between requests that do not fit together (each switch costs an index reload);
+letting small requests overtake a large waiting one (it starves); retracting for a request's possible length at
+admission (most end long before max_tokens).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from coordinator.memory.ledger import Ledger, Memory
+from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract
+from coordinator.scheduling.room import Needs, find_remedy, is_pinned, next_lower
+from coordinator.scheduling.roster import Entry, Phase, Rank, Roster, Worker
+from coordinator.scheduling.sizing import (
+    RESIDENT,
+    Rung,
+    first_memory,
+    forced_rung,
+    ladder,
+    largest_rung,
+    least_chunks,
+    misfit,
+    page_limit,
+    pages_wanted,
+)
+from coordinator.scheduling.space import HostSpace, Space
+from kernels.layout import PAGE_TOKENS
+
+#: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
+GRANT_STEP_PAGES: Final = 2
+#: With fewer granted tokens left than this, a running request makes others make room.
+URGENT_TOKENS: Final = PAGE_TOKENS
+#: Hot buffers grow only when none on the worker was shrunk for this long, ...
+GROW_QUIET_S: Final = 5.0
+#: ... and only while this share of the hot chunks stays free, for growing residents and newcomers, ...
+GROW_RESERVE_SHARE: Final = 1 / 8
+#: ... and at most this many at a time.
+GROW_BATCH_MAX: Final = 4
+#: Requests that one plan takes off a draining worker.
+HANDOVER_BATCH_MAX: Final = 16
+#: Kept pages whose node has nobody who can take their request on for this long are given up, if another node can.
+STRANDED_LIMIT_S: Final = 60.0
+
+assert GROW_QUIET_S < STRANDED_LIMIT_S
+
+
+class _Ask(NamedTuple):
+    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
+    own but left for those ahead of it."""
+
+    pages: int
+    rungs: list[Rung]
+    need: Needs
+    spare_chunks: int = 0
+
+
+class Policy:
+    """Plans over one roster. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of need."""
+
+    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+        self.roster = roster
+        self.ledgers = ledgers
+        self.ahead_tokens = ahead_tokens
+
+    def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
+        """What to do now; applied to the roster, yet to be applied to the ledgers. `tick`: do what can wait, too."""
+        self.roster.suspects.clear()
+        plan = _Plan(self, now)
+        plan.meet_deadlines()
+        if tick:
+            plan.give_up_stranded()
+        plan.meet_demands()
+        plan.hand_over()
+        plan.apply_forced()
+        if tick and not self.roster.waiting and not self.roster.starving:
+            plan.enlarge()
+        return plan.decisions
+
+
+class _Plan:
+    """One call of `Policy.plan`. Free counts are as they will be once the decisions so far are carried out."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        self.roster = policy.roster
+        self.ahead_tokens = policy.ahead_tokens
+        self.ledgers = policy.ledgers
+        self.now = now
+        self.decisions: list[Decision] = []
+        self.blocked: set[str] = set()
+        hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
+        self.hosts = hosts
+        self.spaces = {
+            worker.name: Space(policy.ledgers[worker.node], worker.name, hosts[worker.node])
+            for worker in self.roster.workers.values()
+        }
+
+    def frees(self, entry: Entry) -> int:
+        return self.ledgers[entry.node].freeable(entry.admission)
+
+    # ---------------------------------------------------------------- demands, by rank
+
+    def meet_demands(self) -> None:
+        """Serve starving and waiting requests, best rank first."""
+        at = 0
+        for entry in sorted(self.roster.starving.values(), key=lambda entry: entry.rank):
+            at = self._admit_until(at, entry.rank)
+            if entry.phase is Phase.RUNNING and entry.resizing is None:
+                self._feed(entry, self.roster.workers[entry.worker])
+        self._admit_until(at, None)
+
+    def _admit_until(self, at: int, rank: Rank | None) -> int:
+        """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
+        waiting = self.roster.waiting
+        nodes = {worker.node for worker in self.roster.workers.values()}
+        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked:
+            at += not self._consider(self.roster.by_rank[waiting[at]])
+        return at
+
+    def _consider(self, entry: Entry) -> bool:
+        """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
+        all_asks = self._asks(entry)
+        asks = [(worker, ask) for worker, ask in all_asks if self._may_join(entry, worker)]
+        best = max(
+            ((self._preference(worker, ask), at) for at, (worker, ask) in enumerate(asks) if self._fits(worker, ask)),
+            default=None,
+        )
+        made = asks[best[1]] if best is not None else self._make_room(entry, asks)
+        if made is not None and self._fits(*made):
+            self._admit(entry, *made)
+            return True
+        self.blocked.update(worker.node for worker, _ in all_asks)
+        return False
+
+    def _may_join(self, entry: Entry, worker: Worker) -> bool:
+        """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
+        suspects = self.roster.suspects
+        return not suspects or suspects.may_join(entry, self.roster.on(worker.name))
+
+    def _asks(self, entry: Entry) -> list[tuple[Worker, _Ask]]:
+        """Workers that could take `entry` on if they were empty, and what it would need there at its smallest size."""
+        shapes: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
+        asks: list[tuple[Worker, _Ask]] = []
+        for worker in self.roster.workers.values():
+            if not worker.takes or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
+                continue
+            shape = id(worker.capacity)
+            if shape not in shapes:
+                shapes[shape] = self._ask(entry, worker)
+            if ask := shapes[shape]:
+                asks.append((worker, self._with_margin(entry, worker, ask) if entry.displaced else ask))
+        return asks
+
+    def _ask(self, entry: Entry, worker: Worker) -> _Ask | None:
+        if misfit(entry.length, worker.capacity, worker.name):
+            return None
+        pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
+        rungs = self._rungs(entry, pages, worker)
+        memory = first_memory(entry.length, pages, entry.pages, rungs[0])
+        return _Ask(pages, rungs, _needs(memory))
+
+    def _fits(self, worker: Worker, ask: _Ask) -> bool:
+        return self.spaces[worker.name].covers(ask.need)
+
+    def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
+        if is_pinned(entry, worker):
+            return [forced_rung(entry.forced_slots, pages)]
+        return ladder(pages, worker.capacity)
+
+    def _with_margin(self, entry: Entry, target: Worker, ask: _Ask) -> _Ask:
+        """Add what better-ranked requests may still come to need, so that they will not displace it again."""
+        chunks = index_pages = host_pages = 0
+        for worker in self.roster.of_node(target.node):
+            for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
+                ahead = self.roster.by_rank[rank]
+                growth = max(0, page_limit(ahead.length, worker.capacity) - ahead.pages)
+                host_pages += growth
+                if worker is target:
+                    index_pages += growth
+                    chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
+        margin = Needs(0, chunks, index_pages, 0, host_pages)
+        return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
+
+    def _preference(self, worker: Worker, ask: _Ask) -> tuple[bool, int, int]:
+        """Rather where it can be resident, then where chunks are plenty, then where seats are."""
+        space = self.spaces[worker.name]
+        return ask.rungs[-1].hot_chunks <= space.chunks, space.chunks, space.seats
+
+    def _admit(self, entry: Entry, worker: Worker, ask: _Ask) -> None:
+        chunks = self.spaces[worker.name].chunks - ask.spare_chunks
+        rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
+        memory = first_memory(entry.length, ask.pages, entry.pages, rung)
+        take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
+        admission = self.roster.admit(entry, worker, memory, rung)
+        self.spaces[worker.name].take(_needs(memory))
+        self.decisions.append(Admit(entry, worker, admission, take_over, durable_tokens, memory, rung))
+
+    # ---------------------------------------------------------------- growth
+
+    def _feed(self, entry: Entry, worker: Worker) -> None:
+        """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
+        plenty, enough, least = (
+            max(0, pages_wanted(entry.length, ahead_tokens, worker.capacity) - entry.pages)
+            for ahead_tokens in (
+                self.ahead_tokens + GRANT_STEP_PAGES * PAGE_TOKENS,
+                self.ahead_tokens,
+                min(self.ahead_tokens, URGENT_TOKENS),
+            )
+        )
+        if not plenty:
+            del self.roster.starving[entry.slot]
+        for pages in (plenty, enough, least):
+            if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
+                return self._grow(entry, worker, pages)
+        if least:
+            self._feed_urgently(entry, worker, least)
+        return None
+
+    def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
+        ask = _Ask(pages, [], _growth(entry, pages))
+        if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
+            return
+        if self._make_room(entry, [(worker, ask)]) and self._fits(worker, ask):
+            self._grow(entry, worker, pages)
+
+    def _grow(self, entry: Entry, worker: Worker, pages: int) -> None:
+        need = _growth(entry, pages)
+        more = Memory(pages, need.chunks, pages)
+        self.roster.grow(entry, more)
+        self.spaces[worker.name].take(need)
+        self.decisions.append(Grow(entry, more))
+
+    def _become_managed(self, entry: Entry, worker: Worker, pages: int) -> bool:
+        """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
+        larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
+        rung = largest_rung(entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity)
+        if is_pinned(entry, worker) or rung is None or rung.hot_slots == RESIDENT or any(larger):
+            return False
+        self._resize(entry, worker, rung)
+        return True
+
+    def _resizable(self, worker: Worker) -> Iterator[Entry]:
+        entries = (self.roster.by_rank[rank] for rank in worker.ranks)
+        return (entry for entry in entries if entry.phase is Phase.RUNNING and entry.resizing is None)
+
+    # ---------------------------------------------------------------- making room
+
+    def _make_room(self, entry: Entry, asks: list[tuple[Worker, _Ask]]) -> tuple[Worker, _Ask] | None:
+        """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
+        found = [
+            (remedy.cost, at, remedy)
+            for at, (worker, ask) in enumerate(asks)
+            if (
+                remedy := find_remedy(self.roster, worker, self.spaces[worker.name].free(), ask.need, entry, self.frees)
+            )
+        ]
+        if not found:
+            return None
+        _, at, remedy = min(found, key=lambda it: it[:2])
+        worker, ask = asks[at]
+        whom = f"a request of priority {-entry.rank[0]}"
+        for kept in remedy.demote:
+            self._demote(kept, f"host pages go to {whom}")
+        for victim in remedy.drop:
+            self._retract(victim, False, Cause.HOST_PAGES, f"host pages go to {whom}")
+        for victim in remedy.retract:
+            self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
+        for shrunk, rung in remedy.shrink:
+            self._resize(shrunk, worker, rung)
+        if not self._fits(worker, ask):
+            self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
+        return worker, ask
+
+    def _demote(self, entry: Entry, reason: str) -> None:
+        self.hosts[entry.node].pages += self.frees(entry)
+        self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
+        self.roster.demote(entry)
+
+    def _retract(self, entry: Entry, keep: bool, cause: Cause, reason: str) -> None:
+        entry.displaced = entry.displaced or cause in DISPLACING
+        self.roster.leave(entry, frees_pages=not keep)
+        self.decisions.append(Retract(entry, keep, cause, reason))
+
+    def _resize(self, entry: Entry, worker: Worker, rung: Rung) -> None:
+        more = max(0, rung.hot_chunks - entry.chunks)
+        self.roster.resize(entry, rung, self.now)
+        self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
+        self.decisions.append(Resize(entry, rung, more))
+
+    # ---------------------------------------------------------------- what is nobody's demand
+
+    def meet_deadlines(self) -> None:
+        """Past its deadline a draining worker keeps nobody."""
+        for worker in self.roster.workers.values():
+            if worker.drain is not None and self.now >= worker.drain.deadline:
+                for rank in list(worker.ranks):
+                    self._retract(
+                        self.roster.by_rank[rank], True, Cause.DRAIN, f"{worker.name} drains: deadline passed"
+                    )
+
+    def hand_over(self) -> None:
+        """Take running requests off a draining worker while another of its node has, or can make, room for them."""
+        for worker in self.roster.workers.values():
+            if worker.drain is None or not worker.drain.handover or worker.node in self.blocked:
+                continue
+            running = [self.roster.by_rank[rank] for rank in worker.ranks]
+            for entry in [entry for entry in running if entry.phase is Phase.RUNNING][:HANDOVER_BATCH_MAX]:
+                if not self._hand_over(entry, worker):
+                    break
+
+    def _hand_over(self, entry: Entry, worker: Worker) -> bool:
+        """Nobody is retracted for it; shrinking is left to its admission, which follows."""
+        for target in self.roster.of_node(worker.node):
+            ask = self._ask(entry, target) if target.takes else None
+            if ask is None:
+                continue
+            ask = self._with_margin(entry, target, ask) if entry.displaced else ask
+            space = self.spaces[target.name]
+            remedy = find_remedy(self.roster, target, space.free(), ask.need, entry, self.frees)
+            if remedy is not None and not any(remedy.cost[:3]):
+                space.claim(remedy.will_be_free.minus(ask.need))
+                self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
+                return True
+        return False
+
+    def apply_forced(self) -> None:
+        """Begin the resizes that operators asked for, as far as chunks are free."""
+        for entry in list(self.roster.forcing.values()):
+            worker = self.roster.workers.get(entry.worker)
+            if worker is None or entry.phase is not Phase.RUNNING or entry.resizing is not None:
+                continue
+            rung = forced_rung(entry.forced_slots, entry.pages)
+            if rung == entry.hot or not is_pinned(entry, worker):
+                del self.roster.forcing[entry.slot]
+            elif rung.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
+                del self.roster.forcing[entry.slot]
+                self._resize(entry, worker, rung)
+
+    def enlarge(self) -> None:
+        """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
+        for worker in self.roster.workers.values():
+            if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
+                managed = [e for e in worker.managed.values() if e.phase is Phase.RUNNING and not is_pinned(e, worker)]
+                managed.sort(key=lambda entry: entry.chunks)
+                for entry in managed[:GROW_BATCH_MAX]:
+                    self._enlarge(entry, worker)
+
+    def _enlarge(self, entry: Entry, worker: Worker) -> None:
+        above = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks > entry.chunks]
+        reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
+        if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
+            self._resize(entry, worker, above[0])
+
+    def give_up_stranded(self) -> None:
+        """Kept pages tie a request to their node. Nobody there for long, but elsewhere: let it be prefilled again."""
+        for entry in list(self.roster.kept.values()):
+            if entry.held or self._asks(entry) or not self._could_go_elsewhere(entry):
+                entry.stranded_at = None
+            elif entry.stranded_at is None:
+                entry.stranded_at = self.now
+            elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
+                self._demote(entry, f"no worker on {entry.node} for {STRANDED_LIMIT_S:g} s")
+
+    def _could_go_elsewhere(self, entry: Entry) -> bool:
+        return any(
+            worker.takes and worker.node != entry.node and self._ask(entry, worker)
+            for worker in self.roster.workers.values()
+        )
+
+
+def _needs(memory: Memory) -> Needs:
+    """An admission's first memory and its seat."""
+    return Needs(1, memory.hot_chunks, memory.index_pages, memory.slab_pages, memory.host_pages)
+
+
+def _growth(entry: Entry, pages: int) -> Needs:
+    """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
+    return Needs(0, pages if entry.hot.hot_slots == RESIDENT else 0, pages, 0, pages)

@@ -1,0 +1,111 @@
+"""The Request actor: one task per live request, owner of its life cycle.
+
+It hears the Scheduler and its worker's events, and does what request_state.RequestState decides: commands to the worker
+link, tells to the Scheduler, the end to the gateway. It ends when the request is terminal and the gateway was told, and
+that is after its end was written to the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import msgspec
+
+from coordinator import messages
+from coordinator.actor import Actor
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.journal import Journal
+from coordinator.journal.records import Ended
+from coordinator.scheduling.events import (
+    Admitted,
+    Closed,
+    Departed,
+    Ending,
+    Listener,
+    Progressed,
+    Resized,
+    Told,
+    WorkerPort,
+)
+from coordinator.scheduling.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
+from metrics.logs import fields, logger
+
+#: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
+MAILBOX_MAX: Final = 256
+BATCH_MAX: Final = 64
+
+ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
+
+log = logger("coordinator.scheduling.request")
+
+
+class Request(Actor[Told | WorkerEvent]):
+    """`state` may be read by anyone between turns; only this actor changes it."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        *,
+        token_log: TokenLog,
+        listener: Listener,
+        tell_scheduler: Callable[[ToScheduler], None],
+        clock: Callable[[], float],
+        journal: Journal,
+        wall_offset_s: float,
+        port: WorkerPort | None = None,
+    ) -> None:
+        super().__init__(f"request {state.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
+        self.state = state
+        self._token_log = token_log
+        self._listener = listener
+        self._tell_scheduler = tell_scheduler
+        self._clock = clock
+        self._journal = journal
+        self._wall_offset_s = wall_offset_s
+        self._port = port
+
+    def story(self) -> tuple[str, ...]:
+        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
+
+    async def handle(self, batch: list[Told | WorkerEvent]) -> None:
+        for event in batch:
+            if isinstance(event, Admitted):
+                self._port = event.port
+            await self._apply(event)
+
+    async def _apply(self, event: Told | WorkerEvent) -> None:
+        state, token_log = self.state, self._token_log
+        rows = Rows(token_log.length(state.slot), token_log.durable(state.slot))
+        try:
+            actions = state.handle(event, rows, self._clock())
+        except IllegalEventError as error:
+            log.warning("event dropped", extra=fields(worker=state.worker, error=error))
+            return
+        for action in actions:
+            if isinstance(action, Ending):
+                await self._write_end(action)
+            self._perform(action)
+
+    async def _write_end(self, ending: Ending) -> None:
+        """Its tokens go into the journal before it, or with it (I5)."""
+        at_s = self._clock() + self._wall_offset_s
+        _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
+        ended = Ended(self.state.slot, outcome, reason, generated_tokens, tail_text, at_s)
+        await self._journal.append([ended]).wait()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Ending():
+                self._listener.ended(action)
+            case Departed():
+                self._token_log.end_admission(action.slot)
+                self._tell_scheduler(action)
+            case Closed():
+                self._tell_scheduler(action)
+                self.close()
+            case Progressed() | Resized():
+                self._tell_scheduler(action)
+            case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw() | messages.Stop():
+                assert self._port is not None
+                self._port.send(action)

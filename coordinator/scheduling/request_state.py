@@ -1,0 +1,387 @@
+"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its story kept. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from coordinator import messages
+from coordinator.errors import InternalError, ProtocolError, WrongState
+from coordinator.scheduling.events import (
+    Admitted,
+    Adopted,
+    Closed,
+    Demoted,
+    Departed,
+    End,
+    Ending,
+    Given,
+    Lost,
+    Progressed,
+    Resized,
+    Resume,
+    Retract,
+    Stage,
+    Told,
+    Verb,
+)
+from coordinator.scheduling.lifecycle import (
+    ACTIVE,
+    BY_WORKER,
+    OF_ADMISSION,
+    OUTCOME,
+    SAME,
+    TERMINAL,
+    TRANSITIONS,
+    WAIT,
+    WAITING,
+    Kind,
+    Resolve,
+    State,
+    Target,
+)
+from kernels.layout import PAGE_TOKENS
+
+#: Lines of a request's story; older ones are dropped, the first (how it came) stays.
+STORY_LINES_MAX: Final = 64
+
+
+class IllegalEventError(ProtocolError):
+    """A worker said something that cannot be said in this state: dropped, counted and logged with its peer."""
+
+
+WorkerEvent: TypeAlias = (
+    messages.Staged
+    | messages.Started
+    | messages.Parked
+    | messages.Resized
+    | messages.Finished
+    | messages.Faulted
+    | messages.Released
+)
+Action: TypeAlias = messages.Command | Progressed | Resized | Departed | Ending | Closed
+
+
+class Rows(NamedTuple):
+    """What the token log knows: tokens generated, rows reported durable."""
+
+    generated: int
+    durable: int
+
+
+class Line(NamedTuple):
+    """One line of a story; `at` on the coordinator's clock."""
+
+    at: float
+    event: str
+    state: str
+    reason: str
+
+
+class RequestState:
+    """One request. `handle` is the only way to change it."""
+
+    def __init__(self, request_id: str, slot: int, prompt_tokens: int, *, now: float, reason: str = "") -> None:
+        self.request_id = request_id
+        self.slot = slot
+        self.prompt_tokens = prompt_tokens
+        self.state = State.QUEUED
+        self.held = False
+        self.keep = False  # what RETRACTING is to do with the rows
+        self.admission = 0  # 0: on no worker
+        self.worker = ""
+        self.kept_tokens = 0
+        self.retractions = 0
+        # what the worker has yet to say in this admission; said twice, it is heard once
+        self.staging = False
+        self.parked = False
+        self.resize: messages.Resize | None = None
+        self.outcome = State.FAILED  # in RELEASING: how it will end, and why
+        self.verdict = ""
+        self.reason = ""
+        self.tail_text = ""
+        self.first = Line(now, "submitted", self.state, reason)
+        self.lines: deque[Line] = deque(maxlen=STORY_LINES_MAX - 1)
+        self.lines_dropped = 0
+
+    # ---------------------------------------------------------------- from the journal
+
+    def recover_waiting(self, now: float, *, held: bool, kept_tokens: int) -> None:
+        """It was on no worker when the coordinator stopped."""
+        self.held, self.kept_tokens = held, kept_tokens
+        self._move(WAIT, now, "recovered", f"{kept_tokens} rows kept" if kept_tokens else "")
+
+    def recover_stay(self, now: float, admission: int, worker: str, *, staged: bool, held: bool) -> None:
+        """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
+        earlier life, it is leaving."""
+        self.admission, self.worker, self.keep, self.held, self.staging = admission, worker, True, held, not staged
+        state = State.RETRACTING if held else State.READY if staged else State.PREFILLING
+        self._move(state, now, "recovered", f"on {worker}, which is awaited")
+
+    def recover_ending(self, now: float, outcome: str, reason: str) -> None:
+        """Besides, its end was decided."""
+        self.outcome, self.verdict, self.held = State(outcome), reason, False
+        self._move(State.RELEASING, now, "recovered", reason)
+
+    def recover_end(self, now: float, outcome: str, reason: str, tail_text: str) -> None:
+        """It is over."""
+        self.outcome, self.verdict, self.tail_text = State(outcome), reason, tail_text
+        self._move(OUTCOME, now, "recovered", reason)
+
+    # ---------------------------------------------------------------- queries
+
+    def check_verb(self, verb: Verb) -> None:
+        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `verb` now."""
+        remedy = _refusal(self, verb)
+        if remedy is not None:
+            held = " (held)" if self.held else ""
+            raise WrongState(
+                f"cannot {verb.value} a request that is {self.state}{held}",
+                field="request_id",
+                value=self.request_id,
+                remedy=remedy,
+            )
+
+    def story(self) -> tuple[Line, ...]:
+        """Every line that is kept, oldest first; a gap is said."""
+        if not self.lines_dropped:
+            return (self.first, *self.lines)
+        gap = Line(self.lines[0].at, "...", "", f"{self.lines_dropped} lines dropped")
+        return (self.first, gap, *self.lines)
+
+    def check_invariants(self) -> None:
+        checks = {
+            "on a worker exactly when active": (self.admission != 0) == (self.state in ACTIVE),
+            "held only while it could be resumed": not self.held or self.state in WAITING | {State.RETRACTING},
+            "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
+            "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or self.kept_tokens),
+            "kept rows can be resumed": not self.kept_tokens or self.kept_tokens >= self.prompt_tokens,
+        }
+        for claim, holds in checks.items():
+            if not holds:
+                raise InternalError(f"request {self.request_id} in {self.state}: not so: {claim}")
+
+    # ---------------------------------------------------------------- events
+
+    def handle(self, event: Told | WorkerEvent, rows: Rows, now: float) -> list[Action]:
+        """Apply one event; returns what to do, in order. Raises IllegalEventError or InternalError: nothing changed.
+
+        What a worker says of an admission that this request has left is acknowledged by doing nothing.
+        """
+        kind, apply = _HANDLERS[type(event)]
+        if kind in OF_ADMISSION and event.admission != (self.admission or None):  # type: ignore[union-attr]
+            return []
+        target = TRANSITIONS[self.state].get(kind)
+        if target is None:
+            raise self._illegal(kind, by_worker=kind in BY_WORKER)
+        return apply(self, event, target, rows, now)
+
+    def _staged(self, event: messages.Staged, target: Target, _: Rows, now: float) -> list[Action]:
+        if not self.staging:
+            return []
+        self.staging = False
+        self._move(target, now, Kind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
+        return [self._progressed(Stage.STAGED)]
+
+    def _started(self, _: messages.Started, target: Target, __: Rows, now: float) -> list[Action]:
+        if target is SAME:
+            return []
+        self._move(target, now, Kind.STARTED, f"on {self.worker}")
+        return [self._progressed(Stage.STARTED)]
+
+    def _parked(self, _: messages.Parked, target: Target, __: Rows, now: float) -> list[Action]:
+        if self.parked:
+            return []
+        self.parked = True
+        self._move(target, now, Kind.PARKED, "out of granted pages")
+        return [self._progressed(Stage.PARKED)]
+
+    def _resized(self, event: messages.Resized, target: Target, _: Rows, now: float) -> list[Action]:
+        asked = self.resize
+        if asked is None or (event.hot_slots, event.hot_chunks) != (asked.hot_slots, asked.hot_chunks):
+            raise self._illegal(Kind.RESIZED, by_worker=True)
+        self.resize = None
+        self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
+        return [Resized(self.slot, self.admission)]
+
+    def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
+        if event.generated_tokens != rows.generated:
+            lost = f"the worker counts {event.generated_tokens} tokens, {rows.generated} arrived"
+            return self._decide(State.FAILED, lost, target, now)
+        if self.state is not State.RELEASING:
+            self.tail_text = event.tail_text
+        return self._decide(State.FINISHED, event.reason, target, now)
+
+    def _faulted(self, event: messages.Faulted, target: Target, _: Rows, now: float) -> list[Action]:
+        return self._decide(State.FAILED, event.message, target, now)
+
+    def _decide(self, outcome: State, reason: str, target: Target, now: float) -> list[Action]:
+        """The worker says how it ends; the first decision stands. Released follows."""
+        if target is SAME:
+            return []
+        self.outcome, self.verdict, self.held = outcome, reason, False
+        self._move(target, now, Kind.ENDED, reason)
+        return [self._progressed(Stage.LEAVING)]
+
+    def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
+        return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now)
+
+    def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
+        """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
+        after them, whose rows are therefore decoded again."""
+        durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
+        return self._depart(Kind.LOST, target, durable, rows, now, event.reason)
+
+    def _depart(
+        self, kind: Kind, target: Target, durable: int, rows: Rows, now: float, reason: str = ""
+    ) -> list[Action]:
+        """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after."""
+        kept = min(durable, self.prompt_tokens + rows.generated - 1)
+        self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
+        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME)
+        self.admission, self.worker = 0, ""
+        reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
+        if target is OUTCOME:
+            return [departed, *self._end(kind, rows, now)]
+        self._move(target, now, kind, reason)
+        return [departed]
+
+    def _adopted(self, event: Adopted, _: Target, __: Rows, now: float) -> list[Action]:
+        """Its worker may never have heard that it is to leave, nor of its last grant."""
+        self.staging, self.parked, self.resize = not event.is_staged, event.is_parked, event.resize
+        if self.state in (State.RETRACTING, State.RELEASING):
+            self._note(now, Kind.ADOPTED, f"leaves {self.worker}")
+            return [messages.Withdraw(self.admission)]
+        state = State.RUNNING if event.is_started else State.READY if event.is_staged else State.PREFILLING
+        self._move(state, now, Kind.ADOPTED, f"on {self.worker}")
+        return [] if event.grant is None else [event.grant]
+
+    def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
+        self.admission, self.worker, self.keep = event.command.admission, event.worker, True
+        self.staging, self.parked, self.resize = not self.kept_tokens, False, None
+        self._move(target, now, Kind.ADMITTED, event.reason)
+        self.kept_tokens = 0
+        return [event.command]
+
+    def _given(self, event: Given, _: Target, __: Rows, now: float) -> list[Action]:
+        """Sent unless the request is leaving or has left: then the memory goes back with the rest."""
+        command = event.command
+        if command.admission != self.admission or self.state in (State.RETRACTING, State.RELEASING):
+            return []
+        self.parked = False
+        if isinstance(command, messages.Resize):
+            self.resize = command
+            self._note(now, "resize", describe_size(command.hot_slots))
+        return [command]
+
+    def _retract(self, event: Retract, target: Target, _: Rows, now: float) -> list[Action]:
+        if self.state in TERMINAL or self.state is State.RELEASING:
+            return []
+        self.held = self.held or event.hold
+        if self.state in WAITING:
+            self._move(target, now, Kind.RETRACT, event.reason)
+            return []
+        self.keep = self.keep and event.keep
+        if target is SAME:
+            self._note(now, Kind.RETRACT, event.reason)
+            return []
+        self.retractions += 1
+        self._move(target, now, Kind.RETRACT, event.reason)
+        return [messages.Withdraw(self.admission)]
+
+    def _resume(self, event: Resume, target: Target, _: Rows, now: float) -> list[Action]:
+        if self.held:
+            self.held = False
+            self._move(target, now, Kind.RESUME, event.reason)
+        return []
+
+    def _demoted(self, event: Demoted, target: Target, _: Rows, now: float) -> list[Action]:
+        if self.kept_tokens:
+            self.kept_tokens = 0
+            self._move(target, now, Kind.DEMOTED, event.reason)
+        return []
+
+    def _ended(self, event: End, target: Target, rows: Rows, now: float) -> list[Action]:
+        if target is SAME:
+            return []
+        withdrawn = self.state is State.RETRACTING
+        self.outcome, self.verdict, self.held, self.kept_tokens = State(event.outcome), event.reason, False, 0
+        if target is OUTCOME:
+            return self._end(Kind.END, rows, now)
+        self._move(target, now, Kind.END, event.reason)
+        return [] if withdrawn else [messages.Withdraw(self.admission)]
+
+    # ---------------------------------------------------------------- parts
+
+    def _end(self, kind: Kind, rows: Rows, now: float) -> list[Action]:
+        self._move(OUTCOME, now, kind, self.verdict)
+        ending = Ending(self.slot, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
+        return [ending, Closed(self.slot)]
+
+    def _progressed(self, stage: Stage) -> Progressed:
+        return Progressed(self.slot, self.admission, stage)
+
+    def _move(self, target: Target, now: float, event: str, reason: str) -> None:
+        match target:
+            case State():
+                self.state = target
+            case Resolve.WAIT:
+                self.state = State.RETRACTED if self.held or self.kept_tokens else State.QUEUED
+            case Resolve.START:
+                self.state = State.READY if self.kept_tokens else State.PREFILLING
+            case Resolve.OUTCOME:
+                self.state = self.outcome
+        self._note(now, event, reason)
+
+    def _note(self, now: float, event: str, reason: str) -> None:
+        if len(self.lines) == self.lines.maxlen:
+            self.lines_dropped += 1
+        self.lines.append(Line(now, event, self.state, reason))
+        self.reason = reason or self.reason
+
+    def _illegal(self, kind: Kind, *, by_worker: bool) -> IllegalEventError | InternalError:
+        recent = " ".join(line.event for line in self.story()[-8:])
+        what = f"{kind} cannot come to a request that is {self.state} (its story: {recent})"
+        if by_worker:
+            return IllegalEventError(what, field="request_id", value=self.request_id, remedy="restart the worker")
+        return InternalError(what, field="request_id", value=self.request_id)
+
+
+def describe_size(hot_slots: int) -> str:
+    return f"{hot_slots} hot slots" if hot_slots else "resident"
+
+
+def _refusal(request: RequestState, verb: Verb) -> str | None:
+    """What to do instead, or None when the verb may be asked for."""
+    state = request.state
+    if state in TERMINAL:
+        return "it has ended: read its output, or submit it again"
+    if state is State.RELEASING:
+        return "its end is decided and it is giving its memory back: wait"
+    if verb is Verb.RETRACT and request.held:
+        return "it is held already: resume it, or abort it"
+    if verb is Verb.RESUME and not request.held:
+        return "only a held request can be resumed: this one goes on by itself"
+    return None
+
+
+Handler: TypeAlias = Callable[[RequestState, Any, Target, Rows, float], list[Action]]
+
+_HANDLERS: Final[dict[type, tuple[Kind, Handler]]] = {
+    messages.Staged: (Kind.STAGED, RequestState._staged),
+    messages.Started: (Kind.STARTED, RequestState._started),
+    messages.Parked: (Kind.PARKED, RequestState._parked),
+    messages.Resized: (Kind.RESIZED, RequestState._resized),
+    messages.Finished: (Kind.ENDED, RequestState._finished),
+    messages.Faulted: (Kind.ENDED, RequestState._faulted),
+    messages.Released: (Kind.RELEASED, RequestState._released),
+    Admitted: (Kind.ADMITTED, RequestState._admitted),
+    Given: (Kind.GIVEN, RequestState._given),
+    Retract: (Kind.RETRACT, RequestState._retract),
+    Resume: (Kind.RESUME, RequestState._resume),
+    Demoted: (Kind.DEMOTED, RequestState._demoted),
+    End: (Kind.END, RequestState._ended),
+    Lost: (Kind.LOST, RequestState._lost),
+    Adopted: (Kind.ADOPTED, RequestState._adopted),
+}

@@ -1,0 +1,439 @@
+"""The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in front.py beside it.
+
+One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
+committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
+be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
+asks for changes and it waits for each. Verbs and submissions are answered when they are in the journal (Front).
+
+Operators' verbs pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
+cross. A verb on several requests is checked for all of them before anything is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from coordinator import messages
+from coordinator.actor import Level, Reply, Supervisor
+from coordinator.arrays import Int32Array
+from coordinator.config import CoordinatorSettings
+from coordinator.errors import HiSparseError, WrongState
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.inventory import adopt
+from coordinator.journal.journal import DONE, Journal, NoJournal
+from coordinator.journal.records import Departed, PoolOpened
+from coordinator.journal.recovery import Place, restore
+from coordinator.memory.changes import GIVING
+from coordinator.memory.host_pool import Applied, HostPool
+from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
+from coordinator.scheduling import decisions, events
+from coordinator.scheduling.auditor import Auditor
+from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.scheduling.events import Listener, Verb, WorkerPort
+from coordinator.scheduling.fleet import Fleet
+from coordinator.scheduling.front import Front, Message
+from coordinator.scheduling.intake import check_deadline
+from coordinator.scheduling.live import Live, Requests
+from coordinator.scheduling.reception import Reception
+from coordinator.scheduling.request_state import describe_size
+from coordinator.scheduling.roster import Drain, Entry
+from coordinator.scheduling.sizing import page_limit
+from coordinator.scheduling.verbs import carry_out
+from kernels.layout import PAGE_TOKENS
+from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
+
+#: Messages handled in one turn.
+BATCH_MAX: Final = 1_024
+#: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
+#: end; and a slot is reported starving once until the next grant. Workers cannot make it more (request_state).
+MESSAGES_PER_REQUEST: Final = 16
+#: Verbs, workers and ticks on top.
+MESSAGES_BESIDES: Final = 4_096
+#: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
+TICK_S: Final = 0.25
+#: Longest deadline of a drain or a stop.
+DEADLINE_MAX_S: Final = 86_400.0
+#: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
+RELEASE_LIMIT_S: Final = 5.0
+#: Granted tokens of a request that has all it can ever use: it is never short.
+GRANTED_ALL: Final = 2**31 - 1
+
+log = logger("coordinator.scheduling.scheduler")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one batch of messages leads to: ledger changes, then tells and replies."""
+
+    steps: list[Step] = field(default_factory=list)
+    tells: list[Tell] = field(default_factory=list)
+    joined: list[Reply[None]] = field(default_factory=list)
+
+    def take(self, heard: Heard) -> None:
+        self.steps += heard.steps
+        self.tells += heard.tells
+
+
+@dataclass(slots=True)
+class _Stop:
+    deadline: float
+    failed_at: float | None = None
+
+
+class Scheduler(Front):
+    """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
+
+    `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
+    `stopped` is set when a requested stop is complete: every request is terminal.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        *,
+        token_log: TokenLog,
+        listener: Listener,
+        supervisor: Supervisor,
+        counters: CoordinatorCounters | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = trio.current_time,
+        wall_offset_s: float = 0.0,
+    ) -> None:
+        mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
+        super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
+        self.stopped = trio.Event()
+        self._token_log = token_log
+        self._listener = listener
+        self._supervisor = supervisor
+        self._counters = counters or CoordinatorCounters()
+        self._journal = journal or NoJournal()
+        self._clock = clock
+        self._wall_offset_s = wall_offset_s
+        self._pools: dict[str, HostPool] = {}
+        self._ledgers = self._journal.book.ledgers
+        self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
+        self._roster = self._dispatch.roster
+        self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
+        self._requests = Requests(token_log, settings, wall_offset_s)
+        self._auditor = Auditor(
+            self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+        )
+        self._reception = Reception(
+            self._requests,
+            self._dispatch,
+            self._fleet,
+            token_log,
+            listener,
+            supervisor,
+            self._journal,
+            tell_scheduler=self.tell,
+            clock=clock,
+            wall_offset_s=wall_offset_s,
+        )
+        self._stop: _Stop | None = None
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop is not None
+
+    # ---------------------------------------------------------------- from the journal
+
+    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
+        """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
+        book = self._journal.book
+        for node, opened in book.pools.items():
+            self._fleet.recover(opened, book.joined(node))
+            self._start_pool(node)
+        place = Place(
+            self._dispatch, self._requests, self._token_log, self._reception.start, self._clock(), self._wall_offset_s
+        )
+        first = restore(book, place, ports)
+        self._reception.ids_made = book.arrivals
+        for live in self._requests.live.values():
+            if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
+                self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
+        self.tell(events.Recovered(first.steps, first.tells))
+
+    def _worker_back(self, hello: messages.WorkerHello) -> Heard:
+        worker = self._roster.workers.get(hello.worker)
+        if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
+            raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
+        return adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+
+    # ---------------------------------------------------------------- one turn
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tick)
+            await super().run()
+            nursery.cancel_scope.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(TICK_S)
+            self.tell(events.Tick())
+
+    async def handle(self, batch: list[Message]) -> None:
+        now, turn, tick = self._clock(), _Turn(), False
+        for message in batch:
+            self._hear(message, now, turn)
+            tick = tick or isinstance(message, events.Tick)
+        await self._transact(turn.steps)
+        for tell in turn.tells:
+            self._tell(tell)
+        for reply in turn.joined:
+            reply.set(None)
+        if tick:
+            self._auditor.tick(now)
+            self._reception.forget(self._requests.forget_old(now))
+            self._journal.summarize_if_long()
+        await self._decide(now, tick)
+        if self._stop is not None:
+            await self._wind_up(self._stop, now)
+
+    def _hear(self, message: Message, now: float, turn: _Turn) -> None:
+        match message:
+            case events.Progressed():
+                turn.take(self._dispatch.progressed(message))
+            case events.Resized():
+                turn.take(self._dispatch.resized(message))
+            case events.Departed():
+                self._requests.end_admission(message.admission)
+                turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
+            case events.Closed():
+                self._dispatch.closed(message.slot)
+                self._requests.end(self._requests.by_slot[message.slot], now)
+            case events.Starving():
+                for slot in message.slots.tolist():
+                    if entry := self._roster.entries.get(slot):
+                        self._dispatch.starve(entry)
+            case events.WorkerDown() | events.WorkerExited():
+                self._worker_gone(message, turn)
+            case events.InventoryTaken():
+                turn.take(self._auditor.hear(message, now))
+            case events.Recovered(steps, tells):
+                turn.take(Heard(steps, tells))
+            case (
+                events.SubmitAsk()
+                | events.VerbAsk()
+                | events.ForgetAsk()
+                | events.DrainAsk()
+                | events.StopAsk()
+                | events.WorkerUp()
+                | events.WorkerBack()
+                | events.AuditAsk()
+            ):
+                try:
+                    self._answer(message, now, turn)
+                except HiSparseError as error:
+                    message.reply.fail(error)
+
+    def _answer(
+        self,
+        ask: events.SubmitAsk
+        | events.VerbAsk
+        | events.ForgetAsk
+        | events.DrainAsk
+        | events.StopAsk
+        | events.WorkerUp
+        | events.WorkerBack
+        | events.AuditAsk,
+        now: float,
+        turn: _Turn,
+    ) -> None:
+        """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
+        match ask:
+            case events.SubmitAsk():
+                handle, commit = self._reception.submit(ask, now, stopping=self.stopping)
+                commit.answer(ask.reply, handle, "the request was queued")
+            case events.VerbAsk():
+                heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
+                if ask.verb is Verb.RETRACT:
+                    self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
+                for each in heard:
+                    turn.take(each)
+                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
+            case events.ForgetAsk(request_ids):
+                commit = self._reception.forget(self._requests.forget(request_ids))
+                lines = tuple(f"{it}: forgotten" for it in request_ids)
+                commit.answer(ask.reply, lines, "the outputs were forgotten")
+            case events.DrainAsk():
+                ask.reply.set(self._drain(ask, now))
+            case events.StopAsk():
+                ask.reply.set(self._begin_stop(ask, now))
+            case events.WorkerUp():
+                is_changing = any(step.node == ask.hello.node for step in turn.steps)
+                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port, is_changing=is_changing)))
+                turn.joined.append(ask.reply)
+            case events.WorkerBack():
+                turn.take(self._worker_back(ask.hello))
+                turn.joined.append(ask.reply)
+            case events.AuditAsk():
+                self._auditor.begin(ask, now)
+
+    # ---------------------------------------------------------------- requests
+
+    def _tell(self, tell: Tell) -> None:
+        """A request that ended in this very turn is told nothing any more."""
+        if live := self._requests.by_slot.get(tell.slot):
+            live.request.tell(tell.event)
+
+    # ---------------------------------------------------------------- workers
+
+    def _open_pool(self, hello: messages.WorkerHello) -> None:
+        """A pool with nothing in it. Whoever kept rows in the one before is prefilled again."""
+        if hello.node in self._pools:
+            self._pools[hello.node].close()
+        for entry in [entry for entry in self._roster.kept.values() if entry.node == hello.node]:
+            self._roster.demote(entry)
+            self._journal.append([Departed(entry.slot, 0)])
+            self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
+        self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
+        self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
+        self._start_pool(hello.node)
+
+    def _start_pool(self, node: str) -> None:
+        self._pools[node] = HostPool(node, self._ledgers[node], self._journal)
+        self._supervisor.start(self._pools[node], Level.HOST_POOL)
+
+    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
+        if isinstance(message, events.WorkerExited):
+            turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
+            return
+        worker = self._roster.workers.get(message.worker)
+        if worker is not None and worker.epoch == message.epoch:
+            self._fleet.leave(worker)
+            for entry in self._roster.on(worker.name):
+                entry.generated = self._token_log.length(entry.slot)
+            turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
+
+    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[str, ...]:
+        workers = self._fleet.find(ask.workers)
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        drain = None if ask.undrain else Drain(now + ask.deadline_s, ask.handover)
+        for worker in workers:
+            self._dispatch.drain(worker, drain)
+        log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
+        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers)
+
+    # ---------------------------------------------------------------- decisions
+
+    async def _decide(self, now: float, tick: bool) -> None:
+        for entry in self._roster.in_view():
+            entry.generated = self._token_log.length(entry.slot)
+        plan = self._dispatch.plan(now, tick=tick)
+        steps = [self._dispatch.step(decision) for decision in plan]
+        given = iter(await self._transact([step for step in steps if step is not None]))
+        for decision, step in zip(plan, steps, strict=True):
+            self._announce(decision, NO_PAGES if step is None else next(given))
+
+    async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
+        """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
+        was given out, it is committed, and all before it."""
+        given, commit = [NO_PAGES] * len(steps), DONE
+        for node in dict.fromkeys(step.node for step in steps):
+            places = [place for place, step in enumerate(steps) if step.node == node]
+            applied = await self._transact_node(node, [steps[place] for place in places])
+            for place, result in zip(places, applied.given, strict=True):
+                given[place] = result
+            commit = applied.commit
+        if any(isinstance(step.change, GIVING) for step in steps):
+            await commit.wait()
+        return given
+
+    async def _transact_node(self, node: str, steps: Sequence[Step]) -> Applied:
+        notes = [step.note for step in steps if step.note is not None]
+        return await self._pools[node].transact([step.change for step in steps], notes)
+
+    def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
+        """Its change is committed: let the token log and the Request know."""
+        match decision:
+            case decisions.Admit():
+                self._tell(self._admit(decision, pages))
+                return
+            case decisions.Grow(entry):
+                self._token_log.grant(entry.slot, self._granted_tokens(entry))
+            case decisions.Retract(_, keep, cause):
+                self._counters.retractions[_mode(keep), cause.value] += 1
+        self._tell(self._dispatch.told(decision, pages))
+
+    def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
+        entry, worker, rung = decision.entry, decision.worker, decision.rung
+        live = self._requests.by_slot[entry.slot]
+        self._requests.begin_admission(live, decision.admission, worker.epoch)
+        self._begin_admission(entry, decision.durable_tokens)
+        command = messages.Admit(
+            admission=decision.admission,
+            slot=entry.slot,
+            request_id=live.state.request_id,
+            prompt=live.prompt,
+            generated=self._token_log.tokens(entry.slot, 0),
+            durable_tokens=decision.durable_tokens,
+            sampling=live.sampling,
+            host_pages=pages.tobytes(),
+            index_pages=decision.memory.index_pages,
+            slab_pages=decision.memory.slab_pages,
+            hot_slots=rung.hot_slots,
+            hot_chunks=rung.hot_chunks,
+        )
+        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
+        return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
+
+    def _begin_admission(self, entry: Entry, durable_tokens: int) -> None:
+        self._token_log.begin_admission(
+            entry.slot, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+        )
+
+    def _granted_tokens(self, entry: Entry) -> int:
+        capacity = self._roster.workers[entry.worker].capacity
+        return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
+
+    # ---------------------------------------------------------------- the end
+
+    def _begin_stop(self, ask: events.StopAsk, now: float) -> tuple[str, ...]:
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        deadline = now + ask.deadline_s
+        if self._stop is None:
+            self._stop = _Stop(deadline)
+        self._stop.deadline = min(self._stop.deadline, deadline)
+        log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
+        return (f"stopping: {len(self._requests.live)} requests have {self._stop.deadline - now:g} s to finish",)
+
+    async def _wind_up(self, stop: _Stop, now: float) -> None:
+        """Held requests are not waited for. Past the deadline what is in the journal is left to the next life; without
+        one all fail, and past RELEASE_LIMIT_S workers are not heard."""
+        lives, turn = list(self._requests.live.values()), _Turn()
+        if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
+            self.stopped.set()
+        elif stop.failed_at is None:
+            if self._is_over(stop, lives, now):
+                stop.failed_at = now
+                for live in lives:
+                    turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped"))
+        elif now >= stop.failed_at + RELEASE_LIMIT_S:
+            for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
+                turn.take(self._dispatch.worker_down(worker, proved_exit=False))
+        await self._transact(turn.steps)
+        for tell in turn.tells:
+            self._tell(tell)
+
+    @staticmethod
+    def _is_over(stop: _Stop, lives: Sequence[Live], now: float) -> bool:
+        """Whether nothing is left to wait for."""
+        return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
+
+
+def _mode(keep: bool) -> str:
+    return "keep" if keep else "drop"
+
+
+def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
+    if ask.undrain:
+        return "takes requests again"
+    how = "are handed over or finish in place" if ask.handover else "finish in place"
+    return f"draining, {requests} requests {how} within {ask.deadline_s:g} s"

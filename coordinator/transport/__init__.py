@@ -1,0 +1,1 @@
+"""trio and ZMQ, and nothing that knows what a message means."""

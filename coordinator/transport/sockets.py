@@ -1,0 +1,395 @@
+"""trio and ZMQ: the only place that knows of ZMQ file descriptors, high-water marks and contexts.
+
+pyzmq has no trio support, and the adapters that exist lose a message per cancelled receive. What follows waits on the
+socket's descriptor itself. The rules, each with a test (tests/test_sockets.py):
+
+  * The descriptor is edge-triggered and says "look again", not "readable": EVENTS is read before every wait.
+  * Any send or receive may consume the edge that a parked task waits for, so EVENTS is read again afterwards and the
+    parked task woken. Without that a stream stalls every few thousand messages.
+  * A receive is a cancellation point only before it takes a message. It then drains without a checkpoint until the
+    socket is empty or the batch is full: a cancelled receive loses nothing, a busy peer cannot starve other tasks.
+  * A ROUTER past its high-water mark, or without a route, drops silently, with gaps. ROUTER_MANDATORY turns both into
+    errors; `send` answers FULL or GONE and the caller keeps what it wanted to send (a cursor, never a queue in here).
+  * A second bind to a live ipc path succeeds and steals it. A lock beside the path is taken before the bind.
+  * A DEALER that reconnects by itself hides the loss of everything in flight behind a new routing id. So it does not:
+    a lost connection raises Unavailable at once, and the owner opens a fresh DEALER and introduces itself again. Loss
+    is seen on the socket's monitor, waited for together with the socket through one epoll descriptor. Reconnecting is
+    put off rather than switched off: switched off, libzmq throws away what had arrived and was not yet read.
+  * A routing id is the ROUTER's name for a connection and says nothing about who is there: identity is in the Hello.
+
+Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
+Routers and dealers live in separate contexts, because within one context closing a ROUTER leaves its ipc connections
+up until the context ends, which would hide the loss from dealers of the same process (tests, `hisparse up`).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import select
+import socket as std_socket
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
+
+import trio
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from coordinator.errors import BadInput, ConfigError, Unavailable
+from coordinator.transport.endpoint_lock import EndpointLock
+
+#: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
+BATCH_MESSAGES_MAX: Final = 256
+#: Messages libzmq queues per connection and direction. Past it a sender is told FULL or waits.
+ROUTER_QUEUE_MESSAGES: Final = 1_000
+DEALER_QUEUE_MESSAGES: Final = 1_000
+#: A message above the role's limit but below this factor of it is received, refused and answered; above, libzmq
+#: closes the connection, since it will not allocate what it would have to read to answer.
+HARD_LIMIT_FACTOR: Final = 4
+#: How long a closing socket goes on sending what it accepted.
+LINGER_MS: Final = 200
+#: Longest wait for a connection to be made and shaken hands on.
+CONNECT_LIMIT_S: Final = 5.0
+#: Half-open TCP connections are closed after this; ipc connections close with their process.
+TRANSPORT_HEARTBEAT_MS: Final = 2_000
+
+#: libzmq adds up to as much again at random, and counts in an int.
+RECONNECT_NEVER_MS: Final = 3_600_000
+
+#: Instead of the process behind a connection that is no more.
+PID_GONE: Final = -1
+#: struct ucred: pid, uid, gid.
+CREDENTIALS: Final = struct.Struct("3i")
+
+T = TypeVar("T")
+
+
+class Sent(enum.Enum):
+    """What became of a message offered to a ROUTER: queued, refused for want of room, or without a route."""
+
+    OK = "ok"
+    FULL = "full"
+    GONE = "gone"
+
+
+class Received(NamedTuple):
+    """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
+
+    `pid` is the sending process as the kernel attests it, 0 when unknown (not ipc, credentials not asked for, another
+    namespace), PID_GONE when its connection has ended meanwhile: then nobody knows any more who it was.
+    """
+
+    peer: bytes
+    frame: bytes
+    pid: int
+
+
+@functools.cache
+def _context(kind: str) -> zmq.Context[zmq.Socket[bytes]]:
+    context = zmq.Context(io_threads=1)
+    context.max_sockets = 4096
+    return context
+
+
+class _Watched:
+    """A ZMQ socket whose readiness trio tasks of one thread wait for.
+
+    At most one task waits on the descriptor (trio allows one); others park until it has looked. A wait that ends,
+    by readiness or cancellation, unparks them, and one of them becomes the next to watch.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], descriptor: int | None = None) -> None:
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
+        self._wanted: list[int] = []
+        self._watch: trio.CancelScope | None = None
+        self._parked = trio.lowlevel.ParkingLot()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._socket.closed)
+
+    def close(self) -> None:
+        """Close now; queued messages are sent for LINGER_MS. Waiting tasks raise trio.ClosedResourceError."""
+        if not self.closed:
+            if self._watch is not None:
+                trio.lowlevel.notify_closing(self._fd)
+            self._socket.close()
+            self._parked.unpark_all()
+
+    def _drain(self, take: Callable[[], T]) -> list[T]:
+        if self.closed:
+            raise trio.ClosedResourceError("the socket was closed")
+        batch: list[T] = []
+        while len(batch) < BATCH_MESSAGES_MAX:
+            try:
+                batch.append(take())
+            except zmq.Again:
+                break
+        self._stir()
+        return batch
+
+    def _events(self) -> int:
+        if self.closed:
+            raise trio.ClosedResourceError("the socket was closed")
+        return int(self._socket.getsockopt(zmq.EVENTS))
+
+    def _is_ready(self, mask: int) -> bool:
+        return bool(self._events() & mask)
+
+    def _stir(self) -> None:
+        """After a send or receive, which may have consumed the edge: wake the watching task if its wish came true."""
+        if self._watch is not None and any(map(self._is_ready, set(self._wanted))):
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._parked.unpark_all()
+
+    async def _wait_for(self, mask: int) -> None:
+        """Return once an event in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
+        self._wanted.append(mask)
+        try:
+            while not self._is_ready(mask):
+                if self._watch is not None:
+                    await self._parked.park()
+                else:
+                    await self._watch_descriptor()
+        finally:
+            self._wanted.remove(mask)
+
+    async def _watch_descriptor(self) -> None:
+        self._watch = trio.CancelScope()
+        try:
+            with self._watch:
+                await trio.lowlevel.wait_readable(self._fd)
+        finally:
+            self._watch = None
+            self._parked.unpark_all()
+
+
+class RouterSocket(_Watched):
+    """The coordinator's end: bound, addressed by connection, with a bounded queue per connection.
+
+    `message_bytes_max` is what the role may send; the caller refuses larger frames (they still arrive, up to
+    HARD_LIMIT_FACTOR times as large, so that the sender can be told).
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        message_bytes_max: int,
+        credentials: bool = False,
+        queue_messages: int = ROUTER_QUEUE_MESSAGES,
+    ) -> None:
+        """Bind to `endpoint`. Raises ConfigError (unusable endpoint) or Unavailable (another process holds it)."""
+        self.endpoint = endpoint
+        self.message_bytes_max = message_bytes_max
+        self._lock = EndpointLock(endpoint)
+        socket = _context("router").socket(zmq.ROUTER)
+        _set_options(socket, endpoint, queue_messages, bytes_max=message_bytes_max * HARD_LIMIT_FACTOR)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            self._lock.release()
+            raise _unusable(endpoint, error) from error
+        self._credentials = credentials and endpoint.startswith("ipc://")
+        self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        super().__init__(socket)
+
+    async def recv_batch(self) -> list[Received]:
+        """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            if batch := self._drain(self._take_attested if self._credentials else self._take):
+                return batch
+            await self._wait_for(zmq.POLLIN)
+
+    def _take(self) -> Received:
+        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        return Received(peer, frames[0] if len(frames) == 1 else b"", 0)
+
+    def _take_attested(self) -> Received:
+        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if len(frames) != 1:
+            return Received(peer.bytes, b"", 0)
+        return Received(peer.bytes, frames[0].bytes, _attested_pid(frames[0]))
+
+    def send(self, peer: bytes, frame: bytes) -> Sent:
+        """Queue `frame` for `peer`, at once or not at all; never blocks."""
+        try:
+            self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+        finally:
+            self._stir()
+        return Sent.OK
+
+    def close(self) -> None:
+        super().close()
+        self._lock.release()
+
+
+class DealerSocket(_Watched):
+    """The peer's end: one connection, made by `connect`; once it is lost, Unavailable is raised for good."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str, message_bytes_max: int
+    ) -> None:
+        self._both = select.epoll()
+        for descriptor in (socket.getsockopt(zmq.FD), monitor.getsockopt(zmq.FD)):
+            self._both.register(int(descriptor), select.EPOLLIN)
+        super().__init__(socket, self._both.fileno())
+        self.endpoint = endpoint
+        self._monitor = monitor
+        self._message_bytes_max = message_bytes_max
+        self._lost = False
+
+    @classmethod
+    async def connect(
+        cls, endpoint: str, *, message_bytes_max: int, queue_messages: int = DEALER_QUEUE_MESSAGES
+    ) -> DealerSocket:
+        """Connect, or raise Unavailable (nobody there, CONNECT_LIMIT_S passed) or ConfigError (no such transport).
+
+        `message_bytes_max` bounds what may be sent. Cancelled: nothing is left open.
+        """
+        socket = _context("dealer").socket(zmq.DEALER)
+        _set_options(socket, endpoint, queue_messages, bytes_max=-1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        dealer = cls(socket, monitor, endpoint, message_bytes_max)
+        try:
+            socket.connect(endpoint)
+            with trio.fail_after(CONNECT_LIMIT_S):
+                await dealer._shake_hands()
+        except BaseException as error:
+            dealer.close()
+            if isinstance(error, zmq.ZMQError):
+                raise _unusable(endpoint, error) from error
+            if isinstance(error, trio.TooSlowError):
+                raise _unavailable(endpoint, f"no answer within {CONNECT_LIMIT_S:g} s") from error
+            raise
+        return dealer
+
+    async def _shake_hands(self) -> None:
+        watched = _Watched(self._monitor)
+        while True:
+            await watched._wait_for(zmq.POLLIN)
+            event = self._next_event()
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            if event is not None:
+                raise _unavailable(self.endpoint, "nobody listens there")
+
+    def _next_event(self) -> int | None:
+        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return None
+        return int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
+
+    def _check_lost(self) -> bool:
+        """Whether the connection is lost; the first to see it wakes whoever waits."""
+        if not self._lost and self._next_event() is not None:
+            self._lost = True
+            self._rouse()
+        return self._lost
+
+    def _is_ready(self, mask: int) -> bool:
+        """As for any socket. Raises Unavailable when the connection is lost and what arrived before was taken."""
+        is_lost = not self.closed and self._check_lost()
+        events = self._events()  # behind the look at the monitor: what arrived before the loss is counted in
+        if is_lost and not events & mask & zmq.POLLIN:
+            raise _unavailable(self.endpoint, "the connection was lost")
+        return bool(events & mask)
+
+    async def recv_batch(self) -> list[bytes]:
+        """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken.
+
+        A message that is not exactly one frame arrives as b"". Raises Unavailable when the connection is lost.
+        """
+        await trio.lowlevel.checkpoint()
+        while True:
+            if batch := self._drain(self._take):
+                return batch
+            await self._wait_for(zmq.POLLIN)
+
+    def _take(self) -> bytes:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        return frames[0] if len(frames) == 1 else b""
+
+    async def send(self, frame: bytes) -> None:
+        """Queue `frame`, waiting while the queue is full. Cancelled: it was not queued.
+
+        Raises BadInput (too large) or Unavailable (the connection is lost).
+        """
+        if len(frame) > self._message_bytes_max:
+            raise BadInput(
+                f"a message of {len(frame)} bytes exceeds the limit of {self._message_bytes_max}",
+                field="message",
+                value=f"{len(frame)} bytes",
+                remedy="send a shorter prompt or fewer ids",
+            )
+        await trio.lowlevel.checkpoint()
+        while not self._queue(frame):
+            await self._wait_for(zmq.POLLOUT)
+
+    def _queue(self, frame: bytes) -> bool:
+        if self.closed:
+            raise trio.ClosedResourceError("the socket was closed")
+        if self._check_lost():
+            raise _unavailable(self.endpoint, "the connection was lost")
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._stir()
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            super().close()
+            self._both.close()
+
+
+def _set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, *, bytes_max: int) -> None:
+    socket.setsockopt(zmq.SNDHWM, queue_messages)
+    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    if not endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS)
+
+
+def _attested_pid(frame: zmq.Frame) -> int:
+    """The process that `frame` came from over ipc; 0 when it is in another namespace, PID_GONE with its connection."""
+    try:
+        connection = std_socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD))))
+    except (OSError, zmq.ZMQError):
+        return PID_GONE
+    with connection:
+        try:
+            credentials = connection.getsockopt(std_socket.SOL_SOCKET, std_socket.SO_PEERCRED, CREDENTIALS.size)
+        except OSError:
+            return PID_GONE
+    return int(CREDENTIALS.unpack(credentials)[0])
+
+
+def _unavailable(endpoint: str, message: str) -> Unavailable:
+    return Unavailable(message, field="endpoint", value=endpoint, remedy="start it with: hisparse up")
+
+
+def _unusable(endpoint: str, error: zmq.ZMQError) -> ConfigError:
+    return ConfigError(
+        f"unusable: {error}", field="endpoint", value=endpoint, remedy="use ipc:///PATH or tcp://HOST:PORT"
+    )

@@ -1,0 +1,70 @@
+"""Sends what command logs hold: woken by new commands, again where a socket was full, from where an epoch asks."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import trio
+
+from coordinator import messages
+from coordinator.transport.sockets import RouterSocket, Sent
+from coordinator.workers.worker_epoch import WorkerEpoch
+from metrics.state import CoordinatorCounters
+
+#: How soon a link whose socket was full is tried again.
+UNBLOCK_INTERVAL_S: Final = 0.02
+
+
+class Addressee(Protocol):
+    """A worker epoch and the connection it is reached on, None for none."""
+
+    @property
+    def state(self) -> WorkerEpoch: ...
+    @property
+    def peer(self) -> bytes | None: ...
+
+
+class CommandSender:
+    """One per worker socket. Commands told in one turn of the loop leave in one message per worker."""
+
+    def __init__(self, socket: RouterSocket, incarnation: int, counters: CoordinatorCounters) -> None:
+        self._socket = socket
+        self._incarnation = incarnation
+        self._counters = counters
+        self._waiting: dict[Addressee, None] = {}
+        self._wake = trio.Event()
+
+    def soon(self, link: Addressee) -> None:
+        """There is something to send to `link`."""
+        self._waiting[link] = None
+        self._wake.set()
+
+    def forget(self, link: Addressee) -> None:
+        self._waiting.pop(link, None)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            with trio.move_on_after(UNBLOCK_INTERVAL_S if self._waiting else float("inf")):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            self.send_all()
+
+    def send_all(self) -> None:
+        """Send what every link has to send; those whose socket is full stay for the next time."""
+        now = trio.current_time()
+        for link in tuple(self._waiting):
+            if self._send_to(link, now):
+                del self._waiting[link]
+
+    def _send_to(self, link: Addressee, now: float) -> bool:
+        """Whether nothing is left that could be sent now. Without a connection it waits for the next hello."""
+        log = link.state.commands
+        while link.peer is not None and (batch := log.take(now)) is not None:
+            frame = messages.encode(messages.Commands(self._incarnation, batch.first, batch.commands))
+            sent = self._socket.send(link.peer, frame)
+            if sent is not Sent.OK:
+                log.untake(batch)
+                return sent is Sent.GONE
+            self._counters.replayed_commands += batch.repeated
+        return True

@@ -1,0 +1,140 @@
+"""One epoch of one worker as the coordinator sees it: numbers, acknowledgements, signs of life. Pure.
+
+    reports   arrive numbered from 1 and apply once and in order; a gap is asked for again, at most every
+              REPLAY_ASK_INTERVAL_S; a repeated one is acknowledged again and does nothing
+    commands  coordinator.workers.command_log
+    life      anything heard counts for the link; `executor_beats` in heartbeats for the executor, since a link may
+              outlive the loop it speaks for
+
+An epoch that was declared down stays down: whatever it says later is refused, so that it empties itself and begins
+anew. That is how the two sides agree without agreeing on when the silence began.
+
+A report is acknowledged when what it said is in the journal (`report_durable`): until then the worker keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from coordinator.errors import ProtocolError, WrongState
+from coordinator.messages import Heartbeat, Report, WorkerHello
+from coordinator.scheduling.events import LinkStats
+from coordinator.workers.command_log import CommandLog
+
+#: The same gap in reports is asked for at most this often.
+REPLAY_ASK_INTERVAL_S: Final = 0.25
+#: Weight of the latest round trip in `command_ack_ms`.
+ROUND_TRIP_WEIGHT: Final = 1 / 8
+
+
+class Arrival(Enum):
+    """What a report is by its number."""
+
+    NEXT = "next"
+    REPEATED = "repeated"
+    GAP = "gap"
+
+
+class WorkerEpoch:
+    """Times are seconds of one monotonic clock. `observe` is given the seconds of each command's round trip."""
+
+    def __init__(self, hello: WorkerHello, observe: Callable[[float], None], now: float) -> None:
+        self.worker = hello.worker
+        self.node = hello.node
+        self.epoch = hello.epoch
+        self.pid = hello.pid
+        self.commands = CommandLog()
+        self.report_ack = 0
+        self.report_durable = 0
+        self.round_trip_s = 0.0
+        self._observe = observe
+        self.steps = 0
+        self.step_us = 0.0
+        self.hits = 0
+        self.misses = 0
+        self.swapped_bytes = 0
+        self._beats = -1
+        self._beat_at = now
+        self._heard_at = now
+        self._asked_at = now - REPLAY_ASK_INTERVAL_S
+
+    def reconnect(self, hello: WorkerHello, now: float) -> None:
+        """A fresh connection of this epoch. Raises WrongState, unchanged, when the two sides cannot agree any more."""
+        if hello.report_next <= self.report_ack:
+            raise WrongState(
+                f"report {self.report_ack} was received",
+                field="report_next",
+                value=hello.report_next,
+                remedy="begin a new epoch",
+            )
+        try:
+            self.commands.reconnect(hello.command_ack, now)
+        except ProtocolError as error:
+            raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
+        self._heard_at = self._beat_at = now
+
+    def adopt(self, hello: WorkerHello, now: float) -> None:
+        """Its first connection to this life of the coordinator: numbers go on where the earlier life left them."""
+        self.commands.rebase(hello.command_ack)
+        self.report_ack = self.report_durable = hello.report_first - 1
+        self._heard_at = self._beat_at = now
+
+    # ------------------------------------------------------------ what it says
+
+    def report(self, report: Report, now: float) -> Arrival:
+        """Place `report` in order; NEXT is for the caller to apply. Raises ProtocolError for an impossible number."""
+        self._heard_at = now
+        self.acknowledge(report.command_ack, now)
+        if report.number < 1:
+            raise ProtocolError("reports are numbered from 1", field="number", value=report.number)
+        if report.number > self.report_ack + 1:
+            return Arrival.GAP
+        if report.number <= self.report_ack:
+            return Arrival.REPEATED
+        self.report_ack = report.number
+        return Arrival.NEXT
+
+    def should_ask_again(self, now: float) -> bool:
+        """Whether a gap is to be asked for now."""
+        if now - self._asked_at < REPLAY_ASK_INTERVAL_S:
+            return False
+        self._asked_at = now
+        return True
+
+    def heartbeat(self, beat: Heartbeat, now: float) -> None:
+        self._heard_at = now
+        self.acknowledge(beat.command_ack, now)
+        if beat.executor_beats != self._beats:
+            self._beats = beat.executor_beats
+            self._beat_at = now
+        self.steps, self.step_us = beat.steps, beat.step_us
+        self.hits, self.misses, self.swapped_bytes = beat.hits, beat.misses, beat.swapped_bytes
+
+    def acknowledge(self, number: int, now: float) -> None:
+        round_trip_s = self.commands.acknowledge(number, now)
+        if round_trip_s is not None:
+            self._observe(round_trip_s)
+            self.round_trip_s += (round_trip_s - self.round_trip_s) * (ROUND_TRIP_WEIGHT if self.round_trip_s else 1.0)
+
+    # ------------------------------------------------------------ what the time says
+
+    def failing(self, now: float, limit_s: float) -> str:
+        """Why this epoch counts as down at `now`; empty while it does not."""
+        if now - self._heard_at > limit_s:
+            return f"nothing heard for {limit_s:g} s"
+        if now - self._beat_at > limit_s:
+            return f"its executor has not turned for {limit_s:g} s"
+        return ""
+
+    def stats(self, now: float) -> LinkStats:
+        return LinkStats(
+            steps=self.steps,
+            step_us=self.step_us,
+            hits=self.hits,
+            misses=self.misses,
+            swapped_bytes=self.swapped_bytes,
+            link_age_s=now - self._heard_at,
+            command_ack_ms=1e3 * self.round_trip_s,
+        )
