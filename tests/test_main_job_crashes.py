@@ -111,10 +111,10 @@ async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model:
         crashed: dict[int, list[int]] = {}
 
         async def disturb() -> None:
-            for kill, number in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)):
+            for kill, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
                 await until_decoding(client, "crashed-", 6 + 20 * kill)
                 await trio.sleep(dice.uniform(0.0, 0.2))
-                child = cluster.workers[f"w{kill % 2}"]
+                child = cluster.workers[f"w{kill}"]
                 child.signal(number)
                 with trio.fail_after(90):
                     while cluster.workers[child.name] is child:  # noqa: ASYNC110
@@ -128,9 +128,9 @@ async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model:
         await assert_nothing_leaked(client)
     assert crashed == quiet
     assert {len(tokens) for tokens in quiet.values()} == {NEW_TOKENS}
-    assert events.count("lost") >= 3
+    assert events.count("lost") >= 2
     assert events.count("staged") < REQUESTS + events.count("lost"), "nobody was resumed"
-    assert sum("killed by SIGKILL" in line for line in said) >= 3
+    assert sum("killed by SIGKILL" in line for line in said) >= 2
 
 
 async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path: Path) -> None:
