@@ -94,20 +94,6 @@ template <class Shape, int FLIGHT> struct Lines {
     }
 };
 
-// An id that has been asked for: widened where it is used, so that the wait for it is there too.
-struct Id {
-    i32 low, high;
-
-    __device__ __forceinline__ void load(const void* ids, int place, int wide) {
-        const i32* const at = static_cast<const i32*>(ids) + (wide ? 2 * place : place);
-        load_now(low, at);
-        if (wide) load_now(high, at + 1);
-    }
-    __device__ __forceinline__ i64 value(int wide) const {
-        return wide ? static_cast<i64>(static_cast<u64>(static_cast<u32>(high)) << 32 | static_cast<u32>(low)) : low;
-    }
-};
-
 __device__ __forceinline__ i64 read_id(const void* ids, int place, int wide) {
     return wide ? static_cast<const i64*>(ids)[place] : static_cast<const i32*>(ids)[place];
 }
@@ -146,7 +132,13 @@ __device__ __forceinline__ int cluster_ranks() {
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
     return static_cast<int>(r);
 }
-// The cluster's one barrier: all threads arrive once, mailboxes being set up; who is about to write to a peer waits.
+__device__ __forceinline__ int cluster_number() {
+    u32 n;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(n));
+    return static_cast<int>(n);
+}
+// The cluster's one barrier: all threads arrive and wait once, mailboxes being set up. The wait empties L1: it belongs
+// where nothing is in it yet.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -161,8 +153,8 @@ __device__ __forceinline__ void expect_knocks(u64* mailbox, u32 calls) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mailbox)), "r"(calls) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// `bytes` will be written by peers, through `send`, before `await_mail` returns. This is the one knock that the mailbox
-// expects.
+// `bytes` will be written by peers, through `send`, before `await_mail` returns. The mailbox has been told of one knock,
+// which this is.
 __device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
                  : "memory");
@@ -193,6 +185,7 @@ __device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbo
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_ranks() { return 1; }
+__device__ __forceinline__ int cluster_number() { return static_cast<int>(blockIdx.x); }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}

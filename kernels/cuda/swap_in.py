@@ -20,9 +20,7 @@ from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
 SEEN_MAX = 4096  # places of the hash set of tokens; twice the top-k up to half of that
-REPLAY_ROWS = (
-    8  # copies per block of replay_misses at least, until every second processor has a block: the link is full
-)
+REPLAY_PARTS_MAX = 16
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
 
@@ -47,12 +45,13 @@ def swap_in(
     seen = seen_places(k)
     sections, shared_bytes = lay_out(k, ranks, limit)
     block = parameters.SwapIn(
-        state=parameters.group_parameters(state, group),
+        state=parameters.state_parameters(state),
         batch=parameters.batch_parameters(batch),
         plan=parameters.plan_parameters(plan),
         topk=topk.data_ptr(),
         out_rows=out_rows.data_ptr(),
         k=k,
+        group=group,
         anchor_layer=state.geometry.layers_of_group(group)[0],
         slots_limit=limit,
         seen_mask=seen - 1,
@@ -61,7 +60,7 @@ def swap_in(
         sections=sections,
     )
     kernel_of(state, "swap_in", "swap_in").launch(
-        (ranks, rows),
+        (rows * ranks, 1),
         block,
         stream_of(state),
         cluster=ranks,
@@ -72,17 +71,15 @@ def swap_in(
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group."""
     rows, k = plan.device_row.shape
+    parts = max(1, min(REPLAY_PARTS_MAX, 2 * processors(plan.count.device) // rows))
     block = parameters.ReplayMisses(
         state=parameters.state_parameters(state),
         plan=parameters.plan_parameters(plan),
         k=k,
         layer=layer,
-        rows=rows,
+        parts=parts,
     )
-    blocks = min(-(-rows * k // REPLAY_ROWS), processors(plan.count.device) // 2)
-    kernel_of(state, "copy_rows", "replay_misses").launch(
-        (blocks, 1), block, stream_of(state), threads=256, shared_bytes=4 * rows
-    )
+    kernel_of(state, "copy_rows", "replay_misses").launch((rows * parts, 1), block, stream_of(state), threads=256)
 
 
 @contextmanager
@@ -120,7 +117,7 @@ def lay_out(k: int, ranks: int, limit: int) -> tuple[parameters.Sections, int]:
         "entries": 4 * topk,
         "key": 4 * topk,
         "page": 4 * topk,
-        "victims": 2 * topk,
+        "slot": 2 * topk,
         "missing": 2 * topk,
         "seen": 4 * seen_places(k),
         "chunks": -(-(4 * (limit // PAGE_TOKENS)) // 16) * 16,

@@ -5,8 +5,8 @@
 
 namespace hisparse {
 
-constexpr int COPY_THREADS = 256;
 constexpr int CONTROL_THREADS = 256;
+constexpr int COPY_THREADS = 256;
 constexpr int BLOCK_THREADS = CONTROL_THREADS + COPY_THREADS;
 constexpr int CONTROL_WARPS = CONTROL_THREADS / 32;
 constexpr int FLIGHT = PLANES == 2 ? 5 : 6;  // lines in flight per group of copy lanes
@@ -35,10 +35,10 @@ struct Shared {
     __device__ __forceinline__ u32& entry(u32 i) const { return in<u32>(0, i); }
     __device__ __forceinline__ u32 token(u32 i) const { return entry(i) >> ENTRY_BITS; }
     __device__ __forceinline__ u32 place(u32 i) const { return entry(i) & ((1 << ENTRY_BITS) - 1); }
-    // [k] of missing entries: place of the token in slot_of, later its device row; or the entry that it follows
+    // [k] of missing entries: place of the token in slot_of, or the entry that this one follows
     __device__ __forceinline__ i32& key(u32 i) const { return in<i32>(at.key, i); }
     __device__ __forceinline__ i32& page(u32 i) const { return in<i32>(at.page, i); }  // [k] host page
-    __device__ __forceinline__ u16& victim(u32 m) const { return in<u16>(at.victims, m); }  // [k] slot for missing(m)
+    __device__ __forceinline__ u16& slot(u32 i) const { return in<u16>(at.slot, i); }  // [k] victim
     // [k] from the front the entries to load, from the back their followers
     __device__ __forceinline__ u16& missing(u32 m) const { return in<u16>(at.missing, m); }
     __device__ __forceinline__ u32& seen(u32 i) const { return in<u32>(at.seen, i); }  // hash set of entries by token
@@ -57,18 +57,13 @@ struct Scalars {
     u64 readers_mail;  // all peers have read the stamps
     uint2 sums[2][CONTROL_WARPS];
     i32 oldest[CONTROL_WARPS];
-    u32 entries, misses, followers, foreign;
-    i32 hot, now;
+    u32 entries, misses, followers, hits;
 };
 
 struct Seat {
     i32 seat, length, hot, now;
     u32 limit;  // slots, tail included
 };
-
-__device__ __forceinline__ u32 limit_of(const SwapIn& p, i32 hot) {
-    return min(hot + p.state.tail_slots, p.slots_limit);
-}
 
 // Of one block's mail, in 16 bytes: its misses, and a bit per slot.
 __device__ __forceinline__ u32 mail_vectors(const Seat& at) { return 1 + (static_cast<u32>(at.limit) + 127) / 128; }
@@ -80,9 +75,7 @@ __device__ __forceinline__ i32 table_entry(const i32* table, i32 width, i32 seat
 }
 
 // The block of a request that resolves `token`, and with it every duplicate of it.
-__device__ __forceinline__ u32 home_of(u32 token, u32 ranks) {
-    return __umulhi(token / HOME_TOKENS * 2654435761u, ranks);
-}
+__device__ __forceinline__ u32 home_of(u32 token, u32 ranks) { return __umulhi(token / HOME_TOKENS * 2654435761u, ranks); }
 
 __device__ __forceinline__ i32 slot_row(const Shared& s, u32 slot) {
     const i32 chunk = s.chunk(slot / PAGE_TOKENS);
@@ -115,7 +108,7 @@ __device__ __forceinline__ u32 take_place(bool want, u32* counter) {
 }
 
 __device__ __forceinline__ void add_to_seat(const SwapIn& p, const Seat& at, i64* counters, u32 count) {
-    if (count) atomicAdd(reinterpret_cast<u64*>(counters + at.seat),
+    if (count) atomicAdd(reinterpret_cast<u64*>(counters + static_cast<i64>(p.group) * p.state.seats + at.seat),
                          static_cast<u64>(count));
 }
 
