@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.state import Tripwire
-from tests.gpu import run_cases
+from tests.gpu import lives, run_cases
 from tests.gpu.compare import Difference, check
 from tests.gpu.program import OF_GROUP, TABLES, Program, pack, unpack
 
@@ -140,6 +140,15 @@ def test_parts_cover_what_was_asked_for_and_one_label_its_part_alone() -> None:
     assert [part.kind for part in run_cases.parts_of(221, 2, "")] == ["limit"] * 2 + ["small"] * 3
     assert list(run_cases.parts_of(9900, 100, "small:7:3")) == [run_cases.Part("small", 7)]
     assert list(run_cases.parts_of(9900, 100, "limit:41")) == [run_cases.Part("limit", 41, 100)]
+
+
+def test_ten_cases_at_the_limits_reach_beyond_32_bit_offsets() -> None:
+    """vLLM #57602: rows on the device and pages on the host, those in use at the far end of more than 4 GiB."""
+    assert set(lives.LARGE) <= set(lives.KINDS[:10])
+    (drawn,) = run_cases.draw_examples(lives.LIMITS, 1, 1)
+    arena, host = (lives._extent(kind, drawn) for kind in ("arena", "host"))
+    assert arena.chunks * 64 * arena.rows[0] > 2**32
+    assert host.host_pages * 64 * (host.rows[0] + host.rows[2]) > 2**32
 
 
 def test_packed_tensors_come_back() -> None:

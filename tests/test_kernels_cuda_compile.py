@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,8 +14,9 @@ from coordinator.errors import ConfigError, InternalError
 from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
 from kernels.cuda.launch import KERNELS
-from kernels.cuda.swap_in import blocks_per_request, lay_out
+from kernels.cuda.swap_in import blocks_per_request, lay_out, replay_misses
 from kernels.layout import Geometry
+from kernels.state import DeviceState, MissPlan
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
@@ -116,6 +120,18 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
 def test_blocks_per_request_fill_the_card_within_a_cluster() -> None:
     assert [blocks_per_request(n, 132, True) for n in (1, 4, 8, 16, 64, 128, 256)] == [16, 16, 16, 8, 2, 2, 1]
     assert blocks_per_request(1, 132, False) == 1
+
+
+def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang #34847: with a fixed grid of 4 blocks, what ran ahead fell behind past a few dozen requests."""
+    grids: list[tuple[int, int]] = []
+    kernel = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
+    for name, value in (("kernel_of", kernel), ("processors", 132), ("stream_of", None)):
+        monkeypatch.setattr(sys.modules[replay_misses.__module__], name, lambda *_, value=value: value)
+    monkeypatch.setattr(parameters, "state_parameters", lambda _: parameters.State())
+    for rows in (1, 8, 32, 256):
+        replay_misses(cast("DeviceState", None), 0, MissPlan.allocate(rows, 4))
+    assert grids == [(16, 1), (128, 1), (256, 1), (256, 1)]
 
 
 def test_shared_memory_of_the_largest_cases_fits_a_block() -> None:

@@ -89,6 +89,15 @@ def test_one_request_alone_is_resident() -> None:
     assert fake.entry(0).hot == Rung(RESIDENT, fake.entry(0).pages)
 
 
+def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
+    """SGLang #33876: 3 chunks are 192 rows of a context that reaches 2,100; host and index pages are what it needs."""
+    fake = cluster(hot_chunks=3)
+    fake.submit(0, 2_000, 100)
+    run_until(fake, lambda: is_running(fake, 0))
+    assert hot(fake, 0) == 128
+    run_to_end(fake)
+
+
 def test_fifty_at_once_shrink_their_buffers_and_none_is_kept_waiting() -> None:
     """Room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
     fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, slab_pages=500)

@@ -151,6 +151,7 @@ async def test_an_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
             "8000 prompt tokens and max_tokens 300 make 8300, the context of tiny holds 8192",
         ),
         ({"prompt": 3_000}, CapacityError, "needs 47 slab pages, w0 has 8"),
+        ({"max_tokens": 7_000}, CapacityError, "needs 111 host pages, pool has 64"),
         ({"max_tokens": 0}, BadInput, "max_tokens=0"),
         ({"priority": 5_000}, BadInput, "priority=5000: must be -1000 to 1000"),
         ({"request_id": "a b"}, BadInput, "request_id='a b'"),

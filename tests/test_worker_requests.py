@@ -204,6 +204,19 @@ def test_a_request_leaves_in_every_state_and_nobody_notices(status: Status, seed
     rig.check_end()
 
 
+@pytest.mark.parametrize("status", [Status.PREFILLING, Status.STAGING, Status.RUNNING])
+def test_a_worker_is_not_idle_while_a_request_may_still_move(status: Status) -> None:
+    """SGLang #22577, #30674: staging counts, and so does a request that leaves, until it is released."""
+    rig = Rig(make_streams("simulated", 1))
+    life = rig.coordinator.create(1, 100, 60)
+    reach(rig, life, status)
+    assert not rig.executor.idle
+    rig.coordinator.withdraw(life, "abort")
+    rig.run()
+    assert isinstance(rig.coordinator.events[-1], Released)
+    rig.check_end()
+
+
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_is_resized_in_every_state(status: Status, seed: int) -> None:
