@@ -26,9 +26,8 @@ from coordinator.client.client import Client, open_client
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import HiSparseError, NotFound, Unavailable, WrongState
 from coordinator.messages import Sampling
+from tests.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, write_model
 from tests.process_rig import ROOT
-from tests.test_main_job import assert_nothing_leaked, cluster_config, prompts_of
-from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -97,9 +96,7 @@ async def crew_of(config: Config, path: Path, *workers: str) -> AsyncIterator[Cr
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 async def collect(

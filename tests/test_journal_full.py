@@ -14,8 +14,8 @@ from coordinator.client.client import Client, open_client
 from coordinator.errors import Unavailable
 from coordinator.journal.store import RESERVE_BYTES
 from coordinator.messages import Sampling
+from tests.cluster_rig import cluster_config, prompts_of
 from tests.test_coordinator_crash import LIMIT_S, crew_of
-from tests.test_main_job import cluster_config, prompts_of
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

@@ -11,76 +11,36 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
 
 from coordinator.client.client import Client
-from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import Config, HostFacts, build
 from coordinator.errors import CapacityError, NotFound, WrongState
-from coordinator.messages import AuditRows, Sampling
-from worker.runners.tiny import write_tiny_checkpoint
+from coordinator.messages import Sampling
+from tests.cluster_rig import (
+    SIZE_CLASSES,
+    assert_nothing_leaked,
+    cluster_config,
+    cluster_of_two,
+    prompts_of,
+    write_model,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 50
 NEW_TOKENS = 24
-TOPK = 16
-SIZE_CLASSES = (64, 128, 256)
 #: An oracle's token may differ where its two best logits are closer than this: fp32 sums in another order.
 TIE_BOUND = 1e-4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=TOPK, context_max_tokens=2_048)
-    return path
-
-
-def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated", hot_chunks: int = 60) -> Config:
-    flags: dict[str, object] = {
-        "cluster.runtime_dir": str(runtime_dir),
-        "coordinator.audit_interval_s": 0.3,
-        "worker.model": str(model),
-        "worker.dtype": "float32",
-        "worker.deterministic": True,
-        "worker.stream_backend": streams,
-        "worker.stream_seed": 7,
-        "worker.seats": 16,
-        "worker.device_mem": "64MiB",
-        "worker.host_mem": "24MiB",
-        "worker.context_max_tokens": 1_024,
-        "worker.hot_size_classes": SIZE_CLASSES,
-        "worker.hot_chunks_max": hot_chunks,
-        "worker.tail_slots": 2,
-        "worker.prefill_chunk_tokens": 256,
-        "worker.threads": 1,
-    }
-    return build({}, {}, flags, HostFacts.read())
-
-
-@asynccontextmanager
-async def cluster_of_two(config: Config, log_dir: Path) -> AsyncIterator[tuple[Cluster, Client]]:
-    async with running_cluster(config, 2, log_dir=log_dir) as cluster, cluster.client("test") as client:
-        yield cluster, client
-        assert_books_agreed(log_dir, await client.audit())
-
-
-def assert_books_agreed(log_dir: Path, last: AuditRows) -> None:
-    """No audit, of those that ran all the time and the last one, has found a difference."""
-    assert last.differences == ()
-    assert all(row.answered for row in last.audited)
-    assert "audit:" not in (log_dir / "coordinator.log").read_text()
-
-
-def prompts_of(seed: int, count: int) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(256) for _ in range(dice.randrange(40, 640))] for _ in range(count)]
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 async def collect(client: Client, name: str, prompt: Sequence[int], outputs: dict[str, list[int]]) -> None:
@@ -96,24 +56,6 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
         for i, prompt in enumerate(prompts):
             nursery.start_soon(collect, client, f"{prefix}{i}", prompt, outputs)
     return {name.removeprefix(prefix): tokens for name, tokens in outputs.items()}
-
-
-async def all_free(client: Client) -> bool:
-    pools, workers = await client.pools(), await client.workers()
-    return all(row.free == row.host_pages for row in pools) and all(
-        (row.seats_free, row.hot_chunks_free, row.index_pages_free, row.slab_pages_free)
-        == (row.capacity.seats, row.capacity.hot_chunks, row.capacity.index_pages, row.capacity.slab_pages)
-        for row in workers
-        if row.state != "disconnected"  # its rows tell how it was last
-    )
-
-
-async def assert_nothing_leaked(client: Client) -> None:
-    for _ in range(200):
-        if await all_free(client):
-            return
-        await trio.sleep(0.05)
-    pytest.fail(f"still held: {await client.pools()}, {await client.workers()}")
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
@@ -152,7 +94,7 @@ async def release_held(client: Client, moves: dict[str, int]) -> None:
 
 async def test_fifty_requests_moved_about_decode_what_they_decode_undisturbed(model: Path, tmp_path: Path) -> None:
     prompts, moves, churned = prompts_of(1, REQUESTS), {}, {}
-    async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client):
+    async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client, _):
         quiet = await decode_all(client, prompts, "quiet-")
         await assert_nothing_leaked(client)
         async with trio.open_nursery() as nursery:
@@ -185,7 +127,7 @@ def assert_oracle_agrees(model: Path, prompts: Sequence[Sequence[int]], outputs:
 
 async def test_abort_in_every_state_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     prompts, dice, outputs = prompts_of(3, REQUESTS), random.Random(4), {}
-    async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client):
+    async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client, _):
         async with trio.open_nursery() as nursery:
             for i, prompt in enumerate(prompts):
                 nursery.start_soon(collect, client, str(i), prompt, outputs)
@@ -208,6 +150,7 @@ async def test_one_request_alone_has_no_misses_and_many_shrink_their_buffers(mod
     async with cluster_of_two(cluster_config(model, tmp_path, streams="inline", hot_chunks=40), tmp_path) as (
         _,
         client,
+        _,
     ):
         outputs: dict[str, list[int]] = {}
         await collect(client, "alone", prompts_of(5, 1)[0], outputs)

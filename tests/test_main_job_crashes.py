@@ -9,66 +9,36 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
 from coordinator.client.client import Client
-from coordinator.cluster.keeper import Keeper
-from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import Config
 from coordinator.errors import NotFound
 from coordinator.messages import Sampling
 from coordinator.scheduling.suspicion import POISON_STRIKES
-from tests.test_main_job import assert_books_agreed, assert_nothing_leaked, cluster_config, prompts_of
-from worker.runners.tiny import write_tiny_checkpoint
+from tests.cluster_rig import (
+    HEARTBEAT_LIMIT_S,
+    assert_nothing_leaked,
+    cluster_of_two,
+    crash_config,
+    lengths,
+    prompts_of,
+    until_all_connected,
+    write_model,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 8
 NEW_TOKENS = 96
-HEARTBEAT_LIMIT_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048)
-    return path
-
-
-def crash_config(model: Path, runtime_dir: Path, host_mem: str) -> Config:
-    config = cluster_config(model, runtime_dir)
-    return msgspec.structs.replace(
-        config,
-        coordinator=msgspec.structs.replace(
-            config.coordinator, heartbeat_interval_s=0.2, heartbeat_limit_s=HEARTBEAT_LIMIT_S
-        ),
-        worker=msgspec.structs.replace(config.worker, host_mem=host_mem),
-    )
-
-
-@asynccontextmanager
-async def cluster_of_two(
-    model: Path, runtime_dir: Path, *, kept: bool, host_mem: str = "24MiB"
-) -> AsyncIterator[tuple[Cluster, Client, list[str]]]:
-    """`kept`: what dies is restarted, what hangs is killed. Gives what the keeper said, too."""
-    said: list[str] = []
-    config = crash_config(model, runtime_dir, host_mem)
-    async with (
-        running_cluster(config, 2, log_dir=runtime_dir) as cluster,
-        cluster.client("test") as client,
-        trio.open_nursery() as nursery,
-    ):
-        if kept:
-            nursery.start_soon(Keeper(cluster, said.append, lambda: None).run)
-        yield cluster, client, said
-        assert_books_agreed(runtime_dir, await client.audit())
-        nursery.cancel_scope.cancel()
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 async def decode_all(client: Client, prompts: list[list[int]], prefix: str) -> dict[int, list[int]]:
@@ -92,7 +62,7 @@ async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
     while True:
         rows = [row for row in (await client.requests()).rows if row.request_id.startswith(prefix)]
         if any(row.state == "RUNNING" and row.generated_tokens >= tokens for row in rows):
-            print({row.request_id: f"{row.durable_tokens - row.prompt_tokens}/{row.generated_tokens}" for row in rows})
+            print(lengths(rows))
             return
         if rows and all(row.state == "FINISHED" for row in rows):
             return
@@ -106,7 +76,7 @@ async def stories(client: Client, prefix: str) -> list[str]:
 async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model: Path, tmp_path: Path) -> None:
     """I2, I3, I5: by SIGKILL and by SIGSTOP, from which the keeper frees them by another SIGKILL."""
     prompts, dice = prompts_of(11, REQUESTS), random.Random(11)
-    async with cluster_of_two(model, tmp_path, kept=True) as (cluster, client, said):
+    async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, said):
         quiet = await decode_all(client, prompts, "quiet-")
         crashed: dict[int, list[int]] = {}
 
@@ -137,7 +107,7 @@ async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path
     """I2: what it may still write stays quarantined, though others want it; its late reports are refused, it empties
     itself and begins anew. The pool is just large enough for the requests."""
     prompts = prompts_of(12, REQUESTS)
-    async with cluster_of_two(model, tmp_path, kept=False, host_mem="6MiB") as (cluster, client, _):
+    async with cluster_of_two(crash_config(model, tmp_path, "6MiB"), tmp_path) as (cluster, client, _):
         quiet = await decode_all(client, prompts, "quiet-")
         crashed: dict[int, list[int]] = {}
         quarantined = 0
@@ -156,9 +126,7 @@ async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path
             nursery.start_soon(disturb)
             crashed.update(await decode_all(client, prompts, "crashed-"))
         events = await stories(client, "crashed-")
-        with trio.fail_after(60):
-            while {row.state for row in await client.workers()} != {"connected"}:  # noqa: ASYNC110
-                await trio.sleep(0.1)
+        await until_all_connected(client, 60)
         await assert_nothing_leaked(client)
     assert crashed == quiet
     assert "lost" in events
@@ -168,7 +136,7 @@ async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path
 async def test_what_kills_its_worker_each_time_is_failed_and_nobody_else(model: Path, tmp_path: Path) -> None:
     """I5: the test plays the poison, by killing whatever worker has it, at once."""
     prompts, poison = prompts_of(13, REQUESTS), "crashed-5"
-    async with cluster_of_two(model, tmp_path, kept=True) as (cluster, client, _):
+    async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, _):
         quiet = await decode_all(client, prompts, "quiet-")
         kills = 0
 
