@@ -56,6 +56,7 @@ def steps(heard: Heard) -> list[object]:
 
 
 def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
+    """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     admission = desk.entry.admission
     assert steps(desk.depart(130)) == [Keep(admission, 3)]
     assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (Phase.WAITING, 3, 40)

@@ -1,8 +1,10 @@
-"""The documents say what the code says: fences, states, files."""
+"""The documents say what the code says: fences, states, files, tests."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from coordinator.scheduling.lifecycle import State
@@ -39,3 +41,26 @@ def test_every_relative_link_leads_somewhere() -> None:
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+@cache
+def docstrings(path: str) -> dict[str, str]:
+    """Of the tests and state machines of a file, by name."""
+    tree = ast.parse((ROOT / path).read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, kinds)}
+
+
+def test_each_known_bug_has_tests_that_exist_and_name_it() -> None:
+    text = (ROOT / "docs" / "known-bugs.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 24))
+    for number, bug, answer in rows:
+        references = re.findall(r"#\d{5}\b", bug) or ["vLLM"]
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", answer)
+        assert tests, number
+        for path, test in tests:
+            said = docstrings(path).get(test)
+            assert said is not None, f"row {number}: {path} has no {test}"
+            assert any(reference in said for reference in references), f"row {number}: {path}::{test}"
+    assert len(re.findall(r"\.py::", text)) == sum(len(re.findall(r"`tests/[\w/]+\.py::\w+`", row[2])) for row in rows)

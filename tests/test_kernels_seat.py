@@ -164,6 +164,7 @@ def test_growing_keeps_every_slot_and_uses_empty_ones_first() -> None:
 
 @pytest.mark.parametrize("sizes", [(8, 64, 8, 130, 4), (4, 70, 0, 4, 0, 128, 5)])
 def test_changes_of_size_and_mode_keep_every_byte(sizes: tuple[int, ...]) -> None:
+    """SGLang #23239: growing changes every table."""
     rig, request = opened(hot_slots=sizes[0], length=120)
     for size in sizes[1:]:
         for _ in range(6):

@@ -68,6 +68,7 @@ def act(rig: Rig, action: str) -> None:
 @LIVES
 @given(shape=SHAPES, actions=ACTIONS)
 def test_lives_of_mixed_requests_match_naive_lru_and_every_byte(shape: dict[str, object], actions: list[str]) -> None:
+    """SGLang #31901, #36331: numbers of host pages, index pages, chunks, layers and groups are never mistaken."""
     rig = Rig(**shape)  # type: ignore[arg-type]
     for seat in range(3):
         rig.open(seat, rig.random.randrange(150), 0 if seat == 2 else draw_hot_slots(rig), preload=seat == 1)
@@ -138,6 +139,7 @@ def test_lengths_and_seats_of_either_width(integer: torch.dtype) -> None:
 
 
 def test_no_real_row_writes_every_entry_and_changes_nothing() -> None:
+    """I6; SGLang #32483: entries of padded rows."""
     rig, _ = managed_rig()
     before = rig.state.slot_token.clone(), rig.state.now.clone()
     rig.begin([])
@@ -147,7 +149,7 @@ def test_no_real_row_writes_every_entry_and_changes_nothing() -> None:
 
 
 def test_positions_out_of_range_trip_and_touch_nothing() -> None:
-    """I6 and peers' bugs 7 and 8: -1 and positions at or beyond the length give -1, every time."""
+    """I6: -1 and positions at or beyond the length give -1, every time. SGLang #32771, #32483."""
     rig, request = managed_rig()
     before = rig.state.rows.clone(), rig.state.slot_of.clone(), rig.state.stamp.clone()
     out = rig.swap_in(0, [request], [[request.length, -2, 2**31 - 1, -(2**31)]])
@@ -199,6 +201,7 @@ def test_resident_request_reads_the_chunk_table_alone() -> None:
 
 
 def test_more_misses_than_victims_trip_and_leave_the_rest_sound() -> None:
+    """vLLM: rows of one step that evict each other."""
     rig = Rig(groups=(0,), topk=8, tail_slots=2)
     request = rig.open(0, 100, 5)
     rig.begin([request])
@@ -231,7 +234,7 @@ def test_empty_seat_and_bad_length_trip_in_begin_step_and_give_minus_one() -> No
     [*((size, 0) for size in (*range(1, 18), 576, 584, 656, 1152)), (2, 1), (3, 2), (20, 13), (584, 512), (512, 256)],
 )
 def test_rows_of_any_byte_count_in_one_plane_or_two(row_bytes: int, split: int) -> None:
-    """Peers' bug 22: no tail of 1 to 7 bytes stays behind; in every layer of the group and every plane."""
+    """No tail of 1 to 7 bytes stays behind, in every layer of the group and every plane. SGLang #22131."""
     rig = Rig(groups=(0, 0), row_bytes=row_bytes, split=split, topk=5)
     request = rig.open(0, 40, 6)
     for _ in range(3):

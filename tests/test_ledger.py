@@ -31,6 +31,7 @@ def ledger(pages: int = POOL_PAGES) -> Ledger:
 
 
 def test_refusal_names_every_missing_resource_with_its_arithmetic() -> None:
+    """SGLang #23704: admission looks at all of them."""
     with pytest.raises(CapacityError) as caught:
         ledger().reserve(1, "w0", Memory(host_pages=41, hot_chunks=25, index_pages=31, slab_pages=13))
     assert caught.value.message == (
@@ -51,7 +52,7 @@ def test_a_failed_reservation_holds_nothing() -> None:
 
 
 def test_arrays_that_come_out_are_copies_never_views() -> None:
-    """Scribbling over every array that the ledger returned changes nothing in it."""
+    """Scribbling over every array that the ledger returned changes nothing in it. SGLang #21624, #31296."""
     accounts = ledger()
     first = accounts.reserve(1, "w0", Memory(host_pages=8))
     want = sorted(first)
@@ -89,7 +90,7 @@ def test_only_distinct_held_pages_can_be_shared(pages: list[int]) -> None:
 
 
 def test_pages_of_a_lost_epoch_are_quarantined_until_its_exit_is_proved() -> None:
-    """I2: a heartbeat timeout proves nothing."""
+    """I2: a heartbeat timeout proves nothing. SGLang #24578."""
     accounts = ledger()
     accounts.reserve(1, "w0", Memory(host_pages=30))
     accounts.lose_worker("w0", 1, proved_exit=False)
@@ -209,7 +210,9 @@ MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4))
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """The model: who holds which page as plain sets; every answer of the ledger is compared with it."""
+    """The model: who holds which page as plain sets; every answer of the ledger is compared with it.
+
+    SGLang #31296: no page has two owners. vLLM #51323: queries change nothing."""
 
     active: Bundle[int] = Bundle("active")
     kept: Bundle[int] = Bundle("kept")

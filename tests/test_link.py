@@ -225,7 +225,7 @@ async def test_a_new_coordinator_waits_until_the_executor_is_empty(autojump_cloc
 
 
 async def test_stopping_withdraws_waits_and_flushes(autojump_clock: MockClock) -> None:
-    """I2: the process leaves only after Released; and the coordinator has heard of it."""
+    """I2: the process leaves only after Released; and the coordinator has heard of it. SGLang #30674."""
     async with bench() as it:
         dealer = await it.welcome()
         dealer.say(Commands(1, 1, (ADMIT,)))

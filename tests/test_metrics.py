@@ -140,6 +140,7 @@ def test_exported_equals_table(role: Role, collector: Collector) -> None:
 
 
 def test_table_rows_are_complete_and_follow_the_conventions() -> None:
+    """SGLang #26608: totals are counters."""
     for metric in TABLE:
         assert metric.help.endswith("."), metric.name
         assert metric.question.endswith("?"), metric.name

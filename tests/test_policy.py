@@ -390,6 +390,8 @@ def test_a_lost_worker_costs_no_row_that_was_durable_when_its_exit_is_proved() -
 
 
 class PolicyMachine(RuleBasedStateMachine):
+    """SGLang #23704, vLLM: whatever happened before, however small the host pool, everybody ends: no livelock."""
+
     @initialize(
         seed=st.integers(0, 2**16),
         host_pages=st.integers(12, 28),

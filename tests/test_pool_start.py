@@ -65,7 +65,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(pages=st.integers(1, 3_000), page_bytes=st.integers(1, 20_000), piece_bytes=st.integers(1, 50_000_000))
 def test_pieces_cover_all_pages_and_end_at_both_kinds_of_border(pages: int, page_bytes: int, piece_bytes: int) -> None:
-    """No copy of whole pages crosses two registrations."""
+    """No copy of whole pages crosses two registrations. SGLang #36798."""
     pieces = cut(pages, page_bytes, piece_bytes)
     unit = lcm(page_bytes, OS_PAGE_BYTES)
     assert sum(piece.length for piece in pieces) == pages * page_bytes
@@ -76,6 +76,7 @@ def test_pieces_cover_all_pages_and_end_at_both_kinds_of_border(pages: int, page
 
 
 def test_registrations_stay_far_below_the_size_that_fails() -> None:
+    """SGLang #36798: at 512 GiB."""
     assert registration_bytes(4 << 40, 16) == 1 << 30
     assert registration_bytes(8 << 30, 16) == 512 << 20
     assert registration_bytes(1 << 20, 16) == 256 << 20
@@ -112,6 +113,7 @@ def test_halted_stops_at_the_next_piece() -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -> None:
+    """SGLang #36798: pinned and let go in pieces."""
     pool, registrar = HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar()
     pool.register(registrar, threading.Event())
     begin, end = pool.pages.data_ptr(), pool.pages.data_ptr() + pool.pages.numel()

@@ -161,6 +161,7 @@ async def test_an_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
 async def test_what_cannot_be_is_refused_at_submission(
     change: dict[str, int], error: type[HiSparseError], text: str
 ) -> None:
+    """SGLang #23704: what the host pool cannot hold is refused, not queued for ever."""
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("taken")

@@ -22,6 +22,7 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_caught_by_an_invariant(name: str) -> None:
+    """SGLang #36591, #24578: pages of who is retracted or aborted, given away before their worker says Released."""
     plant = MUTANTS[name]
     for seed in range(CALM_SEEDS):
         assert simulate(seed, faults=False, mutant=plant()).violation is None

@@ -113,6 +113,7 @@ def test_a_fence_between_replays_has_no_place_inside(name: str) -> None:
 
 
 def test_a_fence_does_not_cross_the_edge_of_a_capture() -> None:
+    """vLLM #56785."""
     streams = make_streams("inline")
     outside, inside = streams.swap.record("prefetched"), []
     with pytest.raises(FenceError, match="recorded outside of captures and is waited for inside capture 1"):
@@ -130,6 +131,7 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture() -> None:
 @pytest.mark.usefixtures("warmed_up")
 @pytest.mark.parametrize("sizes", [(0,) * 5, (0, 64, 128, 192, 64)], ids=str)
 def test_steps_replayed_give_the_tokens_and_logits_of_steps_launched(sizes: tuple[int, ...]) -> None:
+    """vLLM #56158: rows of replayed steps reach the host."""
     streams = CapturingStreams()
     _, logits = run_mixed(sizes, streams=streams)
     assert streams.graphs == 3, "one for each padded batch size of four seats"
@@ -149,6 +151,7 @@ class Forgetful(FakeRunner):
 @pytest.mark.mutation
 @pytest.mark.usefixtures("warmed_up")
 def test_a_runner_that_reads_inputs_at_launch_is_caught() -> None:
+    """vLLM #56158: what Python does at capture, no replay does."""
     rig = Rig(make_streams("inline"), runner=Forgetful())
     assert rig.coordinator.admit(rig.coordinator.create(1, 40, 12), 64)
     rig.run()

@@ -50,6 +50,7 @@ def resident() -> Logits:
 @pytest.mark.parametrize("settings", [SETTINGS, DETERMINISTIC, EAGER], ids=["default", "deterministic", "lookahead-0"])
 @pytest.mark.parametrize("sizes", [(64,) * 5, (128,) * 5, (192,) * 5, (0, 64, 128, 192, 64)], ids=str)
 def test_tokens_and_logits_do_not_depend_on_the_hot_size(sizes: tuple[int, ...], settings: WorkerSettings) -> None:
+    """SGLang #27258: a hot buffer that one way of admission does not set up."""
     rig, logits = run_mixed(sizes, settings)
     assert sum(life.misses for life in rig.coordinator.lives) > 0
     assert logits.keys() == resident().keys()
@@ -58,6 +59,7 @@ def test_tokens_and_logits_do_not_depend_on_the_hot_size(sizes: tuple[int, ...],
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_and_logits_do_not_depend_on_the_order_of_streams(seed: int) -> None:
+    """SGLang #31901: host pages and device pages have numbers of their own."""
     _, logits = run_mixed((0, 64, 128, 192, 64), streams=make_streams("simulated", seed))
     assert logits.keys() == resident().keys()
     assert all(torch.equal(logits[step], resident()[step]) for step in logits)
@@ -121,6 +123,7 @@ def churn(rig: Rig, lives: list[Life], seed: int, aborts: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", ["inline", "simulated"])
 def test_churn_over_50_requests_changes_no_output_and_leaks_nothing(backend: str, seed: int) -> None:
+    """SGLang #40729, #36591: to the host and back, again and again."""
     settings = replace(
         SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, prefill_chunk_tokens=256
     )

@@ -226,6 +226,7 @@ def test_every_story_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) 
 @pytest.mark.mutation
 @pytest.mark.parametrize("fence", FENCES)
 def test_an_omitted_fence_gives_wrong_tokens_and_nothing_else(fence: str) -> None:
+    """SGLang #34077, #35748 (a row used again under a step in flight), #20343 (staging that waits for no prefill)."""
     story = STORIES[fence]
     plain = story(simulated(0, "plain", (fence,)))
     assert not plain.wrong()
@@ -241,7 +242,9 @@ def test_an_omitted_fence_gives_wrong_tokens_and_nothing_else(fence: str) -> Non
 def test_quiesced_must_cover_every_stream(
     stream: str, story: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I2: Released while one stream could still touch the memory gives the next owner wrong tokens."""
+    """I2: Released while one stream could still touch the memory gives the next owner wrong tokens.
+
+    SGLang #24578; vLLM: an end before the last copy."""
     assert not any(story(simulated(seed)).wrong() for seed in range(3))
     quiesce = Swap.quiesce
     monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if stream not in str(fence)])

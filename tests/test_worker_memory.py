@@ -249,6 +249,7 @@ def sized(**changes: object) -> Sizing:
 
 
 def test_what_is_sized_fits_the_budget() -> None:
+    """SGLang #24039: every count is in pages of the size that is used."""
     geometry, sizing = FakeRunner().geometry, sized()
     state = DeviceState.allocate(
         geometry,

@@ -151,4 +151,5 @@ def test_neither_streams_nor_operators_show(checkpoint: Path, seed: int) -> None
 
 
 def test_tokens_are_those_of_the_model_library(checkpoint: Path) -> None:
+    """SGLang #27258, vLLM #57019: two runs of ours could be wrong alike."""
     assert library_agrees(checkpoint, resident(checkpoint)[0]) > 2 * NEW_TOKENS

@@ -220,6 +220,7 @@ def test_a_worker_is_not_idle_while_a_request_may_still_move(status: Status) -> 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_is_resized_in_every_state(status: Status, seed: int) -> None:
+    """SGLang #23239."""
     rig = Rig(make_streams("simulated", seed), ahead_tokens=0)
     coordinator = rig.coordinator
     other, life = coordinator.create(2, 70, 30), coordinator.create(1, 100, 60)
@@ -410,7 +411,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
 
 
 def test_counters_count_what_happened() -> None:
-    """Twice on the same seat: what the first left there is not counted again."""
+    """Twice on the same seat: what the first left there is not counted again. SGLang #26608."""
     rig = Rig(settings=replace(SETTINGS, seats=1))
     lives = [rig.coordinator.create(number, 100, 30) for number in range(2)]
     for life in lives:

@@ -12,7 +12,7 @@ page both end, no copy of rows or pages crosses two of them, and a stop waits fo
 Threads help because the kernel zeroes pages in the thread that touches them; both calls are made without the GIL.
 
 Rejected: cudaHostAlloc and torch's pinned allocator (no file behind it, so nothing outlives the process, and sizes are
-rounded up to a power of two: torch #36562); one registration per host page (hundreds of thousands of them).
+rounded up to a power of two: SGLang #36562); one registration per host page (hundreds of thousands of them).
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def draw_topk(twin: Twin, seats: list[int], misses: float = 0.3) -> torch.Tensor
 
 
 def test_drawn_lives_of_requests() -> None:
-    """In a process of its own: it forks before CUDA is there. More cases: python -m tests.gpu.run_cases --help."""
+    """In a process of its own: it forks before CUDA is there. More cases: python -m tests.gpu.run_cases --help.
+
+    SGLang #32771, #32483, vLLM #57602."""
     command = [sys.executable, "-m", "tests.gpu.run_cases", "--cases", "990", "--limits", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,6 +76,7 @@ def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
 )
 @pytest.mark.parametrize("n", [1, 5, 150])
 def test_copies_of_all_layers(direction: str, row_bytes: int, split: int, index_row_bytes: int, n: int) -> None:
+    """SGLang #22131: rows of any byte count."""
     twin = Twin(n, row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes)
     groups, arena = twin.geometry.groups, twin.cpu.rows.shape[1]
     places = torch.randperm(twin.cpu.host.shape[0] * 64, generator=twin.torch)[:n]
