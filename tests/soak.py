@@ -197,17 +197,19 @@ async def soak(rounds: int, seed: int, path: Path) -> str:
     pool = pool_path(config.worker.pool_dir, config.worker.node)
     async with cluster_of_two(config, path, kept=True) as (cluster, client, said):
         load = Load(client, prompts_of(seed, REQUESTS))
-        await load.undisturbed()
         killer = Killer(cluster, client, load, dice)
+        with trio.fail_after(ROUND_LIMIT_S):
+            await load.undisturbed()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load.go_on)
             await killer.kill_all(victims)
             load.enough = True
             nursery.cancel_scope.deadline = trio.current_time() + ROUND_LIMIT_S
         assert not nursery.cancel_scope.cancelled_caught, f"not all ended within {ROUND_LIMIT_S:g} s"
-        await load.assert_journal_agrees()
-        await until_all_connected(client, ROUND_LIMIT_S)
-        await assert_nothing_leaked(client)
+        with trio.fail_after(ROUND_LIMIT_S):
+            await load.assert_journal_agrees()
+            await until_all_connected(client, ROUND_LIMIT_S)
+            await assert_nothing_leaked(client)
     assert not pool.exists(), "the pool file is left"
     assert killer.behind > 0, "durable lengths never lagged: nothing was shown"
     return summary(load, killer, said, time.monotonic() - began)
