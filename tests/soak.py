@@ -166,7 +166,8 @@ class Killer:
                 await self._kill(victim)
             self.marks = {row.request_id: row.generated_tokens for row in rows}
             self.behind += sum(row.prompt_tokens + row.generated_tokens - row.durable_tokens for row in rows)
-            print(f"round {number}: {victim} killed; durable/generated {lengths(rows)}", flush=True)
+            at_s = self.killed[-1][1] - self.killed[0][1]
+            print(f"round {number} at {at_s:.1f} s: {victim} killed; durable/generated {lengths(rows)}", flush=True)
 
     async def _kill(self, victim: str) -> None:
         child = self.cluster.by_name[victim]
