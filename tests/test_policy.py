@@ -238,7 +238,9 @@ def test_equals_wait_for_each_other() -> None:
 
 
 def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
-    """Lower-ranked kept requests first, then held ones of any rank, then lower-ranked running ones."""
+    """Lower-ranked kept requests first, then held ones of any rank, then lower-ranked running ones.
+
+    vLLM: a full host is no deadlock."""
     fake = cluster(host_pages=22)
     for slot, priority in ((0, 2), (1, 0), (2, 1), (3, 0)):
         fake.submit(slot, 200, 400, priority=priority)  # 5 pages each
@@ -263,6 +265,7 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
 
 
 def test_growing_makes_room_only_when_urgent() -> None:
+    """SGLang #23704: and it does look at the host pool, where there is less than on the device."""
     fake = cluster(host_pages=10)
     fake.submit(0, 100, 400, priority=1, full=True)
     fake.submit(1, 100, 400, full=True)
@@ -275,7 +278,9 @@ def test_growing_makes_room_only_when_urgent() -> None:
 
 
 def test_a_displaced_request_returns_only_where_it_will_not_be_displaced_again() -> None:
-    """Its own 4 pages are there, but not the 4 that the request ahead of it may still need."""
+    """Its own 4 pages are there, but not the 4 that the request ahead of it may still need.
+
+    vLLM: chunked prefill that is begun again and again."""
     fake = cluster(host_pages=10)
     fake.submit(0, 100, 400, full=True)
     run_until(fake, lambda: is_running(fake, 0))
