@@ -43,7 +43,7 @@ from coordinator.config import WorkerSettings
 from coordinator.messages import Admit, Event, Sampling, WorkerCapacity
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
 from kernels.row_format import index_key_format_of, kv_row_format_of
-from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
 from worker.executor import Executor
 from worker.runners import transformers_dsa
 from worker.runners.synthetic import synthetic_config, synthetic_runner
@@ -119,30 +119,31 @@ def chunks_of(context: int, hot_slots: int) -> int:
     return managed_chunks(hot_slots) if hot_slots else pages_for(context + TOKENS_AHEAD)
 
 
-def sizing_of(geometry: Geometry, context: int, hot_slots: int, classes: int, concurrency: int, pages: int) -> Sizing:
-    """Exactly what `concurrency` requests need."""
-    each, chunks = pages_for(context + TOKENS_AHEAD), chunks_of(context, hot_slots)
+def sizing_of(
+    geometry: Geometry, *, seats: int, context_pages: int, chunks: int, slab_pages: int, hot_slots: int, host_pages: int
+) -> Sizing:
+    """Room for `seats` requests of `context_pages` pages and `chunks` device chunks each, and for one slab."""
     capacity = WorkerCapacity(
-        seats=concurrency,
-        hot_chunks=concurrency * chunks,
-        index_pages=concurrency * each,
-        slab_pages=1,
-        host_pages=pages,
+        seats=seats,
+        hot_chunks=seats * chunks,
+        index_pages=seats * context_pages,
+        slab_pages=slab_pages,
+        host_pages=host_pages,
         page_bytes=geometry.page_bytes,
-        hot_size_classes=(classes,),
+        hot_size_classes=(hot_slots,),
         tail_slots=TAIL_SLOTS,
         overshoot_tokens=LOOKAHEAD,
         pool_path="",
     )
     return Sizing(
         capacity=capacity,
-        context_max_tokens=each * PAGE_TOKENS,
-        max_pages=each,
-        max_chunks=max(chunks, managed_chunks(classes)),
-        max_slab_pages=1,
+        context_max_tokens=context_pages * PAGE_TOKENS,
+        max_pages=context_pages,
+        max_chunks=max(chunks, managed_chunks(hot_slots)),
+        max_slab_pages=slab_pages,
         bookkeeping_bytes=0,
-        device_bytes=concurrency * bytes_of(geometry, context, hot_slots),
-        longest_context_tokens=each * PAGE_TOKENS,
+        device_bytes=seats * (chunks * geometry.chunk_bytes + context_pages * geometry.index_page_bytes),
+        longest_context_tokens=context_pages * PAGE_TOKENS,
     )
 
 
@@ -169,19 +170,25 @@ def make_pool(geometry: Geometry, config: Any, gibibytes: int) -> Tensor:
 
 
 def look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
-    """What an engine without HiSparse does instead of swap_in: positions to rows through the page table."""
+    """What an engine without HiSparse does instead of swap_in: positions to rows through the page table.
+
+    Contexts here are longer than top-k, so that no entry of a real row is -1.
+    """
     del group, plan
-    chunks = state.chunk_table[batch.seats.long()].gather(1, (topk // PAGE_TOKENS).long())
+    seats, pages = batch.seats.where(real_rows(batch), 0), topk.clamp(min=0) // PAGE_TOKENS
+    chunks = state.chunk_table.index_select(0, seats).gather(1, pages.long())
     torch.add(chunks * PAGE_TOKENS, topk % PAGE_TOKENS, out=out_rows)
 
 
 def open_rows(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
-    """Where the new token's row and index key go, through the page tables."""
+    """Where the new token's row and index key go, through the page tables; -1 for padding."""
     del plan
-    seats, positions = batch.seats.long(), batch.lengths.long() - 1
+    real = real_rows(batch)
+    seats, positions = batch.seats.where(real, 0), (batch.lengths.long() - 1).where(real, 0)
     pages, offsets = (positions // PAGE_TOKENS).unsqueeze(1), positions % PAGE_TOKENS
-    batch.new_rows.copy_(state.chunk_table[seats].gather(1, pages).squeeze(1) * PAGE_TOKENS + offsets)
-    batch.new_index_rows.copy_(state.index_table[seats].gather(1, pages).squeeze(1) * PAGE_TOKENS + offsets)
+    for table, places in ((state.chunk_table, batch.new_rows), (state.index_table, batch.new_index_rows)):
+        chunks = table.index_select(0, seats).gather(1, pages).squeeze(1)
+        places.copy_((chunks * PAGE_TOKENS + offsets).where(real, -1))
 
 
 def keep_nothing(swap: Swap, plan: BackupPlan, rows: int) -> tuple[Fence, Fence]:
@@ -208,7 +215,15 @@ def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) ->
 
     managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
     geometry = runner.geometry
-    sizing = sizing_of(geometry, cell.context, managed, hot_slots, cell.concurrency, len(pool))
+    sizing = sizing_of(
+        geometry,
+        seats=cell.concurrency,
+        context_pages=pages_for(cell.context + TOKENS_AHEAD),
+        chunks=chunks_of(cell.context, managed),
+        slab_pages=1,
+        hot_slots=hot_slots,
+        host_pages=len(pool),
+    )
     settings = WorkerSettings(
         device="cuda",
         seats=cell.concurrency,

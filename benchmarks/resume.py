@@ -24,20 +24,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from benchmarks.decode import LOOKAHEAD, TAIL_SLOTS, Clock, make_pool
+from benchmarks.decode import LOOKAHEAD, TAIL_SLOTS, Clock, make_pool, sizing_of
 from benchmarks.swap_in import machine
 from coordinator.arrays import pack_int32
 from coordinator.config import WorkerSettings
-from coordinator.messages import Admit, Event, Released, Sampling, Staged, Withdraw, WorkerCapacity
+from coordinator.messages import Admit, Event, Released, Sampling, Staged, Withdraw
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.state import DeviceState
 from worker.executor import Executor
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.text import make_tokenizer
-from worker.sizing import Sizing
 from worker.streams import make_streams
 from worker.swap import PIECE_TOKENS
 
@@ -51,33 +49,6 @@ class Stays(Clock):
 
     def last(self, kind: type[Event]) -> Any:
         return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
-
-
-def sizing_of(geometry: Geometry, context: int, hot_slots: int, host_pages: int) -> Sizing:
-    """Room for one request of `context` tokens, resident or not."""
-    pages = pages_for(context + NEW_TOKENS + LOOKAHEAD)
-    capacity = WorkerCapacity(
-        seats=1,
-        hot_chunks=max(pages, managed_chunks(hot_slots)),
-        index_pages=pages,
-        slab_pages=pages_for(context),
-        host_pages=host_pages,
-        page_bytes=geometry.page_bytes,
-        hot_size_classes=(hot_slots,),
-        tail_slots=TAIL_SLOTS,
-        overshoot_tokens=LOOKAHEAD,
-        pool_path="",
-    )
-    return Sizing(
-        capacity=capacity,
-        context_max_tokens=pages * PAGE_TOKENS,
-        max_pages=pages,
-        max_chunks=capacity.hot_chunks,
-        max_slab_pages=capacity.slab_pages,
-        bookkeeping_bytes=0,
-        device_bytes=0,
-        longest_context_tokens=pages * PAGE_TOKENS,
-    )
 
 
 # ---------------------------------------------------------------- copies
@@ -138,7 +109,7 @@ def turn_until(executor: Executor, condition: Callable[[], object]) -> float:
 
 def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: int, vocab: int) -> dict[str, float]:
     """Prefill, stage, decode, withdraw, resume, decode."""
-    number = reports.events.__len__() + 1
+    number = len(reports.events) + 1
     pages = pages_for(context + NEW_TOKENS + LOOKAHEAD)
     prompt = pack_int32([(number + 37 * token) % vocab for token in range(context)])
     hot_chunks = managed_chunks(hot_slots) if hot_slots else pages
@@ -199,8 +170,7 @@ def prefill_operations(config: Any, context: int) -> float:
 def product_rate() -> float:
     """Operations per second of an 8192-cubed bfloat16 product of random values."""
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product: Callable[[], Tensor] = lambda: left @ right  # noqa: E731
-    return 2 * 8192**3 / median_s(product)
+    return 2 * 8192**3 / median_s(partial(torch.matmul, left, right))
 
 
 def main() -> None:
@@ -218,7 +188,16 @@ def main() -> None:
     pool, peak = make_pool(geometry, config, 4), product_rate()
     rows = []
     for context in options.contexts:
-        sizing = sizing_of(geometry, context, options.hot_slots, len(pool))
+        pages = pages_for(context + NEW_TOKENS + LOOKAHEAD)
+        sizing = sizing_of(
+            geometry,
+            seats=1,
+            context_pages=pages,
+            chunks=max(pages, managed_chunks(options.hot_slots)),
+            slab_pages=pages_for(context),
+            hot_slots=options.hot_slots,
+            host_pages=len(pool),
+        )
         settings = WorkerSettings(
             device="cuda", seats=1, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=options.chunk_tokens
         )

@@ -1,9 +1,9 @@
 """From the SIGKILL of a worker to the first new token of its request, against prefilling that request again.
 
-    python -m benchmarks.worker_crash [--tokens 2048 8192 32768] [--rounds 3] [--json]
+    python -m benchmarks.worker_crash [--tokens 2048 8192 32768] [--rounds 3] [--device cuda] [--json]
 
-Two real workers of one node under a real coordinator, the tiny checkpoint on the CPU, prefill in chunks of 512 as by
-default. A request decodes on one worker; the other is warm (it has served one of that length) and takes over. Both ways
+Two real workers of one node (and one device) under a real coordinator, the tiny checkpoint, prefill in chunks of 512 as
+by default. A request decodes on one worker; the other is warm (it has served one of that length) and takes over. Both ways
 start with the rows of the same request and end with the first token that its client had not seen:
 
     detect_ms    SIGKILL ─► the coordinator has declared the worker down; common to both ways, and told apart
@@ -46,11 +46,12 @@ MAX_TOKENS = 4_096
 ROUND_LIMIT_S = 900.0
 
 
-def cluster_config(model: Path, runtime_dir: Path, tokens: int) -> Config:
+def cluster_config(model: Path, runtime_dir: Path, tokens: int, device: str) -> Config:
     context = PAGE_TOKENS * pages_for(tokens + MAX_TOKENS)
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
         "worker.model": str(model),
+        "worker.device": device,
         "worker.seats": 2,
         "worker.device_mem": "512MiB",
         "worker.host_mem": "256MiB",
@@ -127,10 +128,10 @@ async def _generated_when_dropped(client: Client, name: str) -> int:
         await trio.sleep(0.002)
 
 
-async def measure(model: Path, tokens: int, rounds: int) -> list[dict[str, float]]:
+async def measure(model: Path, tokens: int, rounds: int, device: str) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="hisparse-crash-") as directory:
-        config = cluster_config(model, Path(directory), tokens)
+        config = cluster_config(model, Path(directory), tokens, device)
         async with (
             running_cluster(config, 2, log_dir=Path(directory)) as cluster,
             cluster.client("bench") as client,
@@ -169,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2_048, 8_192, 32_768])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="of both workers: cpu, cuda or cuda:N")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
     from worker.runners.tiny import write_tiny_checkpoint
@@ -177,13 +179,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hisparse-model-") as directory:
         write_tiny_checkpoint(Path(directory), index_topk=128, context_max_tokens=65_536)
         for tokens in options.tokens:
-            rows = trio.run(measure, Path(directory), tokens, options.rounds)
+            rows = trio.run(measure, Path(directory), tokens, options.rounds, options.device)
             middle = {name: median(row[name] for row in rows) for name in rows[0]}
             results.append({"median": middle, "rounds": rows})
             if not options.json:
                 print(text(middle), flush=True)
     if options.json:
-        print(json.dumps({"machine": platform.platform(), "cpus": os.cpu_count(), "results": results}))
+        print(
+            json.dumps(
+                {"machine": platform.platform(), "cpus": os.cpu_count(), "device": options.device, "results": results}
+            )
+        )
     return 0
 
 

@@ -151,6 +151,16 @@ async def test_a_coordinator_that_is_killed_again_and_again_loses_and_repeats_no
     assert {len(tokens) for tokens in quiet.values()} == {NEW_TOKENS}
 
 
+async def start_decoding(
+    nursery: trio.Nursery, client: Client, prompts: list[list[int]], outputs: dict[str, list[int]]
+) -> None:
+    """Collect each prompt's output in `outputs` from now on; returns once the first tokens are there."""
+    for i, prompt in enumerate(prompts):
+        nursery.start_soon(collect, client, f"{i}", prompt, outputs)
+    while sum(map(len, outputs.values())) < 20:  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
 async def test_everything_killed_at_once_goes_on_from_the_journal_with_a_new_pool(model: Path, tmp_path: Path) -> None:
     """A node restart: the pool file went with its processes. Prompts are prefilled again, delivered tokens forced."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(2, 4)
@@ -161,10 +171,7 @@ async def test_everything_killed_at_once_goes_on_from_the_journal_with_a_new_poo
         quiet = await decode_all(client, prompts, "quiet-")
         outputs: dict[str, list[int]] = {}
         async with trio.open_nursery() as nursery:
-            for i, prompt in enumerate(prompts):
-                nursery.start_soon(collect, client, f"{i}", prompt, outputs)
-            while sum(map(len, outputs.values())) < 20:  # noqa: ASYNC110
-                await trio.sleep(0.01)
+            await start_decoding(nursery, client, prompts, outputs)
             for name in ("coordinator", "w0"):
                 crew.kill(name)
             pool_path(config.worker.pool_dir, "n0").unlink()
@@ -186,10 +193,7 @@ async def test_a_coordinator_is_replaced_while_its_requests_run_on(model: Path, 
         quiet = await decode_all(client, prompts, "quiet-")
         outputs: dict[str, list[int]] = {}
         async with trio.open_nursery() as nursery:
-            for i, prompt in enumerate(prompts):
-                nursery.start_soon(collect, client, f"{i}", prompt, outputs)
-            while sum(map(len, outputs.values())) < 20:  # noqa: ASYNC110
-                await trio.sleep(0.01)
+            await start_decoding(nursery, client, prompts, outputs)
             async with open_client(config.cluster.admin_endpoint, role="admin") as admin:
                 await admin.stop(deadline_s=0.0)
             stopped = crew.running.pop("coordinator")

@@ -22,7 +22,7 @@ from kernels.reference.index_topk import top_positions  # noqa: E402
 from kernels.state import Tripwire  # noqa: E402
 from tests.gpu.index_bench import SCALE, IndexBench  # noqa: E402
 
-EXAMPLES = int(os.environ.get("HISPARSE_GPU_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("GPU_TEST_EXAMPLES", "100"))
 SMALL = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 LIMITS = settings(max_examples=max(4, EXAMPLES // 25), deadline=None, suppress_health_check=list(HealthCheck))
 KINDS = [("bfloat16", torch.bfloat16), ("fp8", torch.bfloat16), ("float32", torch.float32), ("fp8", torch.float32)]

@@ -95,8 +95,8 @@ def test_copies_of_all_layers(direction: str, row_bytes: int, split: int, index_
 
 
 def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
-    """HISPARSE_GPU_STEPS replays of one graph, begin_step and swap_in over a moving window: every byte, every count."""
-    steps = int(os.environ.get("HISPARSE_GPU_STEPS", "2000"))
+    """GPU_TEST_STEPS replays of one graph, begin_step and swap_in over a moving window: every byte, every count."""
+    steps = int(os.environ.get("GPU_TEST_STEPS", "2000"))
     twin = Twin(
         1, groups=(0,), row_bytes=16, topk=32, tail_slots=4, hot_max=128, max_tokens=2**17 + 64, seats=1, batch=2
     )
