@@ -23,40 +23,23 @@ of every group's range; nothing here is faster with them).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput, ConfigError
+from coordinator.errors import BadInput
+from kernels.row_bytes import GROUP, KINDS, RowShape, index_key_shape, kv_row_shape
 
-KINDS: Final = ("float32", "bfloat16", "fp8")
-#: Latent values under one scale.
-GROUP: Final = 128
 E4M3_MAX: Final = 448.0
 #: Largest relative error of a quantised value that is no smaller than 2**-6 scales.
 FP8_ERROR: Final = 2.0**-4
 
 
 @dataclass(frozen=True)
-class RowFormat:
-    """Layout of one row: `scaled` values that fp8 quantises in groups of `group`, then `plain` ones."""
-
-    kind: str
-    scaled: int
-    plain: int
-    group: int
-
-    @property
-    def values(self) -> int:
-        return self.scaled + self.plain
-
-    @property
-    def row_bytes(self) -> int:
-        if self.kind == "fp8":
-            return self.scaled + 4 * (self.scaled // self.group) + 2 * self.plain
-        return self.values * self.dtype.itemsize
+class RowFormat(RowShape):
+    """A row's shape, and how it is written and read."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,15 +71,12 @@ class RowFormat:
 
 def kv_row_format(kind: str, latent: int, rope: int) -> RowFormat:
     """Rows of one latent and one rope key. Raises ConfigError for a kind that does not exist, or does not fit."""
-    group = min(GROUP, latent)
-    _require_fit(kind, latent % group == 0 and latent % 4 == 0 and rope % 2 == 0, f"kv_lora_rank {latent}")
-    return RowFormat(kind, latent, rope, group)
+    return RowFormat(*astuple(kv_row_shape(kind, latent, rope)))
 
 
 def index_key_format(kind: str, dim: int) -> RowFormat:
     """Keys of the indexer. Raises ConfigError; fp8 wants a power of two, so that keys can be rotated (`hadamard`)."""
-    _require_fit(kind, dim >= 4 and dim & (dim - 1) == 0, f"index_head_dim {dim}")
-    return RowFormat(kind, dim, 0, dim)
+    return RowFormat(*astuple(index_key_shape(kind, dim)))
 
 
 def kv_row_format_of(row_bytes: int, latent: int, rope: int) -> RowFormat:
@@ -131,17 +111,3 @@ def _of_bytes(row_bytes: int, formats: list[RowFormat]) -> RowFormat:
         value=row_bytes,
         remedy=f"use {', '.join(f'{form.row_bytes} ({form.kind})' for form in formats)}",
     )
-
-
-def _require_fit(kind: str, fits: bool, dimension: str) -> None:
-    if kind not in KINDS:
-        raise ConfigError(
-            "unknown row format", field="worker.kv_dtype", value=kind, remedy=f"use auto or one of {', '.join(KINDS)}"
-        )
-    if kind == "fp8" and not fits:
-        raise ConfigError(
-            f"rows of this model do not divide into groups with a scale: {dimension}",
-            field="worker.kv_dtype",
-            value=kind,
-            remedy="use bfloat16",
-        )

@@ -22,7 +22,8 @@ from torch import Tensor
 from kernels.attention import row_format
 from kernels.cuda.launch import processors
 from kernels.cuda.triton_units import triton_unit
-from kernels.row_format import KINDS, RowFormat
+from kernels.row_bytes import KINDS
+from kernels.row_format import RowFormat
 from kernels.state import DeviceState
 
 MMA_MIN: Final = 16  # smallest side of a matrix product in Triton

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from kernels.attention import attend_rows  # noqa: E402
 from kernels.cuda.attention import attend_rows as cuda_attend_rows  # noqa: E402
-from kernels.row_format import KINDS  # noqa: E402
+from kernels.row_bytes import KINDS  # noqa: E402
 from tests.attention_rig import Case  # noqa: E402
 
 SHAPES = [

@@ -10,7 +10,7 @@ from typing import Any, Final
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from kernels.layout import Geometry
-from kernels.row_format import index_key_format, kv_row_format
+from kernels.row_bytes import index_key_shape, kv_row_shape
 from worker.runners.text import read_tokenizer
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
@@ -53,7 +53,7 @@ def describe_model(path: str | Path, config: Any) -> ModelInfo:
 
 
 def geometry_of(config: Any, kv_dtype: str) -> Geometry:
-    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_format.KINDS).
+    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_bytes.KINDS).
 
     Raises ConfigError when rows do not fit it, or when the first layer has no indexer to share.
     """
@@ -71,9 +71,9 @@ def geometry_of(config: Any, kv_dtype: str) -> Geometry:
         groups.append(group)
     return Geometry(
         layers=config.num_hidden_layers,
-        row_bytes=kv_row_format(kv_dtype, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
+        row_bytes=kv_row_shape(kv_dtype, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
         group_of_layer=tuple(groups),
-        index_row_bytes=index_key_format(kv_dtype, config.index_head_dim).row_bytes,
+        index_row_bytes=index_key_shape(kv_dtype, config.index_head_dim).row_bytes,
         topk=config.index_topk,
     )
 

@@ -1,0 +1,64 @@
+"""How many bytes a KV row and an index key take, by kind. Arithmetic alone, no tensors: whoever sizes memory without
+torch uses it, and kernels/row_format.py, which has the diagrams, reads and writes rows of exactly these sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.errors import ConfigError
+
+KINDS: Final = ("float32", "bfloat16", "fp8")
+#: Latent values under one scale.
+GROUP: Final = 128
+SCALE_BYTES: Final = 4
+#: Bytes of a value that is not scaled.
+PLAIN_BYTES: Final = {"float32": 4, "bfloat16": 2, "fp8": 2}
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """One row: `scaled` values that fp8 quantises in groups of `group`, then `plain` ones."""
+
+    kind: str
+    scaled: int
+    plain: int
+    group: int
+
+    @property
+    def values(self) -> int:
+        return self.scaled + self.plain
+
+    @property
+    def row_bytes(self) -> int:
+        if self.kind == "fp8":
+            return self.scaled + SCALE_BYTES * (self.scaled // self.group) + PLAIN_BYTES["fp8"] * self.plain
+        return self.values * PLAIN_BYTES[self.kind]
+
+
+def kv_row_shape(kind: str, latent: int, rope: int) -> RowShape:
+    """Rows of one latent and one rope key. Raises ConfigError for a kind that does not exist, or does not fit."""
+    group = min(GROUP, latent)
+    _require_fit(kind, latent % group == 0 and latent % 4 == 0 and rope % 2 == 0, f"kv_lora_rank {latent}")
+    return RowShape(kind, latent, rope, group)
+
+
+def index_key_shape(kind: str, dim: int) -> RowShape:
+    """Keys of the indexer. Raises ConfigError; fp8 wants a power of two, so that keys can be rotated."""
+    _require_fit(kind, dim >= 4 and dim & (dim - 1) == 0, f"index_head_dim {dim}")
+    return RowShape(kind, dim, 0, dim)
+
+
+def _require_fit(kind: str, fits: bool, dimension: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(
+            "unknown row format", field="worker.kv_dtype", value=kind, remedy=f"use auto or one of {', '.join(KINDS)}"
+        )
+    if kind == "fp8" and not fits:
+        raise ConfigError(
+            f"rows of this model do not divide into groups with a scale: {dimension}",
+            field="worker.kv_dtype",
+            value=kind,
+            remedy="use bfloat16",
+        )
