@@ -86,6 +86,7 @@ class WorkerSettings(Settings, frozen=True):
     host_mem: str = "1GiB"  # host pool of the node; auto: what its memory limit allows (worker/host_memory.py)
     pool_dir: str = ""  # default: runtime_dir; with CUDA, which registers no file on a disk, a directory in /dev/shm
     context_max_tokens: int = 0  # default: the model's
+    context_target_tokens: int = 0  # length to balance index pages and hot chunks for; 0: half of the memory for each
     slab_tokens: int = 0  # prefill slab; default: room for one longest prompt, within device_mem
     prefill_chunk_tokens: int = 512
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)

@@ -132,6 +132,7 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
     yield _between("worker.lookahead_steps", worker.lookahead_steps, 0, 1)
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
+    yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
     yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)

@@ -31,6 +31,7 @@ WORKER_SETTINGS: Final = (
     Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
     Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default: runtime directory, or /dev/shm."),
     Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
+    Setting("--context-target-tokens", "worker.context_target_tokens", "Length to balance device memory for."),
     Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
     Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU; cuda."),
     Setting("--graphs", "worker.graphs", "Replay decode steps from CUDA graphs: true or false."),

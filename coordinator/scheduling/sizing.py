@@ -78,9 +78,14 @@ def can_force(hot_slots: int, length: Length, capacity: WorkerCapacity) -> bool:
     return hot_slots in (RESIDENT, *capacity.hot_size_classes) and longest.hot_chunks <= capacity.hot_chunks
 
 
+def smallest_chunks(pages: int, hot_size_classes: tuple[int, ...]) -> int:
+    """Chunks of the lowest rung of a request with `pages` pages; classes ascending."""
+    return min(managed_chunks(hot_size_classes[0]), pages)
+
+
 def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
     """Chunks without which a request cannot reach its longest."""
-    return ladder(page_limit(length, capacity), capacity)[0].hot_chunks
+    return smallest_chunks(page_limit(length, capacity), capacity.hot_size_classes)
 
 
 def misfit(length: Length, capacity: WorkerCapacity, worker: str) -> tuple[str, ...]:
