@@ -1,0 +1,234 @@
+"""What executors and coordinators see of page transfer: layouts, descriptions, events, and the two ends.
+
+    Receiver   on the decode node: opens tickets on host pages, says when each page has arrived, revokes
+    Sender     on the prefill node: sends pages of its own pool to the pages of a ticket
+
+Both have a thread of their own; no method here waits for the network, `close` excepted. Methods are called by one
+thread (the executor's); `poll` returns what happened since the last call, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import ConfigError, ProtocolError
+from kernels.layout import PAGE_TOKENS, Geometry
+
+#: Version of descriptions and of what senders and receivers say to each other; both ends must have the same.
+TRANSFER_VERSION: Final = 1
+#: Pages of one ticket: a context of 1,048,576 tokens.
+TICKET_PAGES_MAX: Final = 16_384
+#: Parts that a page may be sent in: layer groups.
+PARTS_MAX: Final = 64
+#: Tickets that one receiver, or one sender, has open.
+TICKETS_MAX: Final = 4_096
+#: Largest description, and largest name in it.
+DESCRIPTION_BYTES_MAX: Final = 16_384
+NAME_CHARS_MAX: Final = 256
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where every byte of a page lies (kernels/layout.py), and whose rows they are. Two ends agree on all of it."""
+
+    page_tokens: int
+    page_bytes: int
+    layers: int
+    row_bytes: int
+    split: int
+    index_groups: int
+    index_row_bytes: int
+    model: str
+
+    @classmethod
+    def of(cls, geometry: Geometry, model_fingerprint: str) -> Layout:
+        g = geometry
+        return cls(
+            PAGE_TOKENS, g.page_bytes, g.layers, g.row_bytes, g.split, g.groups, g.index_row_bytes, model_fingerprint
+        )
+
+    def require_same(self, theirs: Layout, peer: str) -> None:
+        """Raises ConfigError naming the first field in which `theirs` differs, and both values."""
+        for name in Layout.__struct_fields__:
+            ours, other = getattr(self, name), getattr(theirs, name)
+            if ours != other:
+                raise ConfigError(
+                    f"host pages of {peer} have {name} {other}, those of this worker {ours}",
+                    field=f"layout.{name}",
+                    value=ours,
+                    remedy="pair prefill and decode workers of one model, kv_dtype and page size",
+                )
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches nobody."""
+
+    version: int
+    engine: str
+    name: str
+    address: str
+    life: int
+    layout: Layout
+
+    @classmethod
+    def decode(cls, data: bytes) -> Description:
+        """Raises ProtocolError for bytes that are none, ConfigError naming both versions for one of another version."""
+        if len(data) > DESCRIPTION_BYTES_MAX:
+            raise ProtocolError(f"longer than {DESCRIPTION_BYTES_MAX} bytes", field="transfer", value=len(data))
+        try:
+            version = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0]
+            if msgspec.msgpack.decode(version, type=int) == TRANSFER_VERSION:
+                return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise ProtocolError(f"not a description of a receiver: {error}", field="transfer") from error
+        raise ConfigError(
+            f"the receiver speaks version {msgspec.msgpack.decode(version)} of page transfer, this worker "
+            f"{TRANSFER_VERSION}",
+            field="transfer.version",
+            value=TRANSFER_VERSION,
+            remedy="run one release on prefill and decode nodes",
+        )
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """A host pool as one end of transfers sees it. `pages`: uint8[host_pages, page_bytes], C-contiguous, over the
+    mapping of the file at `path`, whose page 0 begins at `file_offset`. `pool_id` is that of the file's header."""
+
+    pages: npt.NDArray[np.uint8]
+    path: str
+    file_offset: int
+    pool_id: int
+
+
+# ---------------------------------------------------------------- what a receiver says
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """All bytes of the `index`-th page of the ticket are in host memory, with the checksum that their sender took.
+
+    Said once for each page, in any order. No write to the page is under way and none follows.
+    """
+
+    ticket: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """The ticket is closed and no write for it can land any more: its pages may go to another owner.
+
+    Answers `revoke`; comes unasked when the sender gave up or was cut off. `reason` says which.
+    """
+
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unproved:
+    """A revocation hangs: `sender` does not answer, and the engine cannot shut it out. Its pages stay in quarantine
+    until `sender_exited(sender)`; then `Revoked` follows."""
+
+    ticket: int
+    sender: str
+
+
+ReceiverEvent: TypeAlias = Arrived | Revoked | Unproved
+
+
+# ---------------------------------------------------------------- what a sender says
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """The receiver has verified the `index`-th page of the ticket; its source page is free."""
+
+    ticket: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The ticket has ended before all its pages were delivered. Nothing reads its source pages any more."""
+
+    ticket: int
+    reason: str
+
+
+SenderEvent: TypeAlias = Delivered | Failed
+
+
+class Receiver(Protocol):
+    """The end that owns the destination pages."""
+
+    def describe(self) -> bytes:
+        """An encoded Description: what senders need, and what a coordinator hands on unread."""
+        ...
+
+    def open(self, ticket: int, pages: Sequence[int]) -> None:
+        """Let one sender write to host pages `pages`, in the order of the context, for `ticket`.
+
+        `ticket` is never reused in the life of either end (an admission number). Raises WrongState when it is open,
+        CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
+        """
+        ...
+
+    def revoke(self, ticket: int, reason: str) -> None:
+        """Close `ticket`, whatever has arrived. `Revoked` follows, at once when no sender has begun, else when the
+        sender has stopped or was shut out; `Unproved` first where that cannot be had. Of no ticket that is open: does
+        nothing (all pages have arrived, or it was revoked before)."""
+        ...
+
+    def sender_exited(self, sender: str) -> None:
+        """It has been proved that the process of `sender` is gone. Every ticket of it ends with `Revoked`."""
+        ...
+
+    def poll(self) -> list[ReceiverEvent]: ...
+
+    def close(self) -> None:
+        """Stop receiving; returns when nothing can be written through this end any more, within seconds. Senders on
+        the same host that write by themselves (`shared`) are not stopped."""
+        ...
+
+
+class Sender(Protocol):
+    """The end that owns the source pages."""
+
+    def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
+        """Begin to send `pages` pages to the receiver of `description`.
+
+        The receiver may open the ticket later than this, by up to BEGIN_LIMIT_S. `part_ends` cuts pages into parts
+        that are sent one by one: ends of parts in bytes from the start of the page, ascending, the last one
+        page_bytes; empty: whole pages. Raises ConfigError when layout, version or engine differ, naming both values;
+        WrongState when the ticket is open; CapacityError beyond TICKETS_MAX.
+        """
+        ...
+
+    def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
+        """Send part `part` of host page `page` as the `index`-th page of the ticket; once for each part.
+
+        The bytes must be final and stay so until `Delivered` or `Failed`. Queued beyond the window in flight. Does
+        nothing for a ticket that has ended. Raises BadInput for indices beyond what was opened, WrongState for a part
+        that was sent.
+        """
+        ...
+
+    def cancel(self, ticket: int, reason: str) -> None:
+        """Send no more. `Failed` follows when nothing is in flight, and the receiver's `Revoked`."""
+        ...
+
+    def poll(self) -> list[SenderEvent]: ...
+
+    def close(self) -> None:
+        """Cancel all tickets, wait for what is in flight, within seconds, and let peers go."""
+        ...
