@@ -15,8 +15,9 @@ rows, index keys, slot tables. Concurrencies are powers of two and the most that
     uncopied   the same, with misses resolved and evicted but not copied: what the copies cost is the difference
     plain      resident, without opening rows, swap-in or backup: the same model with a page table (concurrency 1)
 
-Times are between the tokens of one step and the next, as the executor reads them, STEPS after WARM_UP. Cells already in
---out are kept; what is missing when --budget-seconds are over is left out.
+Times are between the tokens of one step and the next, as the executor reads them, STEPS after WARM_UP; PROFILED more go
+through torch's profiler, which says how long kernels of each kind ran in a step (they overlap across streams) and how
+long none did. Cells already in --out are kept; what is missing when --budget-seconds are over is left out.
 """
 
 from __future__ import annotations
@@ -61,8 +62,18 @@ STEPS: Final = 40
 LOOKAHEAD: Final = 1
 TAIL_SLOTS: Final = 8
 SAMPLE_PAGES: Final = 64  # encoded once, repeated over the pool
-TOKENS_AHEAD: Final = WARM_UP + STEPS + 2 * LOOKAHEAD + 2
+PROFILED: Final = 4
+TOKENS_AHEAD: Final = WARM_UP + STEPS + PROFILED + 3 * LOOKAHEAD + 4
 TURNS_MAX: Final = 1_000_000
+
+#: Kinds of kernels, by parts of their names.
+KINDS: Final = {
+    "swap": ("swap_in", "replay_misses"),
+    "index": ("index_scores", "index_select"),
+    "attention": ("attend", "combine"),
+    "backup": ("copy_rows",),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv"),
+}
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,7 @@ def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) ->
         hits, misses = (
             int(x.sum()) - y for x, y in zip((executor.state.hits, executor.state.misses), before, strict=True)
         )
+        parts = profile(executor, clock)
         tripped = executor.state.tripwires.tolist()
     streams.close()
     gaps = [b - a for a, b in zip(clock.steps[WARM_UP - 1 :], clock.steps[WARM_UP:], strict=False)][:STEPS]
@@ -258,6 +270,7 @@ def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) ->
         "itl_p99_ms": gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)] * 1e3,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "kv_bytes": sizing.device_bytes,
+        "parts_ms": parts,
     }
 
 
@@ -288,6 +301,29 @@ def turn_until(executor: Executor, clock: Clock, steps: int) -> None:
             return
         executor.turn()
     raise SystemExit(f"{len(clock.steps)} of {steps} steps after {TURNS_MAX} turns: {clock.events}")
+
+
+def profile(executor: Executor, clock: Clock) -> dict[str, float]:
+    """Milliseconds per step of kernels and copies of each kind, and of nothing at all on the device ("idle")."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        turn_until(executor, clock, len(clock.steps) + PROFILED)
+        torch.cuda.synchronize()
+    ran = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    return share_out(
+        [(e.name, e.time_range.start, e.time_range.end) for e in ran], clock.steps[-1] - clock.steps[-1 - PROFILED]
+    )
+
+
+def share_out(ran: list[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+    """Milliseconds per step by kind, from (name, start, end) in microseconds of all that ran in the `seconds`."""
+    total = dict.fromkeys((*KINDS, "other", "idle"), 0.0)
+    busy, until = 0.0, 0.0
+    for name, start, end in sorted(ran, key=lambda event: event[1]):
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
+        total[kind] += (end - start) / 1e3 / PROFILED
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total | {"idle": max(0.0, seconds * 1e3 - busy / 1e3) / PROFILED}
 
 
 # ---------------------------------------------------------------- all cells

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmarks.decode import look_up, open_rows
+from benchmarks.decode import PROFILED, look_up, open_rows, share_out
 from kernels.state import MissPlan
 from tests.kernel_rig import Rig
 
@@ -37,3 +38,15 @@ def test_the_plain_model_reads_no_place_for_padding() -> None:
     assert (rig.batch.new_index_rows == -1).all()
     found = torch.empty(4, 4, dtype=torch.int32)
     look_up(rig.state, 0, torch.full((4, 4), -1, dtype=torch.int32), rig.batch, found, rig.miss_plan)
+
+
+def test_a_step_is_shared_out_by_kind_of_kernel_and_what_overlaps_counts_once_as_busy() -> None:
+    ran = [
+        ("hisparse::swap_in", 0.0, 1000.0),
+        ("attend", 500.0, 2500.0),
+        ("Memcpy DtoH", 3000.0, 3400.0),
+        ("copy_rows", 3100.0, 3300.0),
+    ]
+    found = share_out(ran, seconds=0.008)
+    expected = {"swap": 1.0, "attention": 2.0, "backup": 0.2, "other": 0.4, "products": 0.0, "index": 0.0}
+    assert {name: ms * PROFILED for name, ms in found.items()} == pytest.approx(expected | {"idle": 8.0 - 2.9})
