@@ -10,9 +10,9 @@ Host memory is host pages and nothing else. Device memory (`device_mem`, the bud
 
 The share of index pages. A context needs index pages in proportion to its length, and hot chunks by the size of its hot
 buffer, which does not grow with it; so no fixed share fits all. `context_target_tokens` names the length that is to be
-served most: then what is left is cut so that index pages and the smallest hot buffers run out at the same number of such
-requests. DeepSeek-V3.2 with rows in fp8 wants 61 percent for index pages at 32k tokens, 86 at 128k. Shorter contexts
-then find index pages to spare and hot chunks short, so without a target each gets one half.
+served most: what is left is then cut so that index pages and the smallest hot buffers run out at the same number of
+such requests. DeepSeek-V3.2 with rows in fp8 wants 61 percent for index pages at 32k tokens, 86 at 128k. Shorter
+contexts then find index pages to spare and hot chunks short, so without a target each gets one half.
 
 With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded; the rest is for
 graphs, scratch memory of steps and prompt chunks, and libraries. What steps take is known after the warm-up only, and

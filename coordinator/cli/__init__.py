@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from coordinator.cli import demo, fleet, model, requests, serve, submit
+from coordinator.cli import demo, fleet, model, requests, serve, size, submit
 from coordinator.cli.common import RootGroup, exit_code_lines, show_version
 
 
@@ -33,7 +33,7 @@ def _root() -> RootGroup:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for command in (
-        *(serve.up, serve.coordinator, serve.worker, demo.demo, model.model),
+        *(serve.up, serve.coordinator, serve.worker, demo.demo, model.model, size.size),
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.stop),

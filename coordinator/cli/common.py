@@ -193,14 +193,17 @@ def read_words(values: Sequence[str]) -> Iterator[str]:
         yield from value.replace(",", " ").split()
 
 
-output_option = click.option(
-    "-o",
-    "--output",
-    type=click.Choice(["table", "json", "jsonl"]),
-    default="table",
-    show_default=True,
-    help="How to print.",
-)
+def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`-o FORMAT`, and `--json` for the most wanted one."""
+    command = click.option("--json", "output", flag_value="json", help="The same as -o json.")(command)
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["table", "json", "jsonl"]),
+        default="table",
+        show_default=True,
+        help="How to print.",
+    )(command)
 
 
 def show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:

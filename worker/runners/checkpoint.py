@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
+from coordinator.config import AUTO, WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from kernels.layout import Geometry
@@ -14,6 +16,13 @@ from kernels.row_bytes import index_key_shape, kv_row_shape
 from worker.runners.text import read_tokenizer
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
+#: Fields of config.json that sizes follow from.
+DIMENSIONS: Final = (
+    *("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_topk"),
+    *("max_position_embeddings", "vocab_size"),
+)
+#: Fields that the model library makes `indexer_types` of.
+SHARING_FIELDS: Final = frozenset({"index_topk_pattern", "index_topk_freq"})
 #: Bytes hashed at both ends of each weights file: its header, and enough values to tell two seeds apart.
 FINGERPRINT_BYTES: Final = 64 * 1024
 
@@ -33,6 +42,48 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not list(Path(path).glob("*.safetensors")):
         raise _refusal("no safetensors files", path, "download the weights too")
     return config
+
+
+def read_dimensions(path: str | Path) -> Any:
+    """What `geometry_of` needs of a config.json, or of a directory with one, weights or none. Raises ConfigError.
+
+    The model library is asked only where the file leaves it to the library which layers share a selection.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise _unfit(f"no readable configuration: {error}", path, "pass a model's config.json") from error
+    if config.get("model_type") not in FAMILIES:
+        raise _unfit(f"model_type {config.get('model_type')} is not served", path, f"use one of {', '.join(FAMILIES)}")
+    if SHARING_FIELDS & config.keys() and not config.get("indexer_types"):
+        return _read_by_library(file)
+    missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
+    if missing:
+        raise _unfit(f"has no {', no '.join(missing)}", path, "pass the config.json of the whole model")
+    return SimpleNamespace(**config)
+
+
+def kv_kind(dimensions: Any, settings: WorkerSettings) -> str:
+    """What a worker of these settings would keep KV in (kernels.row_bytes.KINDS): by default as the weights are."""
+    stored = getattr(dimensions, "dtype", None) or getattr(dimensions, "torch_dtype", None) or "float32"
+    chosen = settings.kv_dtype if settings.kv_dtype != AUTO else settings.dtype
+    return str(stored).removeprefix("torch.") if chosen == AUTO else chosen
+
+
+def anonymous_info(config: Any, name: str) -> ModelInfo:
+    """The ModelInfo of a model that has dimensions and no files."""
+    return ModelInfo(
+        fingerprint=name,
+        name=name,
+        context_max_tokens=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        layers=config.num_hidden_layers,
+        topk=config.index_topk,
+        eos_token_ids=(),
+        tokenizer_kind="bytes",
+        tokenizer_hash="",
+    )
 
 
 def describe_model(path: str | Path, config: Any) -> ModelInfo:
@@ -99,6 +150,22 @@ def _eos_token_ids(path: str | Path, config: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _read_by_library(file: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise _unfit(
+            f"which layers share a selection is worked out by the package {error.name}",
+            file,
+            "pip install 'hisparse[worker]'",
+        ) from error
+    return AutoConfig.from_pretrained(file)
+
+
+def _unfit(message: str, path: str | Path, remedy: str) -> ConfigError:
+    return ConfigError(message, field="config", value=path, remedy=remedy)
 
 
 def _refusal(message: str, path: str | Path, remedy: str) -> ConfigError:

@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from coordinator.errors import ConfigError
-from coordinator.messages import ModelInfo
-from worker.runners.checkpoint import geometry_of
+from worker.runners.checkpoint import anonymous_info, geometry_of
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 
@@ -55,18 +54,9 @@ def synthetic_runner(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     model = model.eval().requires_grad_(False)
-    return TransformersRunner(model, _info(config), geometry, after_index_topk=after_index_topk)
-
-
-def _info(config: Any) -> ModelInfo:
-    return ModelInfo(
-        fingerprint="synthetic",
-        name=f"synthetic-{config.model_type}-{config.num_hidden_layers}",
-        context_max_tokens=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        layers=config.num_hidden_layers,
-        topk=config.index_topk,
-        eos_token_ids=(),
-        tokenizer_kind="bytes",
-        tokenizer_hash="",
+    return TransformersRunner(
+        model,
+        anonymous_info(config, f"synthetic-{config.model_type}-{config.num_hidden_layers}"),
+        geometry,
+        after_index_topk=after_index_topk,
     )
