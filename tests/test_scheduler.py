@@ -61,6 +61,25 @@ async def test_a_request_runs_to_its_end_and_its_story_tells_how(autojump_clock:
         rig.check_nothing_leaked()
 
 
+async def test_each_line_of_a_story_is_one_line_of_the_log(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order, when it happens, with request, state and reason; through retraction, resume and the end."""
+    caplog.set_level("INFO", "hisparse.coordinator.scheduling.request")
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        await bring_to(rig, "r!", "RETRACTED")
+        await rig.scheduler.resume(("r!",), "client 7")
+        await rig.run_until("r!", "FINISHED")
+        _, story = rig.scheduler.describe("r!")
+    logged = [(record.message, record.__dict__["fields"]) for record in caplog.records]
+    assert {said["request"] for _, said in logged} == {"r!"}
+    told = [(event, said["state"], said.get("reason", "")) for event, said in logged]
+    assert told == [(line.event, line.state, line.reason) for line in story]
+    assert {"retract", "resume"} <= {event for event, *_ in told}
+    assert dict(logged)["admitted"]["worker"] == "w0"
+
+
 @pytest.mark.parametrize("state", STATES)
 async def test_abort_in_every_state(autojump_clock: MockClock, state: str) -> None:
     async with open_rig() as rig:

@@ -83,6 +83,7 @@ class Reception:
             port=port,
         )
         if state.state not in TERMINAL:
+            request.log_story()
             self.supervisor.start(request, Level.REQUEST)
         return request
 

@@ -64,9 +64,19 @@ class Request(Actor[Told | WorkerEvent]):
         self._journal = journal
         self._wall_offset_s = wall_offset_s
         self._port = port
+        self._lines_logged = 0
 
     def story(self) -> tuple[str, ...]:
         return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
+
+    def log_story(self) -> None:
+        """One log line for each line that the story has gained since the last call."""
+        state = self.state
+        for line in state.lines_since(self._lines_logged):
+            detail = {"worker": state.worker, "reason": line.reason}
+            known = {name: value for name, value in detail.items() if value}
+            log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
+        self._lines_logged = state.lines_count
 
     async def handle(self, batch: list[Told | WorkerEvent]) -> None:
         for event in batch:
@@ -82,6 +92,7 @@ class Request(Actor[Told | WorkerEvent]):
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
+        self.log_story()
         for action in actions:
             if isinstance(action, Ending):
                 await self._write_end(action)

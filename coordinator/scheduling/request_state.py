@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from coordinator import messages
@@ -149,6 +150,16 @@ class RequestState:
             return (self.first, *self.lines)
         gap = Line(self.lines[0].at, "...", "", f"{self.lines_dropped} lines dropped")
         return (self.first, gap, *self.lines)
+
+    @property
+    def lines_count(self) -> int:
+        """Lines that the story has had, dropped ones too."""
+        return 1 + self.lines_dropped + len(self.lines)
+
+    def lines_since(self, count: int) -> tuple[Line, ...]:
+        """What the story has gained since it had `count` lines, as far as it is kept."""
+        fresh = [*islice(reversed(self.lines), self.lines_count - count)][::-1]
+        return tuple(fresh) if count else (self.first, *fresh)
 
     def check_invariants(self) -> None:
         checks = {
