@@ -26,6 +26,7 @@ class Role(Enum):
 
     WORKER = "worker"
     COORDINATOR = "coordinator"
+    HTTP = "http"
     BOTH = "both"
 
 
@@ -93,6 +94,13 @@ _WORKER: Final = (
         ),
         ("hisparse_worker_memory_unit_bytes", "memory", "bytes", "Device bytes of one such unit.", "How much is that?"),
         (
+            "hisparse_worker_hot_buffers",
+            "size",
+            "requests",
+            "Hot buffers by size: resident, or managed with so many slots.",
+            "Which sizes does policy give?",
+        ),
+        (
             "hisparse_worker_executor_silent_seconds",
             "",
             "seconds",
@@ -126,6 +134,37 @@ _WORKER: Final = (
             "Bytes between host and device: stage, backup; swap, preload.",
             "What fills the link to the host?",
         ),
+        (
+            "hisparse_worker_copy_seconds_total",
+            "direction purpose",
+            "seconds",
+            "Time in which such copies ran; of swap, one step in 64 is timed and stands for all.",
+            "How fast are copies? What keeps the link busy?",
+        ),
+        (
+            "hisparse_worker_compute_seconds_total",
+            "",
+            "seconds",
+            "Decode steps on the device, swap-in included; one in 64 is timed and stands for all.",
+            "How much of a step is the device at work?",
+        ),
+        ("hisparse_swap_hits_total", "layer", "rows", "Top-k rows found hot.", "Which layers hit?"),
+        ("hisparse_swap_misses_total", "layer", "rows", "Top-k rows loaded from the host.", "Which layers load?"),
+        (
+            "hisparse_swap_evictions_total",
+            "layer",
+            "rows",
+            "Rows that made way for others in hot buffers; reckoned on the host.",
+            "Which layers churn?",
+        ),
+        ("hisparse_swap_bytes_total", "layer", "bytes", "Bytes loaded by swap-in.", "What does each layer load?"),
+        (
+            "hisparse_swap_seconds_total",
+            "layer stream",
+            "seconds",
+            "Swap-in on compute, in the way of the step, or on swap, beside it; one step in 64 stands for all.",
+            "What does each layer's swap-in cost?",
+        ),
         ("hisparse_worker_admitted_total", "", "requests", "Requests taken in.", "How many stays were there?"),
         (
             "hisparse_worker_released_total",
@@ -141,14 +180,14 @@ _WORKER: Final = (
             "hisparse_worker_fence_wait_seconds_total",
             "fence",
             "seconds",
-            "Time in the waits for a fence that were measured; on CUDA alone.",
+            "Time waited for a fence, as far as it was measured; on CUDA alone.",
             "What does a step wait for: the host, copies, compute?",
         ),
         (
             "hisparse_worker_fence_waits_total",
             "fence",
             "waits",
-            "Waits measured: every one of the host, one in 16 of a stream, none inside a graph.",
+            "Such waits: of the host all, of a stream one in 16, which stands for all; none inside a graph.",
             "How long is one wait?",
         ),
         ("hisparse_link_connects_total", "", "connections", "Connections made.", "Is the link stable?"),
@@ -179,6 +218,13 @@ _WORKER: Final = (
             "seconds",
             "Staging of one prompt to the host.",
             "Is staging in the way?",
+        ),
+        (
+            "hisparse_worker_load_seconds",
+            "",
+            "seconds",
+            "Loading what a resumed or grown request needs.",
+            "What does it cost to come back?",
         ),
     ),
 )
@@ -269,7 +315,29 @@ _COORDINATOR: Final = (
     ),
 )
 
-TABLE: Final[tuple[Metric, ...]] = (*_EVERY_PROCESS, *_WORKER, *_COORDINATOR)
+_HTTP: Final = (
+    *_rows(
+        Kind.GAUGE,
+        Role.HTTP,
+        ("hisparse_http_requests", "", "requests", "Completions being answered.", "How near is http.requests_max?"),
+        ("hisparse_http_connected", "", "", "1 while the coordinator is there.", "Can it answer at all?"),
+    ),
+    *_rows(
+        Kind.COUNTER,
+        Role.HTTP,
+        ("hisparse_http_answers_total", "path status", "answers", "Answers by path and status.", "Who is refused?"),
+        ("hisparse_http_disconnects_total", "", "clients", "Left before their answer.", "Do clients give up?"),
+        ("hisparse_http_abandoned_total", "", "requests", "Aborted: nobody listened.", "What do those clients cost?"),
+    ),
+    *_rows(
+        Kind.HISTOGRAM,
+        Role.HTTP,
+        ("hisparse_http_answer_seconds", "", "seconds", "From request to whole answer.", "How long do clients wait?"),
+        ("hisparse_http_first_token_seconds", "", "seconds", "To a first token.", "How long until they see anything?"),
+    ),
+)
+
+TABLE: Final[tuple[Metric, ...]] = (*_EVERY_PROCESS, *_WORKER, *_COORDINATOR, *_HTTP)
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in TABLE}
 
 assert len(BY_NAME) == len(TABLE)  # a name means one thing
@@ -288,7 +356,12 @@ def as_markdown() -> str:
         "Written by `python -m metrics.names`; a test holds this page, the table in `metrics/names.py` and what the",
         "processes export equal. `/healthz` answers 503 when only a restart helps, `/readyz` when no work is taken.",
     ]
-    titles = {Role.BOTH: "Every process", Role.WORKER: "Worker", Role.COORDINATOR: "Coordinator"}
+    titles = {
+        Role.BOTH: "Every process",
+        Role.WORKER: "Worker",
+        Role.COORDINATOR: "Coordinator",
+        Role.HTTP: "HTTP front",
+    }
     for role, title in titles.items():
         lines += [
             "",

@@ -7,9 +7,11 @@ has no copy here.
 
     struct             writer                    readers
     WorkerCounters     executor thread           worker collector, link's heartbeats
+    SwapTotals         executor thread           worker collector
     FenceWaits         executor thread           worker collector
     LinkCounters       the worker's trio thread  worker collector
     CoordinatorCounters the coordinator's thread  coordinator collector
+    HttpCounters       the front's trio thread   front's collector
 """
 
 from __future__ import annotations
@@ -18,8 +20,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import add
 from time import monotonic
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 #: Decode steps: 0.2 ms (small GPU batch) to 5 s (a CPU).
 STEP_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -27,10 +36,18 @@ STEP_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0
 STAGE_BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 #: Command round trips over a local socket.
 COMMAND_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+#: Answers over HTTP and their first tokens: 5 ms to ten minutes.
+ANSWER_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 #: Group commits: 0.1 ms (a disk with a safe cache) to 5 s (one that is dying).
 COMMIT_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 #: An executor whose loop has not turned for this long hangs; one prefill chunk of a large model on a CPU takes less.
 EXECUTOR_STALE_S: Final = 30.0
+#: Waits of requests for a place, for their first token, for operators: 5 ms to an hour.
+WAIT_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+#: Between two tokens of one request: decode steps, and the pauses of a retraction.
+TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+#: Host pages live as long as their requests: seconds to days.
+PAGE_BOUNDS_S: Final = (0.1, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 #: A moving average over about the last 16 steps.
 STEP_AVERAGE_WEIGHT: Final = 1 / 16
 
@@ -50,10 +67,20 @@ class Buckets:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, values: FloatArray, times: IntArray | None = None) -> None:
+        """Each of `values`, as many `times` as its element says, or once: some 10 us and 30 ns per value."""
+        if not len(values):
+            return
+        places = np.searchsorted(self.bounds, values)
+        added = np.bincount(places, weights=times, minlength=len(self.counts)).astype(np.int64).tolist()
+        self.counts[:] = map(add, self.counts, added)
+        self.total += float(values.sum() if times is None else values @ times)
+
 
 class FenceWaits:
     """How long consumers waited for fences, by the fence's name: `seconds` in `samples` waits. Host waits are all
-    counted, waits between streams on a sample, and those inside a captured graph not at all."""
+    measured; waits between streams on a sample, of which each stands for `weight` waits; those inside a captured graph
+    not at all."""
 
     __slots__ = ("samples", "seconds")
 
@@ -61,9 +88,44 @@ class FenceWaits:
         self.seconds: dict[str, float] = {}
         self.samples: dict[str, int] = {}
 
-    def observe(self, fence: str, seconds: float) -> None:
-        self.seconds[fence] = self.seconds.get(fence, 0.0) + seconds
-        self.samples[fence] = self.samples.get(fence, 0) + 1
+    def observe(self, fence: str, seconds: float, weight: int = 1) -> None:
+        self.seconds[fence] = self.seconds.get(fence, 0.0) + weight * seconds
+        self.samples[fence] = self.samples.get(fence, 0) + weight
+
+
+class Busy:
+    """Seconds that work of one kind took. `spent` is what the work is launched with: see worker.streams.Streams."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def spent(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class SwapTotals:
+    """Swap-in by layer. Layers of one index group share hits, misses and evictions, which are kept by group: int64 [G]
+    each. `seconds` float [L] are of timed steps, each of which stands for `weight` steps; of the first layer of a
+    group in the way of the step, of the others beside it."""
+
+    __slots__ = ("evictions", "group_of_layer", "hits", "misses", "row_bytes", "seconds")
+
+    def __init__(self, group_of_layer: Sequence[int] = (), row_bytes: int = 0) -> None:
+        groups = max(group_of_layer, default=-1) + 1
+        self.group_of_layer = tuple(group_of_layer)
+        self.row_bytes = row_bytes
+        self.hits, self.misses, self.evictions = (np.zeros(groups, np.int64) for _ in range(3))
+        self.seconds = [0.0] * len(self.group_of_layer)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of all layers, from the host."""
+        return self.row_bytes * int(self.misses[list(self.group_of_layer)].sum())
+
+    def spent(self, weight: int, layer: int, seconds: float) -> None:
+        self.seconds[layer] += weight * seconds
 
 
 @dataclass(frozen=True)
@@ -87,6 +149,7 @@ class WorkerCounters:
     step_s: Buckets = field(default_factory=lambda: Buckets(STEP_BOUNDS_S))
     prefill_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     stage_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
+    load_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     prompt_tokens: int = 0
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
@@ -94,19 +157,32 @@ class WorkerCounters:
     misses: int = 0
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
-    swapped_bytes: int = 0  # host to device, misses
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests
     admitted: int = 0
     released: int = 0
     faulted: int = 0
     parked: int = 0  # times a request ran out of granted pages
     resized: int = 0
+    staging: Busy = field(default_factory=Busy)
+    backing_up: Busy = field(default_factory=Busy)
+    preloading: Busy = field(default_factory=Busy)
+    computing_s: float = 0.0  # decode steps on the device, swap-in included; a timed one stands for several
+    swap: SwapTotals = field(default_factory=SwapTotals)
     fence_waits: FenceWaits = field(default_factory=FenceWaits)
 
     def beat(self) -> None:
         """The loop turned, busy or idle. A loop that does not for EXECUTOR_STALE_S hangs."""
         self.beats += 1
         self.beat_at = monotonic()
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host to device, misses."""
+        return self.swap.loaded_bytes
+
+    def computed(self, weight: int, seconds: float) -> None:
+        """A timed step kept the device busy for `seconds`; it stands for `weight` steps."""
+        self.computing_s += weight * seconds
 
     def stepped(self, seconds: float) -> None:
         """Count one decode step that took `seconds`."""
@@ -134,6 +210,18 @@ class LinkCounters:
 
 
 @dataclass(slots=True)
+class HttpCounters:
+    """What HTTP clients asked the front for. `in_flight` is the only state: completions being answered now."""
+
+    in_flight: int = 0
+    answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (path, status)
+    disconnects: int = 0  # clients that left before their answer was complete
+    abandoned: int = 0  # requests aborted because nobody followed them any more
+    answer_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
+    first_token_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
+
+
+@dataclass(slots=True)
 class JournalCounters:
     """What was written down. `written_bytes` are those of the records, without the file's own; `last_error` outlives
     what it was about."""
@@ -144,6 +232,17 @@ class JournalCounters:
     errors: int = 0
     last_error: str = ""
     commit_s: Buckets = field(default_factory=lambda: Buckets(COMMIT_BOUNDS_S))
+
+
+@dataclass(slots=True)
+class WaitCounters:
+    """How long requests waited, and for what; coordinator.scheduling.waits says from when to when."""
+
+    queue_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
+    retract_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
+    resume_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
+    first_token_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
+    token_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))
 
 
 @dataclass(slots=True)
@@ -167,5 +266,7 @@ class CoordinatorCounters:
     report_gaps: int = 0
     audits: int = 0  # of one worker each
     audit_differences: Counter[str] = field(default_factory=Counter)  # by kind, each told once
+    waits: WaitCounters = field(default_factory=WaitCounters)
+    host_page_s: Buckets = field(default_factory=lambda: Buckets(PAGE_BOUNDS_S))  # from taken to free
     dropped_messages: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (socket, reason)
     journal: JournalCounters = field(default_factory=JournalCounters)

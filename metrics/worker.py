@@ -11,15 +11,15 @@ from prometheus_client.registry import Collector
 
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
-from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, WorkerCounters
+from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, SwapTotals, WorkerCounters
 
 
 @dataclass(frozen=True)
 class WorkerSources:
     """Where the numbers are. Callables run in the exporter's thread and must not wait for anything.
 
-    `requests` counts by state; `memory` is by name (chunks, index_pages); `stopping` tells that the process has been
-    asked to leave. A loop that ended is not asked about: its process ends with it.
+    `requests` counts by state, `hot_buffers` by size; `memory` is by name (chunks, index_pages); `stopping` tells that
+    the process has been asked to leave. A loop that ended is not asked about: its process ends with it.
     """
 
     worker: str
@@ -28,6 +28,7 @@ class WorkerSources:
     counters: WorkerCounters
     link: LinkCounters
     requests: Callable[[], Mapping[str, int]]
+    hot_buffers: Callable[[], Mapping[str, int]]
     memory: Callable[[], Mapping[str, MemoryUse]]
     unreported_tokens: Callable[[], int]
     reports_in_flight: Callable[[], int]
@@ -43,6 +44,8 @@ class WorkerCollector(Collector):
         yield labelled("hisparse_info", {("worker", it.worker, it.version): 1})
         yield from process_families()
         yield from self._executor(it.counters)
+        yield from _copies(it.counters)
+        yield from _swaps(it.counters.swap)
         yield from self._memory()
         yield from self._link(it.link)
 
@@ -56,15 +59,9 @@ class WorkerCollector(Collector):
             yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
         for name in ("admitted", "released", "faulted", "parked", "resized"):
             yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
-        for name in ("step", "prefill", "stage"):
+        for name in ("step", "prefill", "stage", "load"):
             yield histogram(f"hisparse_worker_{name}_seconds", getattr(counters, f"{name}_s"))
-        copied = {
-            ("to_host", "stage"): counters.staged_bytes,
-            ("to_host", "backup"): counters.backed_up_bytes,
-            ("to_device", "swap"): counters.swapped_bytes,
-            ("to_device", "preload"): counters.preloaded_bytes,
-        }
-        yield labelled("hisparse_worker_copied_bytes_total", copied)
+        yield number("hisparse_worker_compute_seconds_total", counters.computing_s)
         yield labelled("hisparse_worker_fence_wait_seconds_total", dict(counters.fence_waits.seconds))
         yield labelled("hisparse_worker_fence_waits_total", dict(counters.fence_waits.samples))
 
@@ -75,6 +72,7 @@ class WorkerCollector(Collector):
             units[name, "used"] = use.used
             units[name, "free"] = use.total - use.used
         yield labelled("hisparse_worker_memory_units", units)
+        yield labelled("hisparse_worker_hot_buffers", self._sources.hot_buffers())
         yield labelled("hisparse_worker_memory_unit_bytes", {name: use.unit_bytes for name, use in memory.items()})
 
     def _link(self, link: LinkCounters) -> Iterator[Family]:
@@ -85,6 +83,31 @@ class WorkerCollector(Collector):
             yield number(f"hisparse_link_{name}_total", getattr(link, name))
         for name in ("reports", "replayed_reports"):
             yield number(f"hisparse_link_{name}_total", getattr(link, name))
+
+
+def _copies(counters: WorkerCounters) -> Iterator[Family]:
+    rows = {
+        ("to_host", "stage"): (counters.staged_bytes, counters.staging.seconds),
+        ("to_host", "backup"): (counters.backed_up_bytes, counters.backing_up.seconds),
+        ("to_device", "swap"): (counters.swapped_bytes, sum(counters.swap.seconds)),
+        ("to_device", "preload"): (counters.preloaded_bytes, counters.preloading.seconds),
+    }
+    yield labelled("hisparse_worker_copied_bytes_total", {key: copied for key, (copied, _) in rows.items()})
+    yield labelled("hisparse_worker_copy_seconds_total", {key: seconds for key, (_, seconds) in rows.items()})
+
+
+def _swaps(swap: SwapTotals) -> Iterator[Family]:
+    """By layer: what its group found, loaded and evicted, and the time of its own copies."""
+    groups = swap.group_of_layer
+    for name in ("hits", "misses", "evictions"):
+        counts = getattr(swap, name).tolist()
+        yield labelled(f"hisparse_swap_{name}_total", {str(layer): counts[group] for layer, group in enumerate(groups)})
+    misses = swap.misses.tolist()
+    loaded = {str(layer): misses[group] * swap.row_bytes for layer, group in enumerate(groups)}
+    yield labelled("hisparse_swap_bytes_total", loaded)
+    streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
+    seconds = {(str(layer), stream): swap.seconds[layer] for layer, stream in enumerate(streams)}
+    yield labelled("hisparse_swap_seconds_total", seconds)
 
 
 def worker_health(sources: WorkerSources) -> Health:

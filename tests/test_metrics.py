@@ -31,7 +31,15 @@ from metrics.coordinator import (
 from metrics.exporter import CONNECTIONS_MAX, Exporter, Health, Probe, serve
 from metrics.families import number
 from metrics.names import BY_NAME, TABLE, Kind, Role, as_markdown, names_of
-from metrics.state import EXECUTOR_STALE_S, Buckets, CoordinatorCounters, LinkCounters, MemoryUse, WorkerCounters
+from metrics.state import (
+    EXECUTOR_STALE_S,
+    Buckets,
+    CoordinatorCounters,
+    LinkCounters,
+    MemoryUse,
+    SwapTotals,
+    WorkerCounters,
+)
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 
 
@@ -43,7 +51,10 @@ class World:
     """A worker's numbers and whatever the probes ask for."""
 
     def __init__(self) -> None:
-        self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, swapped_bytes=3, tokens=7)
+        self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, tokens=7)
+        self.counters.swap = SwapTotals((0, 0, 1), row_bytes=100)
+        self.counters.swap.misses += (4, 6)
+        self.counters.swap.spent(64, 1, 0.002)
         self.link = LinkCounters(welcomed=1, commands=4)
         self.counters.fence_waits.observe("sampled", 0.5)
         self.link.drops["lost"] += 2
@@ -55,6 +66,7 @@ class World:
             counters=self.counters,
             link=self.link,
             requests=lambda: {"running": 5, "parked": 1},
+            hot_buffers=lambda: {"resident": 4, "4096": 1},
             memory=lambda: {"chunks": MemoryUse(6, 10, 1024)},
             unreported_tokens=lambda: 11,
             reports_in_flight=lambda: 2,
@@ -172,6 +184,14 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     assert values(after["hisparse_worker_hits_total"]) == {(): 35}
     assert values(after["hisparse_worker_requests"]) == {("running",): 5, ("parked",): 1}
     assert values(after["hisparse_worker_copied_bytes_total"])["to_host", "backup"] == 2
+    assert values(after["hisparse_worker_copied_bytes_total"])["to_device", "swap"] == 4 * 200 + 6 * 100
+    assert values(after["hisparse_worker_copy_seconds_total"])["to_device", "swap"] == pytest.approx(64 * 0.002)
+    assert values(after["hisparse_swap_misses_total"]) == {("0",): 4, ("1",): 4, ("2",): 6}
+    assert values(after["hisparse_swap_seconds_total"]) == {
+        ("0", "compute"): 0,
+        ("1", "swap"): pytest.approx(64 * 0.002),
+        ("2", "compute"): 0,
+    }
     assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
     assert values(after["hisparse_worker_fence_waits_total"]) == {("sampled",): 1}

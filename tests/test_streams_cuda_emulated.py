@@ -14,6 +14,7 @@ from tests.fakes.cuda import FakeCuda
 from worker.streams import FENCES, HOST, STREAM_NAMES, FenceError, make_streams
 from worker.streams import cuda as backend
 from worker.streams.cuda import HIGH, LOW, SAMPLE_EVERY, SAMPLES_MAX, CudaFence, CudaStreams
+from worker.streams.spans import SPANS_MAX
 
 
 @pytest.fixture
@@ -137,8 +138,8 @@ def test_events_are_used_again_but_not_those_of_graphs(streams: CudaStreams) -> 
 def test_one_wait_in_so_many_is_timed(streams: CudaStreams) -> None:
     for _ in range(2 * SAMPLE_EVERY + 1):
         streams.backup.wait(streams.compute.record("row_written"))
-    assert streams.waits.samples == {"row_written": 2}
-    assert streams.waits.seconds["row_written"] == pytest.approx(0.004)
+    assert streams.waits.samples == {"row_written": 2 * SAMPLE_EVERY}
+    assert streams.waits.seconds["row_written"] == pytest.approx(2 * SAMPLE_EVERY * 0.002)
 
 
 def test_timed_waits_that_nobody_can_read_yet_are_bounded(streams: CudaStreams) -> None:
@@ -149,6 +150,61 @@ def test_timed_waits_that_nobody_can_read_yet_are_bounded(streams: CudaStreams) 
         backup.wait(streams.compute.record("row_written"))
     assert len(streams._sampler._timed) == SAMPLES_MAX
     assert len(backup.cuda.waited) == SAMPLE_EVERY * (SAMPLES_MAX + 3)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- how long work takes
+
+
+def test_work_is_timed_on_its_stream_and_told_later(streams: CudaStreams) -> None:
+    spent: list[float] = []
+    backup = streams._by_name["backup"]
+    backup.cuda.stuck = True  # type: ignore[attr-defined]
+    for _ in range(3):
+        streams.backup.launch("copy", streams.timed(lambda: None, spent.append))
+    assert spent == []
+    backup.cuda.stuck = False  # type: ignore[attr-defined]
+    streams.stage.launch("copy", streams.timed(lambda: None, spent.append))
+    assert spent == [pytest.approx(0.002)] * 3
+
+
+def test_timed_work_within_timed_work_takes_events_of_its_own(streams: CudaStreams) -> None:
+    """A step that is not a graph has swap-ins in it."""
+    outer: list[float] = []
+    inner: list[float] = []
+    for _ in range(3):
+        streams.timed(streams.timed(lambda: None, inner.append), outer.append)()
+    assert (len(inner), len(outer)) == (2, 2)
+
+
+def test_timed_work_that_nobody_can_read_yet_is_bounded_and_done(streams: CudaStreams) -> None:
+    """I8."""
+    streams._by_name["backup"].cuda.stuck = True  # type: ignore[attr-defined]
+    done: list[int] = []
+    for number in range(SPANS_MAX + 3):
+        streams.backup.launch("copy", streams.timed(partial(done.append, number), lambda _: None))
+    assert len(streams._spans._open) == SPANS_MAX
+    assert len(done) == SPANS_MAX + 3
+
+
+def test_a_graph_with_timed_work_tells_at_each_replay_of_the_one_before(streams: CudaStreams) -> None:
+    told: list[tuple[int, float]] = []
+    streams.layer_spent = lambda layer, seconds: told.append((layer, seconds))
+
+    def launch() -> None:
+        for layer in range(2):
+            streams.compute.launch("load", streams.of_layer(layer, lambda: None))
+
+    replay = streams.capture(launch)
+    streams.layer_spent = None
+    replay()
+    assert told == []
+    replay()
+    assert told == [(0, 0.002), (1, 0.002)]
+
+
+def test_a_graph_without_timed_work_has_no_events(streams: CudaStreams) -> None:
+    streams.capture(lambda: streams.compute.launch("load", streams.of_layer(0, lambda: None)))
+    assert streams._captured_spans == []
 
 
 # ---------------------------------------------------------------- graphs

@@ -426,7 +426,8 @@ def test_counters_count_what_happened() -> None:
     assert counters.misses == sum(life.misses for life in lives)
     assert counters.staged_bytes == 200 * token_bytes
     assert counters.backed_up_bytes == 58 * token_bytes
-    assert counters.swapped_bytes == counters.misses * 16 * 3 // 2
+    assert counters.swap.misses.sum() == counters.misses
+    assert counters.swapped_bytes == 16 * (2 * counters.swap.misses[0] + counters.swap.misses[1])
     assert counters.step_us > 0
 
 

@@ -37,7 +37,7 @@ class RunningRequest:
     """`hot_slots` and `hot_chunks` are what was granted; `hot` is what it holds, nothing before the take-over.
 
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
-    when prefill, then staging began.
+    when prefill, then staging, or loading began.
     """
 
     admission: int

@@ -14,16 +14,22 @@ mode there is one bucket, of all seats.
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns; positions are
 those of the moment of launch.
 
-Rejected: begin_step and the upload inside the graph (a graph for each of the T backup plans), and the backup in it (its
-fences lie between replays, since step n+T waits for them).
+One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
+graphs, such a step replays a second one, captured with timing events as nodes.
+
+Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
+inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
+step n+T waits for them).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -34,6 +40,10 @@ from worker.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Fence, Streams
 from worker.swap import Swap
+from worker.swap_counts import Int64s
+
+#: Steps of which one is timed.
+TIMED_EVERY: Final = 64
 
 
 class _Bucket:
@@ -48,6 +58,7 @@ class _Bucket:
         self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
         self.outputs = outputs
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
+        self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
 
 
 class _Results:
@@ -56,7 +67,7 @@ class _Results:
     def __init__(self, state: DeviceState, vocab: int) -> None:
         device = state.rows.device
         self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
-        self.counts = host_tensor(2, state.seats, dtype=torch.int64, device=device)
+        self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
         self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
 
     def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
@@ -66,8 +77,8 @@ class _Results:
         if outputs.logits is not None:
             self.logits[:rows].copy_(outputs.logits, non_blocking=True)
         if state is not None:
-            self.counts[0].copy_(state.hits.sum(0), non_blocking=True)
-            self.counts[1].copy_(state.misses.sum(0), non_blocking=True)
+            self.counts[0].copy_(state.hits, non_blocking=True)
+            self.counts[1].copy_(state.misses, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -82,7 +93,8 @@ class _Launched:
 
 @dataclass(slots=True)
 class StepTokens:
-    """A step that was read: requests, the row each wrote, the token each drew; hits and misses by seat if asked for.
+    """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
+    hits and misses by index group and seat.
 
     `logits` float32[requests, vocab] if they are kept: true until as many steps have been launched as are in flight.
     """
@@ -90,7 +102,7 @@ class StepTokens:
     requests: list[RunningRequest]
     positions: list[int]
     tokens: list[int]
-    counts: list[list[int]] | None
+    counts: Int64s | None
     launched_s: float
     logits: torch.Tensor
 
@@ -109,7 +121,9 @@ class Decoder:
         buckets: Sequence[int],
         lookahead: int,
         keep_logits: bool = False,
+        timed_every: int = TIMED_EVERY,
     ) -> None:
+        """`timed_every` 0: no step is timed."""
         self._runner = runner
         self._streams = streams
         self._state = state
@@ -121,6 +135,8 @@ class Decoder:
             for rows in sorted(buckets)
         ]
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
+        self._timed_every = timed_every
+        self._counters = swap.counters
         self._number = 0
         self._launched: deque[_Launched] = deque()
         self._backed_up: deque[Fence] = deque()
@@ -146,6 +162,9 @@ class Decoder:
             compute.record("sampled").wait()
             if graphs:
                 bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
+            if graphs and self._timed_every:
+                with self._timing():
+                    bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
 
     def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions."""
@@ -157,7 +176,9 @@ class Decoder:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
-        if bucket.replay is None:
+        if self._timed_every and self._number % self._timed_every == self._timed_every - 1:
+            self._launch_timed(bucket)
+        elif bucket.replay is None:
             self._launch_runner(bucket)
         else:
             compute.launch("replay", bucket.replay)
@@ -177,7 +198,7 @@ class Decoder:
         step = self._launched.popleft()
         step.sampled.wait()
         tokens = step.results.tokens[: len(step.requests)].tolist()
-        counts = step.results.counts.tolist() if step.counted else None
+        counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits)
 
@@ -193,6 +214,23 @@ class Decoder:
         """What is launched on `compute` from now on finds every row of the steps so far in host memory (I3)."""
         if self._backed_up:
             self._streams.compute.wait(self._backed_up[-1])
+
+    def _launch_timed(self, bucket: _Bucket) -> None:
+        computed = partial(self._counters.computed, self._timed_every)
+        if bucket.timed_replay is None:
+            with self._timing():
+                self._streams.timed(partial(self._launch_runner, bucket), computed)()
+        else:
+            self._streams.compute.launch("replay", self._streams.timed(bucket.timed_replay, computed))
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Swap-ins that are launched within are timed."""
+        self._streams.layer_spent = partial(self._counters.swap.spent, self._timed_every)
+        try:
+            yield
+        finally:
+            self._streams.layer_spent = None
 
     def _launch_runner(self, bucket: _Bucket) -> None:
         self._runner.launch_decode(self._streams, self._state, self._sampler, bucket.batch, bucket.outputs)

@@ -36,9 +36,9 @@ from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
 from coordinator.errors import InternalError
 from coordinator.messages import Admit, Audit, Command, Grant, Resize, Stop, Withdraw
-from metrics.state import MemoryUse, WorkerCounters
+from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from worker.batch import RunningRequest, Status
-from worker.decode import Decoder, batch_sizes
+from worker.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.device_memory import free_device_bytes
 from worker.inventory import Holding, take_inventory
 from worker.output import Output
@@ -79,18 +79,19 @@ class Executor:
         *,
         clock: Callable[[], float] = time.monotonic,
         keep_logits: bool = False,
+        timed_every: int = TIMED_EVERY,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder."""
         streams.adopt_thread()
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
+        self.counters.swap = SwapTotals(runner.geometry.group_of_layer, runner.geometry.row_bytes)
         self.state = allocate_state(runner, settings, sizing, host)
         self._runner = runner
         self._sizing = sizing
         self._streams = streams
         self._tokenizer = tokenizer
-        self._report = Reporter(reports, self.counters, runner.geometry)
         self._clock = clock
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, settings.device)
@@ -102,6 +103,7 @@ class Executor:
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
             lookahead=self._lookahead,
             keep_logits=keep_logits,
+            timed_every=timed_every,
         )
         self._prefill = Prefill(
             *parts,
@@ -109,6 +111,7 @@ class Executor:
             outputs=StepOutputs.allocate(1, vocab, keep_logits=keep_logits, device=settings.device),
         )
         self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing)
+        self._report = Reporter(reports, self.counters, runner.geometry, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -174,6 +177,13 @@ class Executor:
         """Admissions by status, absent ones as 0; from any thread, true for a moment."""
         present = Counter(request.status for request in list(self._requests.values()))
         return {status.value: present[status] for status in Status}
+
+    def count_by_hot_size(self) -> dict[str, int]:
+        """Hot buffers by size class, absent ones as 0; from any thread, true for a moment."""
+        buffers = [request.hot for request in list(self._requests.values())]
+        present = Counter(buffer.hot_slots for buffer in buffers if buffer.chunks)
+        classes = self._sizing.capacity.hot_size_classes
+        return {"resident": present[0]} | {str(hot_slots): present[hot_slots] for hot_slots in classes}
 
     def memory(self) -> dict[str, MemoryUse]:
         """Device memory in units of 64 tokens; from any thread, true for a moment."""
@@ -292,6 +302,7 @@ class Executor:
             request.hot_slots, request.hot_chunks = resize.hot_slots, resize.hot_chunks
         elif self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
             self._set_aside(request, Status.LOADING)
+            request.since_s = self._clock()
         elif request.status is Status.PARKED and not request.starved:
             self._join(request)
         self._report.resized(request)
@@ -341,6 +352,7 @@ class Executor:
     def _take_loaded(self, request: RunningRequest) -> None:
         for fence in request.fences:
             self._streams.compute.wait(fence)
+        self._report.loaded(self._clock() - request.since_s)
         resize, request.resize = request.resize, None
         self._join(request)
         if resize is not None:
@@ -416,7 +428,7 @@ class Executor:
     def _release(self, request: RunningRequest) -> None:
         """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
         rows = request.position if request.prefilled == request.prompt_tokens else 0
-        self._report.count_swaps(request, *self._seats.release(request))
+        self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.admission], self._waiting[request.admission]
         self._report.released(request.admission, request.durable(rows), request.hits, request.misses)
 

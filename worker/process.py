@@ -169,6 +169,7 @@ class Worker:
             counters=self._executor.counters,
             link=self._link_counters,
             requests=self._executor.count_by_status,
+            hot_buffers=self._executor.count_by_hot_size,
             memory=self._executor.memory,
             unreported_tokens=lambda: self._outbox.pending_tokens,
             reports_in_flight=lambda: self._outbox.in_flight,

@@ -5,7 +5,10 @@ Tokens go out before the event they lead to; a durable length never includes a r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
 
 from coordinator.arrays import pack_int64
 from coordinator.messages import (
@@ -27,6 +30,7 @@ from metrics.state import WorkerCounters
 from worker.batch import RunningRequest, Status
 from worker.decode import StepTokens
 from worker.output import Output
+from worker.swap_counts import Int64s, SwapCounts
 
 log = logger("worker.executor")
 
@@ -42,11 +46,11 @@ class Reports(Protocol):
 class Reporter:
     """One per executor."""
 
-    def __init__(self, reports: Reports, counters: WorkerCounters, geometry: Geometry) -> None:
+    def __init__(self, reports: Reports, counters: WorkerCounters, geometry: Geometry, swap_counts: SwapCounts) -> None:
         self._reports = reports
         self._counters = counters
+        self._swap_counts = swap_counts
         self._token_bytes = geometry.page_bytes // PAGE_TOKENS
-        self._miss_bytes = geometry.row_bytes * geometry.layers / geometry.groups
 
     def publish(self, request: RunningRequest) -> None:
         """Tokens that may go out and have not, with what is durable by now."""
@@ -68,6 +72,10 @@ class Reporter:
         self.durable(request)
         copied = request.prompt_tokens * self._token_bytes
         self._reports.add_event(Staged(request.admission, request.prefill_s * 1e3, stage_s * 1e3, copied))
+
+    def loaded(self, load_s: float) -> None:
+        """A resumed request, or one whose buffer became resident, has its keys and rows again."""
+        self._counters.load_s.observe(load_s)
 
     def started(self, request: RunningRequest) -> None:
         self._reports.add_event(Started(request.admission))
@@ -108,11 +116,13 @@ class Reporter:
         """The hits and misses that came with a step, of its requests that are still here."""
         if step.counts is None:
             return
-        hits, misses = step.counts
-        live = [request for request in step.requests if request.status is not Status.LEAVING]
-        for request in live:
-            self.count_swaps(request, hits[request.seat], misses[request.seat])
+        rows = zip(step.requests, step.positions, strict=True)
+        steps = [(request, position + 1) for request, position in rows if request.status is not Status.LEAVING]
+        live = [request for request, _ in steps]
         if live:
+            seats = [request.seat for request in live]
+            counts = step.counts[:, :, seats].transpose(0, 2, 1)
+            self._count(live, counts, [position for _, position in steps])
             self._reports.add_event(
                 Counters(
                     pack_int64([request.admission for request in live]),
@@ -121,9 +131,14 @@ class Reporter:
                 )
             )
 
-    def count_swaps(self, request: RunningRequest, hits: int, misses: int) -> None:
-        """Raise the totals by what `request` has added since the last count."""
-        self._counters.hits += hits - request.hits
-        self._counters.misses += misses - request.misses
-        self._counters.swapped_bytes += round((misses - request.misses) * self._miss_bytes)
-        request.hits, request.misses = hits, misses
+    def last_swaps(self, request: RunningRequest, counts: Int64s) -> None:
+        """The final hits and misses of `request`, int64[2, G]."""
+        self._count([request], counts[:, np.newaxis], [request.position])
+
+    def _count(self, requests: Sequence[RunningRequest], counts: Int64s, positions: Sequence[int]) -> None:
+        """Raise the totals by what `requests` have added since the last count; `counts` int64[2, n, G]."""
+        seats = [request.seat for request in requests]
+        for request, hits, misses in zip(requests, *self._swap_counts.take(seats, counts, positions), strict=True):
+            self._counters.hits += hits - request.hits
+            self._counters.misses += misses - request.misses
+            request.hits, request.misses = hits, misses

@@ -40,6 +40,7 @@ from worker.runners.base import Runner, SamplerState
 from worker.sizing import Sizing
 from worker.streams import Fence, Streams
 from worker.swap import Swap
+from worker.swap_counts import Int64s, SwapCounts
 
 
 def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
@@ -125,9 +126,11 @@ class Seats:
         self._sampler = sampler
         self._swap = swap
         self._decoder = decoder
+        self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
-        self._final_counts = host_tensor(2, capacity.seats, dtype=torch.int64, device=state.rows.device)
+        groups, device = state.geometry.groups, state.rows.device
+        self._final_counts = host_tensor(2, capacity.seats, groups, dtype=torch.int64, device=device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat an admission that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
@@ -155,6 +158,7 @@ class Seats:
             durable_rows=admit.durable_tokens,
             prefilled=len(prompt) if resumes else 0,
         )
+        self.swap_counts.open(request.seat)
         self._write_tables(request)
         sampling = admit.sampling
         self._compute.launch(
@@ -170,7 +174,7 @@ class Seats:
         slab, request.slab = HotBuffer(0, tuple(request.slab)), []
         done = self._change(request, slab, len(request.prompt))
         if done.set_up is SetUp.NOTHING:
-            self._swap.set_up(request.seat, Change(request.hot, (), SetUp.RESIDENT))
+            self._set_up(request, Change(request.hot, (), SetUp.RESIDENT))
         self.chunks.give(done.freed)
 
     def grant(self, request: RunningRequest, grant: Grant) -> None:
@@ -217,13 +221,14 @@ class Seats:
         self._compute.launch("close seat", partial(self._close, request.seat))
         request.fences = self._swap.quiesce()
 
-    def release(self, request: RunningRequest) -> tuple[int, int]:
-        """Take everything back from a closed request whose fences were observed; its final hits and misses."""
+    def release(self, request: RunningRequest) -> Int64s:
+        """Take everything back from a closed request whose fences were observed; its final hits and misses by index
+        group, int64[2, G]."""
         self.chunks.give((*request.slab, *request.hot.chunks))
         self.index_pages.give(request.index_pages)
         self._free.append(request.seat)
-        hits, misses = self._final_counts[:, request.seat].tolist()
-        return hits, misses
+        counts: Int64s = self._final_counts[:, request.seat].numpy()
+        return counts
 
     def free(self) -> Free:
         """What nobody holds."""
@@ -246,7 +251,7 @@ class Seats:
 
     def _resume(self, request: RunningRequest) -> None:
         kind = SetUp.MANAGED if request.hot_slots else SetUp.RESIDENT
-        self._swap.set_up(request.seat, Change(request.hot, (), kind))
+        self._set_up(request, Change(request.hot, (), kind))
         keys = self._swap.load_keys(request.index_pages, request.host_pages, request.position)
         request.fences = (keys,) if request.hot_slots else (keys, self._load_rows(request))
         request.note_memory()
@@ -261,15 +266,19 @@ class Seats:
         request.hot = done.buffer
         if done.set_up is SetUp.SHRINK:  # needs the old chunk table
             self._tables.flush()
-            self._swap.set_up(request.seat, done)
+            self._set_up(request, done)
         chunks = done.buffer.chunks
         surplus = max(0, len(old.chunks) - len(chunks))
         self._tables.set("chunk_table", request.seat, 0, (*chunks, *([-1] * surplus)))
         self._tables.flush()
         if done.set_up is not SetUp.SHRINK:
-            self._swap.set_up(request.seat, done)
+            self._set_up(request, done)
         request.note_memory()
         return done
+
+    def _set_up(self, request: RunningRequest, change: Change) -> None:
+        self._swap.set_up(request.seat, change)
+        self.swap_counts.set_up(request.seat, change, request.position)
 
     def _grant_chunks(self, request: RunningRequest, count: int) -> None:
         request.hot_chunks += count
@@ -289,5 +298,5 @@ class Seats:
     def _close(self, seat: int) -> None:
         """Operation: keep the seat's counters for `release` and empty it."""
         for kept, counts in zip(self._final_counts, (self._state.hits, self._state.misses), strict=True):
-            kept[seat : seat + 1].copy_(counts[:, seat].sum(), non_blocking=True)
+            kept[seat].copy_(counts[:, seat].contiguous(), non_blocking=True)
         clear_seat(self._state, seat)

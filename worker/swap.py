@@ -44,12 +44,12 @@ PIECE_TOKENS: Final = 4_096
 
 
 class Swap:
-    """Launches moves. Counts bytes when they are launched."""
+    """Launches moves. Counts bytes when they are launched, and times what it launches."""
 
     def __init__(self, streams: Streams, state: DeviceState, counters: WorkerCounters) -> None:
         self._streams = streams
         self._state = state
-        self._counters = counters
+        self.counters = counters
         g = state.geometry
         self._row_bytes = g.layers * g.row_bytes
         self._key_bytes = g.groups * g.index_row_bytes
@@ -61,8 +61,9 @@ class Swap:
         self._streams.stage.wait(self._streams.compute.record("prefill_written"))
         for first, last in _pieces(start, stop):
             places = self._places(first, last, host_pages, slab, index_pages)
-            self._streams.stage.launch(f"stage {first}", partial(self._stage, places))
-        self._counters.staged_bytes += (stop - start) * (self._row_bytes + self._key_bytes)
+            work = self._streams.timed(partial(self._stage, places), self.counters.staging.spent)
+            self._streams.stage.launch(f"stage {first}", work)
+        self.counters.staged_bytes += (stop - start) * (self._row_bytes + self._key_bytes)
 
     def staged(self) -> Fence:
         """Complete once everything staged so far is in host memory."""
@@ -72,19 +73,18 @@ class Swap:
         """Copy the new rows of the step launched last, `rows` of them; returns `backed_up` and `durable`."""
         backup, state = self._streams.backup, self._state
         backup.wait(self._streams.compute.record("row_written"))
-        backup.launch(
-            "backup",
-            partial(copy_rows_to_host, state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset),
-        )
-        self._counters.backed_up_bytes += rows * (self._row_bytes + self._key_bytes)
+        copy = partial(copy_rows_to_host, state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
+        backup.launch("backup", self._streams.timed(copy, self.counters.backing_up.spent))
+        self.counters.backed_up_bytes += rows * (self._row_bytes + self._key_bytes)
         return backup.record("backed_up"), backup.record("durable")
 
     def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
         """Load index keys of positions 0..tokens-1."""
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, index_pages)
-            self._streams.load.launch(f"load keys {first}", partial(self._load_keys, places))
-        self._counters.preloaded_bytes += tokens * self._key_bytes
+            work = self._streams.timed(partial(self._load_keys, places), self.counters.preloading.spent)
+            self._streams.load.launch(f"load keys {first}", work)
+        self.counters.preloaded_bytes += tokens * self._key_bytes
         return self._streams.load.record("index_loaded")
 
     def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
@@ -92,8 +92,9 @@ class Swap:
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
-            self._streams.load.launch(f"load rows {first}", partial(self._load_rows, places))
-        self._counters.preloaded_bytes += tokens * self._row_bytes
+            work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)
+            self._streams.load.launch(f"load rows {first}", work)
+        self.counters.preloaded_bytes += tokens * self._row_bytes
         return self._streams.load.record("preloaded")
 
     def set_up(self, seat: int, change: Change) -> None:

@@ -31,11 +31,16 @@ class FakeCudaStream:
 class FakeEvent:
     """Timed events are 2 ms apart."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    current: FakeCuda | None = None
+
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
         self.timed = enable_timing
         self.stream: FakeCudaStream | None = None
 
-    def record(self, stream: FakeCudaStream) -> None:
+    def record(self, stream: FakeCudaStream | None = None) -> None:
+        if stream is None:
+            assert FakeEvent.current is not None
+            stream = FakeEvent.current.current
         self.stream = stream
 
     def query(self) -> bool:
@@ -73,6 +78,7 @@ class FakeCuda:
             "graph": self.graph,
             "graph_pool_handle": lambda: (0, 1),
         }
+        monkeypatch.setattr(FakeEvent, "current", self)
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 

@@ -9,7 +9,7 @@ It runs where its tensors are, and on a GPU without waiting for it, so that its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -152,11 +152,14 @@ class FakeRunner:
         prefetched: dict[int, Fence] = {}
         for layer, group in enumerate(self.geometry.group_of_layer):
             anchor, *followers = self.geometry.layers_of_group(group)
-            compute.launch("project", partial(self._project, scratch, state, batch, layer, anchor == layer))
+            select = partial(swap_in, state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+            load = streams.of_layer(layer, select)
+            compute.launch("project", partial(self._project, scratch, state, batch, layer, anchor == layer, load))
             if anchor == layer and followers:
                 streams.swap.wait(compute.record("plan_ready"))
                 for follower in followers:
-                    streams.swap.launch("replay", partial(replay_misses, state, follower, scratch.plan))
+                    copy = streams.of_layer(follower, partial(replay_misses, state, follower, scratch.plan))
+                    streams.swap.launch("replay", copy)
                     prefetched[follower] = streams.swap.record("prefetched")
             if layer in prefetched:
                 compute.wait(prefetched[layer])
@@ -188,13 +191,21 @@ class FakeRunner:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
         scratch.hidden = embed(torch.where(batch.inputs >= 0, batch.inputs, drawn).clamp(min=0))
 
-    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: int, anchor: bool) -> None:
+    def _project(
+        self,
+        scratch: _Scratch,
+        state: DeviceState,
+        batch: StepBatch,
+        layer: int,
+        anchor: bool,
+        load: Callable[[], object],
+    ) -> None:
         write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
         if anchor:
             group = self.geometry.group_of_layer[layer]
             write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
             scratch.topk.copy_(self._select(scratch.hidden, state, batch, group))
-            swap_in(state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+            load()
 
     def _select(self, hidden: Tensor, state: DeviceState, batch: StepBatch, group: int) -> Tensor:
         lengths = batch.lengths.unsqueeze(1)

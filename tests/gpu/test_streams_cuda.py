@@ -158,9 +158,38 @@ def test_what_a_fence_costs_is_measured_on_a_sample(streams: CudaStreams) -> Non
         streams.backup.wait(streams.compute.record("row_written"))
     streams.backup.record("durable").wait()
     streams.backup.wait(streams.compute.record("row_written"))  # the third sample; it finds two to read
-    assert streams.waits.samples["row_written"] == 2
-    assert 0.002 < streams.waits.seconds["row_written"] < 0.1
+    assert streams.waits.samples["row_written"] == 2 * SAMPLE_EVERY
+    assert 0.002 < streams.waits.seconds["row_written"] / SAMPLE_EVERY < 0.1
     assert streams.waits.seconds["durable"] > 0.01
+
+
+def test_timed_work_takes_as_long_as_it_does(streams: CudaStreams) -> None:
+    spent: list[float] = []
+    for _ in range(3):
+        streams.stage.launch("spin", streams.timed(partial(spin, 0.003), spent.append))
+    streams.stage.record("staged").wait()
+    streams.stage.launch("spin", streams.timed(partial(spin, 0.003), spent.append))
+    assert len(spent) == 3
+    assert all(0.0029 < seconds < 0.004 for seconds in spent)
+
+
+def test_timed_work_in_a_graph_is_measured_at_every_replay(streams: CudaStreams) -> None:
+    """External events: nodes of the graph, one pair per layer."""
+    told: list[tuple[int, float]] = []
+    streams.layer_spent = lambda layer, seconds: told.append((layer, seconds))
+
+    def launch() -> None:
+        for layer, seconds in ((0, 0.002), (1, 0.005)):
+            streams.compute.launch("spin", streams.of_layer(layer, partial(spin, seconds)))
+
+    replay = streams.capture(launch)
+    streams.layer_spent = None
+    assert replay is not None
+    for _ in range(3):
+        streams.compute.launch("replay", replay)
+        streams.compute.record("sampled").wait()
+    assert [layer for layer, _ in told] == [0, 1, 0, 1]
+    assert all(0.0019 < seconds - 0.003 * layer < 0.003 for layer, seconds in told)
 
 
 # ---------------------------------------------------------------- graphs

@@ -140,7 +140,9 @@ class TransformersRunner:
         prefetched: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         for layer in self._layers:
-            compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
+            select = partial(swap_in, state, layer.group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+            load = streams.of_layer(layer.number, select)
+            compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer, load))
             if layer.followers:
                 prefetched.update(_launch_replay(streams, state, layer.followers, scratch.plan))
             if layer.number in prefetched:
@@ -195,7 +197,10 @@ class TransformersRunner:
         scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
 
     @torch.inference_mode()
-    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
+    def _project(
+        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, load: Callable[[], object]
+    ) -> None:
+        """`load` swaps in what the layer selects, if it is an anchor."""
         layers = self._layers
         normed, projected = layers.project(layer, scratch.hidden, scratch.angles)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
@@ -203,6 +208,7 @@ class TransformersRunner:
         if layer.anchor:
             index = layers.project_index(layer, normed, projected, scratch.angles)
             self._select(scratch, state, batch, layer, index)
+            load()
 
     def _select(
         self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
@@ -212,7 +218,6 @@ class TransformersRunner:
         index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
         if self.after_index_topk is not None:
             self.after_index_topk(layer.group, batch, scratch.topk)
-        swap_in(state, layer.group, scratch.topk, batch, scratch.out_rows, scratch.plan)
 
     @torch.inference_mode()
     def _attend(self, scratch: _Scratch, state: DeviceState, layer: Layer) -> None:
@@ -283,7 +288,7 @@ def _launch_replay(
     streams.swap.wait(streams.compute.record("plan_ready"))
     prefetched = {}
     for layer in followers:
-        streams.swap.launch(f"replay {layer}", partial(replay_misses, state, layer, plan))
+        streams.swap.launch(f"replay {layer}", streams.of_layer(layer, partial(replay_misses, state, layer, plan)))
         prefetched[layer] = streams.swap.record("prefetched")
     return prefetched
 

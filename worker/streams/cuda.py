@@ -21,7 +21,8 @@ All graphs share one private pool of memory: they run one after another on `comp
 from one replay to the next. An event recorded inside a capture is an edge of the graph and is never used again.
 
 What a fence costs is measured on a sample: around every SAMPLE_EVERY-th wait of a stream for a fence of that name, two
-timing events, read when they are complete. Waits inside a graph are not measured: their events would be edges too.
+timing events, read when they are complete. Waits inside a graph are not measured: their events would be edges too. How
+long work takes is measured alike (spans.py); in a graph by events that are nodes of it and cost a microsecond or two.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -43,12 +45,15 @@ from worker.streams.fences import (
     STREAM_NAMES,
     Fence,
     FenceError,
+    Spent,
     Stream,
     Streams,
+    Work,
     check_omitted,
     check_record,
     check_wait,
 )
+from worker.streams.spans import Span, SpanQueue, TimedGraph
 
 HIGH: Final = -1
 LOW: Final = 0
@@ -154,6 +159,8 @@ class CudaStreams(Streams):
         self._numbers = count(1)
         self._events: list[torch.cuda.Event] = []
         self._sampler = _WaitSampler(self.waits)
+        self._spans = SpanQueue()
+        self._captured_spans: list[Span] = []
         self._captures = count(1)
         self.capturing: Capture | None = None
         self._memory = torch.cuda.graph_pool_handle()
@@ -182,6 +189,7 @@ class CudaStreams(Streams):
     def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         problem: Exception | None = None
+        self._captured_spans = []
         self.capturing = capture = Capture(next(self._captures))
         compute = self._by_name["compute"].cuda
         try:
@@ -196,7 +204,18 @@ class CudaStreams(Streams):
             raise problem or error from None
         finally:
             self.capturing = None
-        return graph.replay
+        return TimedGraph(graph.replay, self._captured_spans).replay if self._captured_spans else graph.replay
+
+    def timed(self, work: Work, spent: Spent) -> Work:
+        """In a capture, the span is part of the graph and measured at each replay."""
+        return partial(self._run_timed, work, spent)
+
+    def _run_timed(self, work: Work, spent: Spent) -> None:
+        if self.capturing is None:
+            self._spans.run(work, spent)
+            return
+        self._captured_spans.append(span := Span(spent, external=True))
+        span.run(work)
 
     def work_on(self, stream: CudaStream, work: Callable[[], object]) -> None:
         """Do `work` with `stream` as the current one in place of compute."""
@@ -269,7 +288,7 @@ class _WaitSampler:
         for _ in range(len(self._timed)):
             name, before, after = self._timed.popleft()
             if after.query():
-                self._waits.observe(name, before.elapsed_time(after) / 1e3)
+                self._waits.observe(name, before.elapsed_time(after) / 1e3, SAMPLE_EVERY)
             else:
                 self._timed.append((name, before, after))
 

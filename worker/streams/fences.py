@@ -19,12 +19,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from functools import partial
+from time import perf_counter
+from typing import Final, Literal, TypeAlias
 
 from coordinator.errors import InternalError
 from metrics.state import FenceWaits
 
 Placement = Literal["between replays", "inside capture"]
+#: An operation, or a part of one.
+Work: TypeAlias = Callable[[], object]
+#: Told how many seconds some work took, by the thread that launches.
+Spent: TypeAlias = Callable[[float], None]
 
 HOST: Final = "host"
 STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load")
@@ -98,7 +104,10 @@ class Stream(ABC):
 
 
 class Streams(ABC):
-    """The streams of one executor. `waits` is what its fences cost, where that can be measured."""
+    """The streams of one executor. `waits` is what its fences cost, where that can be measured.
+
+    `layer_spent`, while it is set, is told by layer how long the swap-ins take that are launched.
+    """
 
     compute: Stream
     stage: Stream
@@ -108,6 +117,7 @@ class Streams(ABC):
 
     def __init__(self) -> None:
         self.waits = FenceWaits()
+        self.layer_spent: Callable[[int, float], None] | None = None
 
     @property
     def all(self) -> tuple[Stream, ...]:
@@ -126,9 +136,23 @@ class Streams(ABC):
         del launch
         return None
 
+    def timed(self, work: Work, spent: Spent) -> Work:
+        """`work` that tells `spent` how long it took on its stream, now or later."""
+        return partial(_run_timed, work, spent)
+
+    def of_layer(self, layer: int, work: Work) -> Work:
+        """`work` of a layer's swap-in, timed while `layer_spent` is set."""
+        return work if self.layer_spent is None else self.timed(work, partial(self.layer_spent, layer))
+
     @abstractmethod
     def close(self) -> None:
         """Run everything queued, then refuse use. FenceError when it does not end in time."""
+
+
+def _run_timed(work: Work, spent: Spent) -> None:
+    began = perf_counter()
+    work()
+    spent(perf_counter() - began)
 
 
 def check_record(stream: str, name: str) -> None:
