@@ -7,7 +7,7 @@ PYTEST_FLAGS ?=
 SEEDS ?= 10000
 START ?= 0
 
-.PHONY: demo test sim lint bench install prometheus clean
+.PHONY: demo test transfer-test sim lint bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -23,6 +23,11 @@ demo: $(STAMP)
 
 test: lint prometheus
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Page transfer through the engines that cross nodes. Their wheels (170 MB) are not part of `make test`, which skips these.
+transfer-test: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,mooncake]'
+	$(BIN)/python -m pytest tests/test_transfer_engines.py tests/test_transfer.py
 
 # promtool and a server for the tests of rules and dashboards, without root. Tests that need them skip where this fails.
 prometheus:

@@ -25,3 +25,38 @@ what the kernel holds in socket buffers still lands. Without an endpoint to dest
     wire.py        what the two ends say to each other
     sending.py, receiving.py   the protocol: pure
 """
+
+from worker.transfer.ends import ENGINES, EngineOptions, open_receiver, open_sender
+from worker.transfer.interface import (
+    Arrived,
+    Delivered,
+    Description,
+    Failed,
+    Layout,
+    PoolMemory,
+    Receiver,
+    ReceiverEvent,
+    Revoked,
+    Sender,
+    SenderEvent,
+    Unproved,
+)
+
+__all__ = [
+    "ENGINES",
+    "Arrived",
+    "Delivered",
+    "Description",
+    "EngineOptions",
+    "Failed",
+    "Layout",
+    "PoolMemory",
+    "Receiver",
+    "ReceiverEvent",
+    "Revoked",
+    "Sender",
+    "SenderEvent",
+    "Unproved",
+    "open_receiver",
+    "open_sender",
+]

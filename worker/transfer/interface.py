@@ -66,13 +66,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches nobody."""
+    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches nobody. Whoever knows it
+    may begin tickets; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
 
     version: int
     engine: str
     name: str
     address: str
     life: int
+    key: bytes
     layout: Layout
 
     @classmethod
@@ -193,7 +195,9 @@ class Receiver(Protocol):
         """It has been proved that the process of `sender` is gone. Every ticket of it ends with `Revoked`."""
         ...
 
-    def poll(self) -> list[ReceiverEvent]: ...
+    def poll(self) -> list[ReceiverEvent]:
+        """Raises InternalError when the thread of this end has died."""
+        ...
 
     def close(self) -> None:
         """Stop receiving; returns when nothing can be written through this end any more, within seconds. Senders on
@@ -227,7 +231,9 @@ class Sender(Protocol):
         """Send no more. `Failed` follows when nothing is in flight, and the receiver's `Revoked`."""
         ...
 
-    def poll(self) -> list[SenderEvent]: ...
+    def poll(self) -> list[SenderEvent]:
+        """Raises InternalError when the thread of this end has died."""
+        ...
 
     def close(self) -> None:
         """Cancel all tickets, wait for what is in flight, within seconds, and let peers go."""

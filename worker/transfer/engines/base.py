@@ -1,0 +1,85 @@
+"""What an engine implements, at the receiver and at the sender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
+
+from worker.transfer.interface import PoolMemory
+from worker.transfer.sending import Post
+
+T = TypeVar("T")
+
+
+class Jobs:
+    """Threads for what reads whole pages: checksums and copies. `done` is called, in them, when one has ended."""
+
+    def __init__(self, threads: int, done: Callable[[], None]) -> None:
+        self._pool = ThreadPoolExecutor(threads, "transfer")
+        self._done = done
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future = self._pool.submit(job)
+        future.add_done_callback(lambda _: self._done())
+        return future
+
+    def close(self) -> None:
+        """Returns when the jobs that had begun have ended."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Written(NamedTuple):
+    """A write that has ended: its bytes, which had `checksum`, have landed, or `error` says why that is unknown."""
+
+    post: Post
+    checksum: int
+    error: str
+
+
+class Target(Protocol):
+    """Lets senders write into the pool."""
+
+    #: Whether `shut_out` proves anything. False: only the exit of the sender's process does.
+    can_shut_out: bool
+    #: Whether writes land only while `progress` is called.
+    needs_progress: bool
+
+    def admit(self, sender: str) -> bytes:
+        """Make an endpoint for `sender`; what its Source needs to connect. Raises HiSparseError."""
+        ...
+
+    def shut_out(self, sender: str) -> None:
+        """Destroy the endpoint of `sender`: after the return no write of it lands, begun or not."""
+        ...
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """Writes pages of the pool to those of others."""
+
+    #: Whether writes go on only while `poll` is called.
+    needs_progress: bool
+
+    def connect(self, peer: str, endpoint: int, blob: bytes) -> None:
+        """Raises HiSparseError."""
+        ...
+
+    def disconnect(self, peer: str, endpoint: int) -> None:
+        """Forget the endpoint and whatever is in flight to it, which `poll` no longer reports."""
+        ...
+
+    def post(self, post: Post) -> None:
+        """Begin a write; `poll` reports its end. Raises HiSparseError when nothing has left."""
+        ...
+
+    def poll(self) -> list[Written]: ...
+
+    def close(self) -> None: ...
+
+
+class SourceMaker(Protocol):
+    def __call__(self, pool: PoolMemory, jobs: Jobs) -> Source: ...

@@ -1,0 +1,147 @@
+"""The receiving end: control socket, engine, checks in threads, round the core of receiving.py."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import zmq
+
+from coordinator.errors import HiSparseError
+from metrics.logs import fields
+from worker.transfer.checksum import timed_checksum
+from worker.transfer.control import ReceiverControl
+from worker.transfer.counters import TransferCounters
+from worker.transfer.engines.base import Target
+from worker.transfer.interface import (
+    TRANSFER_VERSION,
+    Arrived,
+    Description,
+    Layout,
+    PoolMemory,
+    ReceiverEvent,
+    Revoked,
+    Unproved,
+)
+from worker.transfer.pump import Pump, log
+from worker.transfer.receiving import Action, Admit, Check, Receiving, Say, ShutOut, Tell
+from worker.transfer.wire import Checked
+
+
+class PageReceiver(Pump[Action, ReceiverEvent]):
+    """A Receiver (interface.py). Use `worker.transfer.open_receiver`."""
+
+    def __init__(
+        self,
+        engine: str,
+        target: Target,
+        control: ReceiverControl,
+        pool: PoolMemory,
+        layout: Layout,
+        name: str,
+        wake: Callable[[], None],
+    ) -> None:
+        poller = zmq.Poller()
+        poller.register(control.socket, zmq.POLLIN)
+        super().__init__(f"receiver {name}", poller, wake)
+        self.counters = TransferCounters()
+        self._target = target
+        self._control = control
+        self._pages = pool.pages
+        life = secrets.randbits(61) + 1
+        self._description = Description(TRANSFER_VERSION, engine, name, control.address, life, control.key, layout)
+        self._core = Receiving(layout, len(pool.pages), life, can_shut_out=target.can_shut_out)
+        self._checks: deque[tuple[Check, Future[tuple[int, float]]]] = deque()
+        self.start()
+
+    # ---------------------------------------------------------------- Receiver
+
+    def describe(self) -> bytes:
+        return self._description.encode()
+
+    def open(self, ticket: int, pages: Sequence[int]) -> None:
+        self._ask(lambda: self._core.open(ticket, pages))
+
+    def revoke(self, ticket: int, reason: str) -> None:
+        self._ask(lambda: self._core.revoke(ticket, reason, time.monotonic()))
+
+    def sender_exited(self, sender: str) -> None:
+        self._ask(lambda: self._core.sender_exited(sender))
+
+    def close(self) -> None:
+        self._halt()
+
+    # ---------------------------------------------------------------- Pump
+
+    @property
+    def _needs_progress(self) -> bool:
+        return self._target.needs_progress and not self._core.is_idle
+
+    def _hear(self) -> bool:
+        heard = self._control.receive()
+        for sender, message in heard:
+            self._ask(partial(self._core.heard, sender, message, time.monotonic()))
+        if self._needs_progress:
+            self._target.progress()
+        ended = 0
+        while self._checks and self._checks[0][1].done():
+            check, future = self._checks.popleft()
+            found, seconds = future.result()
+            self.counters.checksum_seconds += seconds
+            self.counters.bytes += check.length * (found == check.checksum)
+            self._ask(partial(self._core.checked, check, found == check.checksum))
+            ended += 1
+        return bool(heard or ended)
+
+    def _tick(self, now: float) -> Sequence[Action]:
+        self.counters.open_tickets = self._core.open_tickets
+        self.counters.unreadable_messages = self._control.unreadable
+        return self._core.tick(now)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Say(sender, message):
+                self.counters.refused_units += isinstance(message, Checked) and not message.good
+                self._control.send(sender, message)
+            case Check():
+                extent = self._pages[action.page, action.offset : action.offset + action.length]
+                self._checks.append((action, self.jobs.submit(partial(timed_checksum, extent))))
+            case Tell(event):
+                self._count(event)
+                self._tell(event)
+            case Admit(sender):
+                self._admit(sender)
+            case ShutOut(sender):
+                self._target.shut_out(sender)
+                self.counters.shut_out_senders += 1
+                log.warning("sender of pages shut out", extra=fields(sender=sender))
+                self._ask(partial(self._core.shut_out, sender))
+
+    def _admit(self, sender: str) -> None:
+        try:
+            blob = self._target.admit(sender)
+        except HiSparseError as error:
+            log.warning("sender of pages not admitted", extra=fields(sender=sender, reason=str(error)))
+            self._ask(partial(self._core.not_admitted, sender, str(error)))
+        else:
+            self._ask(partial(self._core.admitted, sender, blob))
+
+    def _count(self, event: ReceiverEvent) -> None:
+        match event:
+            case Arrived():
+                self.counters.pages += 1
+            case Revoked(ticket, reason):
+                self.counters.revoked_tickets += 1
+                log.info("page transfer revoked", extra=fields(ticket=ticket, reason=reason))
+            case Unproved(ticket, sender):
+                self.counters.unproved_tickets += 1
+                log.warning("pages in quarantine until their sender's exit", extra=fields(ticket=ticket, sender=sender))
+
+    def _tear_down(self) -> None:
+        self._target.close()
+        self.jobs.close()
+        self._control.close()

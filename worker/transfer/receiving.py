@@ -1,0 +1,380 @@
+"""The receiving end of page transfer as a state machine: what may be written, what has arrived, what is revoked.
+
+    open ──► WAITING ──Begin──► LIVE ──all pages checked──► (arrived)
+                │                │ revoke; Stopped from the sender
+                │ revoke         ▼
+                │             STOPPING ──Stopped, clean──────────────────────► (revoked)
+                │                │ silence past STOP_LIMIT_S, or not clean
+                │                ▼
+                │             engine can shut out: ShutOut(sender) ──────────► (revoked, with all its tickets)
+                │             else UNPROVED ──Stopped after all, or sender_exited ► (revoked)
+                └────────────────────────────────────────────────────────────► (revoked)
+
+A page counts as arrived when the checksum fits *after* its sender said that the write had completed. Since a unit is
+written again only after it was refused here, and an attempt refused once is never looked at again, no write to an
+arrived page is under way: the decoder may append to the last page at once.
+
+Rejected: taking a fitting checksum without Written (bytes may fit while a repeated write is still under way);
+deregistering memory as a revocation (measured with NIXL on TCP: a write after deregistration lands all the same).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+from coordinator.arrays import pack_int32, unpack_int64
+from coordinator.errors import BadInput, CapacityError, HiSparseError, WrongState
+from worker.transfer.interface import (
+    PARTS_MAX,
+    TICKET_PAGES_MAX,
+    TICKETS_MAX,
+    TRANSFER_VERSION,
+    Arrived,
+    Layout,
+    ReceiverEvent,
+    Revoked,
+    Unproved,
+)
+from worker.transfer.wire import (
+    Begin,
+    Checked,
+    Ready,
+    ReceiverMessage,
+    Refused,
+    SenderMessage,
+    Stop,
+    Stopped,
+    Unknown,
+    Written,
+)
+
+#: A sender that answers has stopped within the time of its window; past this it is shut out.
+STOP_LIMIT_S: Final = 2.0
+STOP_RESEND_S: Final = 0.2
+#: Senders with an endpoint, and exited ones whose late words are ignored.
+SENDERS_MAX: Final = 256
+#: Ended tickets that are remembered, to answer what comes late.
+ENDED_MAX: Final = 4_096
+
+assert STOP_RESEND_S * 4 < STOP_LIMIT_S  # several Stops may be lost
+
+
+@dataclass(frozen=True)
+class Say:
+    sender: str
+    message: ReceiverMessage
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Make an endpoint for `sender`; `admitted` or `not_admitted` answers."""
+
+    sender: str
+
+
+@dataclass(frozen=True)
+class ShutOut:
+    """Destroy the endpoint of `sender`; `shut_out` answers, when no write of it can land."""
+
+    sender: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Take the checksum of `length` bytes at `offset` of host page `page`; `checked` answers."""
+
+    ticket: int
+    unit: int
+    attempt: int
+    page: int
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    event: ReceiverEvent
+
+
+Action: TypeAlias = Say | Admit | ShutOut | Check | Tell
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    LIVE = "live"
+    STOPPING = "stopping"
+    UNPROVED = "unproved"
+
+
+@dataclass(slots=True)
+class _Ticket:
+    pages: tuple[int, ...]
+    phase: Phase = Phase.WAITING
+    sender: str = ""
+    part_ends: tuple[int, ...] = ()
+    good: set[int] = field(default_factory=set)
+    checking: dict[int, int] = field(default_factory=dict)  # unit -> attempt
+    refused: dict[int, int] = field(default_factory=dict)  # unit -> last attempt that did not fit
+    parts_left: dict[int, int] = field(default_factory=dict)  # index -> parts, once one has arrived
+    pages_left: int = 0
+    reason: str = ""
+    stop_at: float = 0.0
+    resend_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    number: int
+    blob: bytes | None = None  # None: being made
+    shutting: bool = False
+
+
+class Receiving:
+    """Events in, actions out. `can_shut_out`: the engine has endpoints that can be destroyed."""
+
+    def __init__(self, layout: Layout, host_pages: int, life: int, *, can_shut_out: bool) -> None:
+        self._layout = layout
+        self._host_pages = host_pages
+        self._life = life
+        self._can_shut_out = can_shut_out
+        self._tickets: dict[int, _Ticket] = {}
+        self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> whether all of it arrived
+        self._endpoints: dict[str, _Endpoint] = {}
+        self._exited: OrderedDict[str, None] = OrderedDict()
+        self._endpoint_numbers = life  # so that no two receivers at one address give out the same
+
+    @property
+    def open_tickets(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody may be writing."""
+        return all(ticket.phase is Phase.WAITING for ticket in self._tickets.values())
+
+    # ---------------------------------------------------------------- the owner of the pages
+
+    def open(self, ticket: int, pages: Sequence[int]) -> list[Action]:
+        """Raises as Receiver.open does; then nothing is open."""
+        if ticket in self._tickets or ticket in self._ended:
+            raise WrongState("it is open, or was", field="ticket", value=ticket)
+        if len(self._tickets) >= TICKETS_MAX:
+            raise CapacityError(f"{TICKETS_MAX} transfers are open", field="ticket", value=ticket, remedy="wait")
+        if not 0 < len(pages) <= TICKET_PAGES_MAX:
+            raise BadInput(f"1 to {TICKET_PAGES_MAX} pages travel with a ticket", field="pages", value=len(pages))
+        beyond = [page for page in pages if not 0 <= page < self._host_pages]
+        if beyond:
+            raise BadInput(f"not among the {self._host_pages} of the pool", field="pages", value=beyond)
+        if len(set(pages)) < len(pages):
+            raise BadInput("a page is named twice", field="pages", value=sorted(pages))
+        self._tickets[ticket] = _Ticket(tuple(pages), pages_left=len(pages))
+        return []
+
+    def revoke(self, ticket: int, reason: str, now: float) -> list[Action]:
+        held = self._tickets.get(ticket)
+        if held is None or held.phase in (Phase.STOPPING, Phase.UNPROVED):
+            return []
+        held.reason = reason
+        if held.phase is Phase.WAITING:
+            return [self._end(ticket)]
+        held.phase, held.stop_at, held.resend_at = Phase.STOPPING, now + STOP_LIMIT_S, now + STOP_RESEND_S
+        return [Say(held.sender, Stop(ticket, reason))]
+
+    def sender_exited(self, sender: str) -> list[Action]:
+        """Its process is gone; what a network still holds of it is not, where there is one."""
+        self._exited[sender] = None
+        while len(self._exited) > SENDERS_MAX:
+            self._exited.popitem(last=False)
+        return self._cut_off(sender, proved=True)
+
+    # ---------------------------------------------------------------- senders
+
+    def heard(self, sender: str, message: SenderMessage, now: float) -> list[Action]:
+        """A message of `sender`. Nothing that it may say raises."""
+        match message:
+            case Begin():
+                return self._begin(sender, message)
+            case Written():
+                return self._written(sender, message)
+            case Stopped():
+                return self._stopped(sender, message)
+
+    def _begin(self, sender: str, begin: Begin) -> list[Action]:
+        ticket = self._tickets.get(begin.ticket)
+        if ticket is None and begin.ticket not in self._ended and begin.life == self._life:
+            return [Say(sender, Unknown(begin.ticket))]
+        try:
+            part_ends = self._require_fit(sender, begin, ticket)
+        except HiSparseError as error:
+            return [Say(sender, Refused(begin.ticket, str(error)))]
+        assert ticket is not None
+        if ticket.phase is Phase.WAITING:
+            ticket.sender, ticket.part_ends = sender, part_ends
+        endpoint = self._endpoints.get(sender)
+        if endpoint is None:
+            self._endpoint_numbers += 1
+            self._endpoints[sender] = _Endpoint(self._endpoint_numbers)
+            return [Admit(sender)]
+        return self._ready(begin.ticket, ticket, endpoint)
+
+    def _require_fit(self, sender: str, begin: Begin, ticket: _Ticket | None) -> tuple[int, ...]:
+        """The ends of parts. Raises HiSparseError saying why `begin` is refused."""
+        if begin.version != TRANSFER_VERSION:
+            raise BadInput(
+                f"the sender speaks version {begin.version}, this receiver {TRANSFER_VERSION}", field="version"
+            )
+        if begin.life != self._life:
+            raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
+        self._layout.require_same(begin.layout, sender)
+        if sender in self._exited:
+            raise WrongState("a process proved dead", field="sender", value=sender)
+        if ticket is None or ticket.phase in (Phase.STOPPING, Phase.UNPROVED):
+            raise WrongState("the ticket is closed", field="ticket", value=begin.ticket)
+        if ticket.sender not in ("", sender):
+            raise WrongState(f"{ticket.sender} has begun it", field="ticket", value=begin.ticket)
+        if begin.pages != len(ticket.pages):
+            raise BadInput(f"{begin.pages} pages to send, {len(ticket.pages)} reserved", field="pages")
+        if sender not in self._endpoints and len(self._endpoints) >= SENDERS_MAX:
+            raise CapacityError(f"{SENDERS_MAX} senders have endpoints", field="sender", value=sender)
+        ends = tuple(unpack_int64(begin.part_ends, "part_ends").tolist())
+        if (
+            not 0 < len(ends) <= PARTS_MAX
+            or ends[-1] != self._layout.page_bytes
+            or list(ends) != sorted({0, *ends})[1:]
+        ):
+            raise BadInput(
+                f"1 to {PARTS_MAX} ascending ends, the last {self._layout.page_bytes}", field="part_ends", value=ends
+            )
+        return ends
+
+    def admitted(self, sender: str, blob: bytes) -> list[Action]:
+        """The endpoint of `sender` is made; whoever waits for it may write."""
+        endpoint = self._endpoints[sender]
+        endpoint.blob = blob
+        mine = [(number, ticket) for number, ticket in self._tickets.items() if ticket.sender == sender]
+        return [action for number, ticket in mine for action in self._ready(number, ticket, endpoint)]
+
+    def not_admitted(self, sender: str, reason: str) -> list[Action]:
+        """No endpoint could be made: nothing was written, and those who wait may go elsewhere."""
+        del self._endpoints[sender]
+        waiting = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
+        for number in waiting:
+            self._tickets[number].sender = ""
+        return [Say(sender, Refused(number, reason)) for number in waiting]
+
+    def _ready(self, number: int, ticket: _Ticket, endpoint: _Endpoint) -> list[Action]:
+        if endpoint.blob is None or endpoint.shutting or ticket.phase not in (Phase.WAITING, Phase.LIVE):
+            return []  # it asks again
+        ticket.phase = Phase.LIVE
+        return [Say(ticket.sender, Ready(number, pack_int32(ticket.pages), endpoint.number, endpoint.blob))]
+
+    def _written(self, sender: str, written: Written) -> list[Action]:
+        number, unit = written.ticket, written.unit
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            arrived = self._ended.get(number, False)
+            answer = Checked(number, unit, written.attempt, True) if arrived else Stop(number, "the ticket is closed")
+            return [Say(sender, answer)]
+        if ticket.sender != sender or not 0 <= unit < len(ticket.pages) * len(ticket.part_ends):
+            return []
+        if ticket.phase is not Phase.LIVE:
+            return [Say(sender, Stop(number, ticket.reason))]
+        if unit in ticket.good or written.attempt <= ticket.refused.get(unit, 0):  # the answer was lost
+            return [Say(sender, Checked(number, unit, written.attempt, unit in ticket.good))]
+        if unit in ticket.checking:
+            return []
+        ticket.checking[unit] = written.attempt
+        index, part = divmod(unit, len(ticket.part_ends))
+        offset = ticket.part_ends[part - 1] if part else 0
+        length = ticket.part_ends[part] - offset
+        return [Check(number, unit, written.attempt, ticket.pages[index], offset, length, written.checksum)]
+
+    def checked(self, check: Check, good: bool) -> list[Action]:
+        """The checksum was taken."""
+        number, unit = check.ticket, check.unit
+        ticket = self._tickets.get(number)
+        if ticket is None or ticket.phase is not Phase.LIVE:
+            return []
+        del ticket.checking[unit]
+        answer = Say(ticket.sender, Checked(number, unit, check.attempt, good))
+        if not good:
+            ticket.refused[unit] = check.attempt
+            return [answer]
+        ticket.good.add(unit)
+        index = unit // len(ticket.part_ends)
+        left = ticket.parts_left.get(index, len(ticket.part_ends)) - 1
+        ticket.parts_left[index] = left
+        if left:
+            return [answer]
+        ticket.pages_left -= 1
+        if not ticket.pages_left:
+            del self._tickets[number]
+            self._remember(number, arrived=True)
+        return [answer, Tell(Arrived(number, index))]
+
+    def _stopped(self, sender: str, stopped: Stopped) -> list[Action]:
+        ticket = self._tickets.get(stopped.ticket)
+        if ticket is None or ticket.sender != sender:
+            return []
+        ticket.reason = ticket.reason or stopped.reason
+        if stopped.clean:
+            return [self._end(stopped.ticket)]
+        ticket.phase = Phase.STOPPING
+        return self._cut_off(sender, proved=False)
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[Action]:
+        """Repeat Stop, and shut out who does not answer."""
+        actions: list[Action] = []
+        for number, ticket in list(self._tickets.items()):
+            if ticket.phase not in (Phase.STOPPING, Phase.UNPROVED):
+                continue
+            if ticket.phase is Phase.STOPPING and now >= ticket.stop_at:
+                actions += self._cut_off(ticket.sender, proved=False)
+            elif now >= ticket.resend_at:
+                ticket.resend_at = now + STOP_RESEND_S
+                actions.append(Say(ticket.sender, Stop(number, ticket.reason)))
+        return actions
+
+    # ---------------------------------------------------------------- the end of tickets
+
+    def shut_out(self, sender: str) -> list[Action]:
+        """No write of `sender` can land any more."""
+        del self._endpoints[sender]
+        mine = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
+        for number in mine:
+            self._tickets[number].reason = self._tickets[number].reason or f"{sender} was shut out"
+        return [self._end(number) for number in mine]
+
+    def _cut_off(self, sender: str, *, proved: bool) -> list[Action]:
+        """End every ticket of `sender`, by its endpoint or by the proof that it is gone."""
+        endpoint = self._endpoints.get(sender)
+        if endpoint is None or endpoint.shutting:
+            return []
+        if self._can_shut_out:
+            endpoint.shutting = True
+            return [ShutOut(sender)]
+        if proved:
+            return self.shut_out(sender)
+        actions: list[Action] = []
+        for number, ticket in self._tickets.items():
+            if ticket.sender == sender and ticket.phase is Phase.STOPPING:
+                ticket.phase = Phase.UNPROVED
+                actions.append(Tell(Unproved(number, sender)))
+        return actions
+
+    def _end(self, number: int) -> Action:
+        ticket = self._tickets.pop(number)
+        self._remember(number, arrived=False)
+        return Tell(Revoked(number, ticket.reason))
+
+    def _remember(self, number: int, *, arrived: bool) -> None:
+        self._ended[number] = arrived
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)

@@ -1,0 +1,156 @@
+"""The sending end: control sockets, engines, round the core of sending.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from coordinator.errors import HiSparseError, Unavailable
+from metrics.logs import fields
+from worker.transfer.control import SenderControl
+from worker.transfer.counters import TransferCounters
+from worker.transfer.engines.base import Source, SourceMaker
+from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent
+from worker.transfer.pump import Pump, log
+from worker.transfer.sending import (
+    WINDOW_BYTES,
+    WINDOW_UNITS,
+    Action,
+    Connect,
+    Disconnect,
+    Post,
+    Reach,
+    Say,
+    Sending,
+    Tell,
+)
+
+#: How long `close` waits for what is in flight.
+CLOSE_WAIT_S: Final = 5.0
+
+
+class PageSender(Pump[Action, SenderEvent]):
+    """A Sender (interface.py). Use `worker.transfer.open_sender`. An engine is loaded when a receiver asks for it."""
+
+    def __init__(
+        self,
+        pool: PoolMemory,
+        layout: Layout,
+        name: str,
+        engines: Mapping[str, SourceMaker],
+        wake: Callable[[], None],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        window_units: int = WINDOW_UNITS,
+    ) -> None:
+        self._control = SenderControl(name)
+        super().__init__(f"sender {name}", self._control.poller, wake)
+        self.counters = TransferCounters()
+        self._pool = pool
+        self._engines = engines
+        self._sources: dict[str, Source] = {}
+        self._by_endpoint: dict[tuple[str, int], Source] = {}
+        self._reasons: dict[tuple[str, int], str] = {}
+        self._core = Sending(
+            layout, len(pool.pages), frozenset(engines), window_bytes=window_bytes, window_units=window_units
+        )
+        self.start()
+
+    # ---------------------------------------------------------------- Sender
+
+    def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
+        self._ask(lambda: self._core.open(ticket, description, pages, part_ends, time.monotonic()))
+
+    def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
+        self._ask(lambda: self._core.send(ticket, index, page, part, time.monotonic()))
+
+    def cancel(self, ticket: int, reason: str) -> None:
+        self._ask(lambda: self._core.cancel(ticket, reason, time.monotonic()))
+
+    def close(self) -> None:
+        self._ask(lambda: self._core.cancel_all("its sender closes", time.monotonic()))
+        give_up_at = time.monotonic() + CLOSE_WAIT_S
+        while self._core.open_tickets and self._thread.is_alive() and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        self._halt()
+
+    # ---------------------------------------------------------------- Pump
+
+    @property
+    def _needs_progress(self) -> bool:
+        return any(source.needs_progress for source in self._sources.values()) and self._core.in_flight[0] > 0
+
+    def _hear(self) -> bool:
+        heard = self._control.receive()
+        for peer, message in heard:
+            self._ask(partial(self._core.heard, peer, message, time.monotonic()))
+        ended = [written for source in self._sources.values() for written in source.poll()]
+        for post, found, error in ended:
+            self._ask(partial(self._core.written, post, found, error, time.monotonic()))
+        return bool(heard or ended)
+
+    def _tick(self, now: float) -> Sequence[Action]:
+        self.counters.open_tickets = self._core.open_tickets
+        self.counters.in_flight_bytes = self._core.in_flight[1]
+        self.counters.unreadable_messages = self._control.unreadable
+        return self._core.tick(now)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Say(peer, message):
+                self._control.send(peer, message)
+            case Reach(peer, key):
+                self._control.reach(peer, key)
+            case Post():
+                self._post(action)
+            case Connect():
+                self._connect(action)
+            case Disconnect(peer, endpoint):
+                source = self._by_endpoint.pop((peer, endpoint), None)
+                if source is not None:
+                    source.disconnect(peer, endpoint)
+            case Tell(event):
+                self._count(event)
+                self._tell(event)
+
+    def _connect(self, connect: Connect) -> None:
+        """A failure shows at the first Post."""
+        key = (connect.peer, connect.endpoint)
+        try:
+            if connect.engine not in self._sources:
+                self._sources[connect.engine] = self._engines[connect.engine](self._pool, self.jobs)
+            self._by_endpoint[key] = source = self._sources[connect.engine]
+            source.connect(*key, connect.blob)
+        except HiSparseError as error:
+            log.warning("cannot write to the pages of a receiver", extra=fields(peer=connect.peer, reason=str(error)))
+            self._by_endpoint.pop(key, None)
+            self._reasons = {key: str(error)}
+
+    def _post(self, post: Post) -> None:
+        self.counters.writes += 1
+        key = (post.peer, post.endpoint)
+        try:
+            if key not in self._by_endpoint:
+                raise Unavailable(
+                    self._reasons.get(key, "its endpoint is gone"), field="transfer.peer", value=post.peer
+                )
+            self._by_endpoint[key].post(post)
+        except HiSparseError as error:
+            self._ask(partial(self._core.not_posted, post, str(error), time.monotonic()))
+
+    def _count(self, event: SenderEvent) -> None:
+        match event:
+            case Delivered():
+                self.counters.pages += 1
+                self.counters.bytes += self._pool.pages.shape[1]
+            case Failed(ticket, reason):
+                self.counters.failed_tickets += 1
+                log.info("page transfer failed", extra=fields(ticket=ticket, reason=reason))
+
+    def _tear_down(self) -> None:
+        self.jobs.close()
+        for source in self._sources.values():
+            source.close()
+        self._control.close()

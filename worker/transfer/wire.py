@@ -1,0 +1,118 @@
+"""What senders and receivers say to each other, over a ZMQ DEALER and ROUTER of their own.
+
+    sender -> receiver    Begin, Written, Stopped
+    receiver -> sender    Ready, Unknown, Refused, Checked, Stop
+
+A *unit* is one part of one page: `index * parts + part`. Anything may be lost or come twice: a sender repeats Begin and
+Written, a receiver repeats Stop, until they are answered, and both answer what they have answered before.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from coordinator.errors import ProtocolError
+from worker.transfer.interface import Layout
+
+#: Ready carries the ticket's pages, 4 bytes each, and the engine's blob.
+CONTROL_BYTES_MAX: Final = 1 << 20
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of what crosses the control socket."""
+
+
+class Begin(_Message, frozen=True):
+    """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64."""
+
+    version: int
+    life: int
+    ticket: int
+    pages: int
+    layout: Layout
+    part_ends: bytes
+
+
+class Ready(_Message, frozen=True):
+    """Write to `pages` (int32) through `endpoint`, which `blob` describes to the engine. From here on writes land."""
+
+    ticket: int
+    pages: bytes
+    endpoint: int
+    blob: bytes
+
+
+class Unknown(_Message, frozen=True):
+    """The ticket is not open here, yet or any more: ask again."""
+
+    ticket: int
+
+
+class Refused(_Message, frozen=True):
+    """The ticket will not be served; nothing was written for it."""
+
+    ticket: int
+    reason: str
+
+
+class Written(_Message, frozen=True):
+    """The engine has completed the write of a unit whose bytes had this xxh3-64. `attempt` counts from 1."""
+
+    ticket: int
+    unit: int
+    attempt: int
+    checksum: int
+
+
+class Checked(_Message, frozen=True):
+    """Whether the bytes of a unit have the checksum that came with `attempt`."""
+
+    ticket: int
+    unit: int
+    attempt: int
+    good: bool
+
+
+class Stop(_Message, frozen=True):
+    """Post no more writes for the ticket; answer Stopped when none is in flight."""
+
+    ticket: int
+    reason: str
+
+
+class Stopped(_Message, frozen=True):
+    """No write for the ticket will be posted. `clean`: and each one that was has ended; else one may still land."""
+
+    ticket: int
+    clean: bool
+    reason: str
+
+
+SenderMessage: TypeAlias = Begin | Written | Stopped
+ReceiverMessage: TypeAlias = Ready | Unknown | Refused | Checked | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_from_sender: msgspec.msgpack.Decoder[SenderMessage] = msgspec.msgpack.Decoder(SenderMessage)
+_from_receiver: msgspec.msgpack.Decoder[ReceiverMessage] = msgspec.msgpack.Decoder(ReceiverMessage)
+
+
+def encode(message: SenderMessage | ReceiverMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def from_sender(data: bytes) -> SenderMessage:
+    """Raises ProtocolError."""
+    try:
+        return _from_sender.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"unreadable: {error}", field="transfer", value=f"{len(data)} bytes") from error
+
+
+def from_receiver(data: bytes) -> ReceiverMessage:
+    """Raises ProtocolError."""
+    try:
+        return _from_receiver.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"unreadable: {error}", field="transfer", value=f"{len(data)} bytes") from error
