@@ -284,7 +284,7 @@ class Sending:
             case Unknown():
                 pass  # asked again until BEGIN_LIMIT_S
             case Refused():
-                actions = self._end(message.ticket, f"refused: {message.reason}", clean=True, say=False)
+                actions = self._stop(message.ticket, f"refused: {message.reason}", now)
             case Checked():
                 actions = self._checked(message, ticket, now)
             case Stop():
@@ -316,9 +316,9 @@ class Sending:
         if unit is None or not unit.written or unit.attempt != checked.attempt or ticket.phase is not Phase.SENDING:
             return []
         self._leave_flight(ticket, checked.unit)
+        del ticket.units[checked.unit]
         if not checked.good:
             return self._again(checked.ticket, ticket, checked.unit, unit, now)
-        del ticket.units[checked.unit]
         actions: list[Action] = []
         index = checked.unit // len(ticket.part_ends)
         left = ticket.parts_left.get(index, len(ticket.part_ends)) - 1
@@ -471,11 +471,10 @@ class Sending:
             actions += self._end(number, ticket.reason or reason, clean=False)
         return actions
 
-    def _end(self, number: int, reason: str, *, clean: bool, say: bool = True) -> list[Action]:
+    def _end(self, number: int, reason: str, *, clean: bool) -> list[Action]:
         ticket = self._tickets.pop(number)
         self._remember(number, clean=clean)
-        said: list[Action] = [Say(ticket.peer, Stopped(number, clean, reason))] if say else []
-        return [*said, Tell(Failed(number, reason))]
+        return [Say(ticket.peer, Stopped(number, clean, reason)), Tell(Failed(number, reason))]
 
     def _remember(self, number: int, *, clean: bool) -> None:
         self._ended[number] = clean
