@@ -49,7 +49,10 @@ class ClusterSettings(Settings, frozen=True):
     client_endpoint: str = ""
     admin_endpoint: str = ""
     worker_endpoint: str = ""
-    insecure: bool = False  # allow tcp:// endpoints, which anybody who reaches the port may use
+    keys_dir: str = ""  # key files (`hisparse keys`); tcp:// endpoints want them
+    insecure: bool = (
+        False  # tcp:// without keys: whoever reaches the port may use it, and whoever is on the way reads it
+    )
     log_level: str = "info"
     log_format: str = "logfmt"  # or json
 
@@ -61,6 +64,9 @@ class CoordinatorSettings(Settings, frozen=True):
     ended_keep_s: float = 600.0  # finished outputs stay attachable this long
     ended_keep_max: int = 4_096
     connections_max: int = 1_024
+    connections_per_key_max: int = 256
+    messages_per_s: float = 2_000.0  # of one key, or one connection where there are no keys; 64 KiB count as one more
+    messages_burst: int = 20_000  # at once, after a while of silence
     flush_interval_ms: float = 5.0  # tokens reach a client connection at most this often
     heartbeat_interval_s: float = 0.5
     heartbeat_limit_s: float = 5.0
@@ -100,10 +106,21 @@ class WorkerSettings(Settings, frozen=True):
     metrics_port: int = 0
 
 
+class HttpSettings(Settings, frozen=True):
+    host: str = "127.0.0.1"
+    port: int = 8_000  # 0: any free port, printed at start
+    api_keys_file: str = ""  # one key a line; without it whoever reaches the port may ask
+    requests_max: int = 256  # answered at the same time; further ones get 429
+    reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0  # 0: any free port, printed at start; -1: off
+
+
 class Config(Settings, frozen=True):
     cluster: ClusterSettings = ClusterSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     worker: WorkerSettings = WorkerSettings()
+    http: HttpSettings = HttpSettings()
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,7 @@ SECTIONS: Final[dict[str, type[Settings]]] = {
     "cluster": ClusterSettings,
     "coordinator": CoordinatorSettings,
     "worker": WorkerSettings,
+    "http": HttpSettings,
 }
 
 
@@ -175,6 +193,7 @@ def build(
             cluster=ClusterSettings(**values["cluster"]),
             coordinator=CoordinatorSettings(**values["coordinator"]),
             worker=WorkerSettings(**values["worker"]),
+            http=HttpSettings(**values["http"]),
         ),
         facts,
     )

@@ -25,6 +25,7 @@ KV_DTYPES: Final = (*DTYPES, "fp8")
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
 SEATS_MAX: Final = 1_024
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 #: A peer that misses one heartbeat is not gone: the limit must leave room for several.
 HEARTBEATS_PER_LIMIT_MIN: Final = 3
 
@@ -49,6 +50,7 @@ def _all_checks(config: Config) -> Iterator[Check]:
     yield from _coordinator(config.coordinator)
     yield from _worker(config.worker)
     yield from _worker_memory(config.worker)
+    yield from _http(config)
 
 
 def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
@@ -61,23 +63,30 @@ def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
         "cluster.worker_endpoint": cluster.worker_endpoint,
     }
     for field, endpoint in endpoints.items():
-        yield from _endpoint(field, endpoint, insecure=cluster.insecure)
+        yield from _endpoint(field, endpoint, is_guarded=bool(cluster.insecure or cluster.keys_dir))
+    yield Check(
+        not (cluster.insecure and cluster.keys_dir),
+        "cluster.insecure",
+        cluster.insecure,
+        f"and keys in {cluster.keys_dir}: only one of them can be meant",
+        "leave one out",
+    )
     distinct = len(set(endpoints.values())) == len(endpoints)
     yield Check(
         distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
     )
 
 
-def _endpoint(field: str, endpoint: str, *, insecure: bool) -> Iterator[Check]:
+def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Check]:
     scheme, _, address = endpoint.partition("://")
     known = scheme in ("ipc", "tcp") and bool(address)
     yield Check(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
     yield Check(
-        scheme != "tcp" or insecure,
+        scheme != "tcp" or is_guarded,
         field,
         endpoint,
-        "tcp is neither encrypted nor authenticated",
-        "use ipc://, or set cluster.insecure = true on a network that you trust",
+        "tcp is neither encrypted nor authenticated without keys",
+        "set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure on a network you trust",
     )
     fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
     yield Check(
@@ -90,11 +99,14 @@ def _endpoint(field: str, endpoint: str, *, insecure: bool) -> Iterator[Check]:
 
 
 def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
-    for field in ("live_requests_max", "queue_max", "connections_max", "grant_ahead_tokens"):
+    for field in (
+        *("live_requests_max", "queue_max", "connections_max", "connections_per_key_max"),
+        *("messages_burst", "grant_ahead_tokens"),
+    ):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 1)
     for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms", "audit_interval_s"):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
-    for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s"):
+    for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s", "messages_per_s"):
         yield _positive(f"coordinator.{field}", getattr(coordinator, field))
     yield Check(
         coordinator.queue_max <= coordinator.live_requests_max,
@@ -163,6 +175,21 @@ def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
         "not in ascending order",
         "sort the classes and drop repeats",
     )
+
+
+def _http(config: Config) -> Iterator[Check]:
+    http = config.http
+    yield Check(
+        bool(http.api_keys_file) or config.cluster.insecure or http.host in LOOPBACK,
+        "http.host",
+        http.host,
+        "whoever reaches it could ask, since there are no API keys",
+        f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
+    )
+    yield _between("http.port", http.port, 0, PORT_MAX)
+    yield _at_least("http.requests_max", http.requests_max, 1)
+    yield _at_least("http.reattach_grace_s", http.reattach_grace_s, 0)
+    yield _port("http.metrics_port", http.metrics_port)
 
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> Check:

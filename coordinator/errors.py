@@ -5,6 +5,7 @@
     │   ├── ConfigError                a setting; refused at start
     │   └── NotFound                   an id that nobody here has
     ├── WrongState                     the caller's: right verb, wrong moment (retract a finished request)
+    ├── NotAllowed                     the caller's: its key does not open this door
     ├── CapacityError                  nobody's: it does not fit, now (`retry`) or ever
     ├── ProtocolError                  the peer's: unreadable, out of order, wrong version or role
     ├── Unavailable                    ours or the network's: gone, draining, closed; try again later
@@ -52,6 +53,10 @@ class WrongState(HiSparseError):
     code = "wrong_state"
 
 
+class NotAllowed(HiSparseError):
+    code = "not_allowed"
+
+
 class CapacityError(HiSparseError):
     code = "capacity"
 
@@ -70,5 +75,15 @@ class InternalError(HiSparseError):
 
 BY_CODE: dict[str, type[HiSparseError]] = {
     kind.code: kind
-    for kind in (BadInput, ConfigError, NotFound, WrongState, CapacityError, ProtocolError, Unavailable, InternalError)
+    for kind in (
+        BadInput,
+        ConfigError,
+        NotFound,
+        WrongState,
+        NotAllowed,
+        CapacityError,
+        ProtocolError,
+        Unavailable,
+        InternalError,
+    )
 }

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,7 @@ import trio
 
 from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
-from coordinator.config import NO_JOURNAL, Config
+from coordinator.config import NO_JOURNAL, ClusterSettings, Config
 from coordinator.errors import ConfigError
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
@@ -37,10 +38,12 @@ from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.transport.endpoint_lock import make_private_dir
-from coordinator.transport.sockets import RouterSocket
+from coordinator.transport.keys import Insecure, read_allowed, read_server_key
+from coordinator.transport.sockets import ROUTER_QUEUE_MESSAGES, Door, RouterSocket
+from coordinator.transport.zap import AllowList, ZapHandler
 from coordinator.version import our_version
 from coordinator.workers.tokenizer_store import TokenizerStore
-from coordinator.workers.worker_link import WorkerLinks
+from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
 from metrics import logs
 from metrics.coordinator import (
     CoordinatorCollector,
@@ -60,6 +63,9 @@ SIGNAL_DEADLINE_S: Final = 30.0
 #: Longest that a stop takes beyond its deadline.
 STOP_MARGIN_S: Final = 10.0
 
+#: Messages of one client that libzmq holds unread: with the largest message, what it can make the coordinator hold.
+CLIENT_UNREAD_MESSAGES: Final = 64
+
 EXIT_CLEAN: Final = 0
 EXIT_INTERRUPTED: Final = 130
 
@@ -72,15 +78,23 @@ def run_coordinator(config: Config) -> int:
     Raises ConfigError or Unavailable when it cannot start. An actor's failure comes out as it is: the process ends.
     """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
-    with _sockets(config) as sockets:
-        return trio.run(Coordinator(config, *sockets).serve)
+    counters = CoordinatorCounters()
+    with _zap_handler(config, counters) as zap, _sockets(config) as sockets:
+        return trio.run(Coordinator(config, *sockets, zap=zap, counters=counters).serve)
 
 
 class Coordinator:
     """The parts of one coordinator, wired. Owns everything but the sockets."""
 
     def __init__(
-        self, config: Config, client_socket: RouterSocket, admin_socket: RouterSocket, worker_socket: RouterSocket
+        self,
+        config: Config,
+        client_socket: RouterSocket,
+        admin_socket: RouterSocket,
+        worker_socket: RouterSocket,
+        *,
+        zap: ZapHandler | None = None,
+        counters: CoordinatorCounters | None = None,
     ) -> None:
         settings = config.coordinator
         self._config = config
@@ -88,7 +102,8 @@ class Coordinator:
         self._admin_socket = admin_socket
         self._worker_socket = worker_socket
         self.incarnation = next_incarnation(Path(config.cluster.runtime_dir))
-        self.counters = CoordinatorCounters()
+        self._zap = zap
+        self.counters = counters or CoordinatorCounters()
         self._store = _open_journal(settings.journal, self.counters)
         self.token_log = TokenLog(
             settings.live_requests_max + settings.ended_keep_max, journalled=self._store is not None
@@ -123,6 +138,10 @@ class Coordinator:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self._watch_signals, scheduler, nursery)
                     nursery.start_soon(garbage.collect)
+                    if self._zap is not None:
+                        nursery.start_soon(self._zap.run)
+                    for role, socket in self._doors.items():
+                        nursery.start_soon(socket.sweep, partial(self._note_cut, role))
                     garbage.settle()
                     self._announce(exporter)
                     self.started.set()
@@ -176,6 +195,7 @@ class Coordinator:
             admin_socket=self._admin_socket,
             incarnation=self.incarnation,
             version=self._version,
+            rate=(settings.messages_per_s, settings.messages_burst),
         )
         links = WorkerLinks(
             scheduler,
@@ -217,6 +237,30 @@ class Coordinator:
         if exporter is not None:
             log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
+    # ------------------------------------------------------------ doors
+
+    @property
+    def _doors(self) -> dict[str, RouterSocket]:
+        return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
+
+    def _note_cut(self, role: str, reason: str) -> None:
+        self.counters.dropped_messages[role, reason] += 1
+
+    def _reload_keys(self) -> None:
+        """Whoever lost a key is cut off, and comes back if another key of that name is allowed. A list that cannot be
+        read changes nothing."""
+        if self._zap is None:
+            log.info("no keys to read again")
+            return
+        try:
+            allowed = read_allowed(Path(self._config.cluster.keys_dir))
+        except ConfigError as error:
+            log.warning("allowed keys not read, the old list holds", extra=fields(error=error))
+            return
+        lost = self._zap.allowed.replace(allowed)
+        ended = sum(socket.cut_users(lost) for socket in self._doors.values())
+        log.info("allowed keys read", extra=fields(keys=len(allowed), lost=sorted(lost), connections_ended=ended))
+
     # ------------------------------------------------------------ stopping
 
     async def _watch_signals(
@@ -225,10 +269,13 @@ class Coordinator:
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: keys anew."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
             async for number in signals:
+                if number == signal.SIGHUP:
+                    self._reload_keys()
+                    continue
                 if self._stopping:
                     log.warning("second signal, exiting at once", extra=fields(signal=signal.Signals(number).name))
                     logging.shutdown()
@@ -284,6 +331,33 @@ def _open_journal(path: str, counters: CoordinatorCounters) -> SqliteStore | Non
     return None if path == NO_JOURNAL else open_store(Path(path), counters.journal)
 
 
+def _is_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
+
+
+def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> Door | Insecure | None:
+    if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
+        return None
+    return Insecure() if cluster.insecure else Door(read_server_key(Path(cluster.keys_dir)), role)
+
+
+@contextmanager
+def _zap_handler(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandler | None]:
+    """Who is let in over tcp; None when every endpoint is ipc, or the operator wants no keys. Raises ConfigError."""
+    cluster = config.cluster
+    endpoints = (cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint)
+    if cluster.insecure or not any(map(_is_tcp, endpoints)):
+        if cluster.insecure:
+            log.warning("tcp without keys: whoever reaches these ports may use them, and can read what others send")
+        yield None
+        return
+    handler = ZapHandler(AllowList(read_allowed(Path(cluster.keys_dir))), counters.dropped_messages)
+    try:
+        yield handler
+    finally:
+        handler.close()
+
+
 @contextmanager
 def _sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, RouterSocket]]:
     """Client, admin and worker sockets, bound and locked. Raises ConfigError or Unavailable; nothing stays behind."""
@@ -291,12 +365,22 @@ def _sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, Route
     make_private_dir(cluster.runtime_dir)
     sockets: list[RouterSocket] = []
     try:
-        for endpoint, message_bytes_max, credentials in (
-            (cluster.client_endpoint, CLIENT_MESSAGE_BYTES_MAX, False),
-            (cluster.admin_endpoint, CLIENT_MESSAGE_BYTES_MAX, False),
-            (cluster.worker_endpoint, WORKER_MESSAGE_BYTES_MAX, True),
+        for role, endpoint, message_bytes_max in (
+            ("client", cluster.client_endpoint, CLIENT_MESSAGE_BYTES_MAX),
+            ("admin", cluster.admin_endpoint, CLIENT_MESSAGE_BYTES_MAX),
+            ("worker", cluster.worker_endpoint, WORKER_MESSAGE_BYTES_MAX),
         ):
-            sockets.append(RouterSocket(endpoint, message_bytes_max=message_bytes_max, credentials=credentials))
+            sockets.append(
+                RouterSocket(
+                    endpoint,
+                    message_bytes_max=message_bytes_max,
+                    credentials=role == "worker",
+                    unread_messages=ROUTER_QUEUE_MESSAGES if role == "worker" else CLIENT_UNREAD_MESSAGES,
+                    guard=_guard(cluster, role, endpoint),
+                    connections_max=max(config.coordinator.connections_max, WORKERS_MAX),
+                    per_user_max=WORKERS_MAX if role == "worker" else config.coordinator.connections_per_key_max,
+                )
+            )
         client, admin, worker = sockets
         yield client, admin, worker
     finally:

@@ -32,7 +32,14 @@ class FakeTokenizers:
 class GatewayRig:
     """One coordinator's front: sockets, deliveries, gateway."""
 
-    def __init__(self, directory: Path, incarnation: int = 1, connections_max: int = 64, queue_messages: int = 1000):
+    def __init__(
+        self,
+        directory: Path,
+        incarnation: int = 1,
+        connections_max: int = 64,
+        queue_messages: int = 1000,
+        rate: tuple[float, float] = (2_000.0, 20_000.0),
+    ):
         sockets = [
             RouterSocket(
                 f"ipc://{directory}/run/{role}.sock",
@@ -57,6 +64,7 @@ class GatewayRig:
             admin_socket=self.admin_socket,
             incarnation=incarnation,
             version="test",
+            rate=rate,
         )
         self._scope = trio.CancelScope()
         self._stopped = trio.Event()

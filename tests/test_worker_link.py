@@ -20,7 +20,7 @@ from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal, NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from coordinator.scheduling.events import WorkerPort
-from coordinator.transport.sockets import PID_GONE, RouterSocket
+from coordinator.transport.sockets import RouterSocket
 from coordinator.workers import command_log, worker_link
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WorkerLinks
@@ -412,15 +412,20 @@ async def test_who_may_not_join_is_told_why(rig: Rig, changes: dict[str, object]
     worker.close()
 
 
-async def test_a_hello_whose_sender_has_hung_up_does_not_join(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """I2: an epoch that joined without attestation could never be proved gone, and its pages would never come back."""
-    worker = await rig.worker()
-    with monkeypatch.context() as gone:
-        gone.setattr("coordinator.transport.sockets._attested_pid", lambda frame: PID_GONE)
-        await worker.say(hello("w0"))
-        assert (await refusal(worker)).code == "unavailable"
-    assert rig.scheduler.told == []
-    assert (await rig.joined("w0")) is not None
+async def test_a_hello_of_a_process_that_is_gone_is_proved_gone_at_once(rig: Rig) -> None:
+    """I2: the process is that which made the connection, and not whoever has its descriptor by the time it is read."""
+    script = (
+        "import sys, zmq\n"
+        "dealer = zmq.Context().socket(zmq.DEALER)\n"
+        "dealer.connect(sys.argv[1]); dealer.send(bytes.fromhex(sys.argv[2])); dealer.close(2_000)"
+    )
+    frame = messages.encode(hello("w0")).hex()
+    child = subprocess.Popen([sys.executable, "-c", script, rig.socket.endpoint, frame])  # noqa: ASYNC220
+    await trio.to_thread.run_sync(child.wait)
+    with trio.fail_after(5):
+        while not any(told[0] == "down" for told in rig.scheduler.told):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    assert ("down", "w0", 1, True) in [told[:4] for told in rig.scheduler.told]
 
 
 async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:

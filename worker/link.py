@@ -24,7 +24,7 @@ from typing import Final, Protocol, assert_never
 
 import trio
 
-from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
+from coordinator.errors import ConfigError, HiSparseError, NotAllowed, ProtocolError, Unavailable
 from coordinator.messages import (
     TOKENIZER_CHUNK_BYTES,
     WORKER_MESSAGE_BYTES_MAX,
@@ -35,6 +35,7 @@ from coordinator.messages import (
     encode,
 )
 from coordinator.transport.frames import read_frame
+from coordinator.transport.keys import Insecure, PeerKey
 from coordinator.transport.sockets import DealerSocket
 from metrics.logs import fields, logger
 from metrics.state import WorkerCounters
@@ -88,11 +89,11 @@ class CommandSink(Protocol):
 Connect = Callable[[], Awaitable[Dealer]]
 
 
-def connect_to(endpoint: str) -> Connect:
-    """Fresh DEALERs to `endpoint`."""
+def connect_to(endpoint: str, read_key: Callable[[], PeerKey | Insecure | None] = lambda: None) -> Connect:
+    """Fresh DEALERs to `endpoint`. The key is read for each, so that it can be replaced while the worker runs."""
 
     async def connect() -> Dealer:
-        return await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX)
+        return await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX, key=read_key())
 
     return connect
 
@@ -131,8 +132,8 @@ class Link:
     async def run(self) -> bool:
         """Serve until told to stop; True when every admission was released in time.
 
-        Raises ConfigError when the coordinator will never take this worker. Cancelled: the connection is closed and
-        nothing is withdrawn.
+        Raises ConfigError or NotAllowed when the coordinator will never take this worker. Cancelled: the connection is
+        closed and nothing is withdrawn.
         """
         outbox = self.state.outbox
         token = trio.lowlevel.current_trio_token()
@@ -171,12 +172,14 @@ class Link:
                 await trio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _one_connection(self) -> bool:
+        """Whether it was welcomed. A key or setting that is refused ends a worker that nobody has welcomed yet; later
+        it may be changed back, and meanwhile the executor decodes on."""
         try:
             dealer = await self._connect()
-        except ConfigError as error:
-            self._failure = error
-            return False
-        except Unavailable as error:
+        except (ConfigError, NotAllowed, Unavailable) as error:
+            if not isinstance(error, Unavailable) and not self.state.counters.welcomes:
+                self._failure = error
+                return False
             if not self._is_missed:
                 log.warning("no coordinator; trying again and again", extra=fields(error=error))
             self._is_missed = True

@@ -30,7 +30,8 @@ import torch
 import trio
 
 from coordinator.config import Config, WorkerSettings, pool_path
-from coordinator.errors import ConfigError
+from coordinator.errors import HiSparseError
+from coordinator.transport.keys import access
 from coordinator.version import our_version
 from metrics import logs
 from metrics.exporter import Exporter, serve
@@ -83,6 +84,7 @@ class Worker:
     """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool."""
 
     def __init__(self, config: Config, halted: threading.Event) -> None:
+        access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
         runner = load_runner(config.worker)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
@@ -121,7 +123,7 @@ class Worker:
         self._exporter = self._serve_metrics(settings)
 
     def run(self) -> int:
-        """Turn until told to stop; the exit code. Raises ConfigError when the coordinator refuses this worker."""
+        """Turn until told to stop; the exit code. Raises HiSparseError when the coordinator refuses this worker."""
         self._thread.start()
         was_emptied = trio.run(self._serve)
         if was_emptied and self._end_executor():
@@ -152,7 +154,7 @@ class Worker:
             await nursery.start(watch_signals, self._link.request_stop)
             try:
                 was_emptied = await self._link.run()
-            except ConfigError as error:  # raised outside of the nursery, which would wrap it in a group
+            except HiSparseError as error:  # raised outside of the nursery, which would wrap it in a group
                 refusal = error
             nursery.cancel_scope.cancel()
         if refusal is not None:
@@ -194,10 +196,11 @@ def _link(
     counters: LinkCounters,
     tokenizer: TokenizerFile,
 ) -> Link:
+    endpoint = config.cluster.worker_endpoint
     return Link(
         LinkState(identity, outbox, counters),
         executor,
-        connect_to(config.cluster.worker_endpoint),
+        connect_to(endpoint, lambda: access(config.cluster, "worker", endpoint)),
         pace=Pace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),
         tokenizer=tokenizer.data,
     )

@@ -24,6 +24,7 @@ EXIT_CODES: Final = {
     "unavailable": 6,
     "protocol": 7,
     "config": 8,
+    "not_allowed": 9,
     "internal": 70,
 }
 EXIT_FAILED: Final = 1
@@ -38,6 +39,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["unavailable"]: "nobody answers, or the service is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
+    EXIT_CODES["not_allowed"]: "the key does not open that door",
     EXIT_CODES["internal"]: "a defect of ours",
     EXIT_INTERRUPTED: "interrupted",
 }
@@ -137,9 +139,16 @@ class Setting(NamedTuple):
         return "setting_" + self.name.replace(".", "_")
 
 
+EVERYWHERE: Final = (
+    Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
+    Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
+    Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
+)
+
+
 def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command `--config`, `--runtime-dir`, `--set` and a flag per setting; it receives the resolved `config`."""
-    chosen = (Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."), *settings)
+    chosen = (*EVERYWHERE, *settings)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -37,6 +37,7 @@ from coordinator.client.replies import Call, M, Reply, decode, error_of, expect,
 from coordinator.client.token_stream import Stream
 from coordinator.errors import HiSparseError, Unavailable
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
+from coordinator.transport.keys import Insecure, PeerKey
 from coordinator.transport.sockets import DealerSocket
 
 #: Longest wait for a Welcome on a fresh connection.
@@ -57,8 +58,11 @@ class ConnectionLost(Unavailable):
 class Client:
     """Made by `open_client`. Any number of tasks of one trio run may call it at once."""
 
-    def __init__(self, endpoint: str, role: str, name: str, reconnect_limit_s: float) -> None:
+    def __init__(
+        self, endpoint: str, role: str, name: str, reconnect_limit_s: float, key: PeerKey | Insecure | None = None
+    ) -> None:
         self.endpoint = endpoint
+        self._key = key
         self.reconnects = 0
         self._hello = messages.Hello(PROTOCOL_VERSION, role, name)
         self._reconnect_limit_s = reconnect_limit_s
@@ -66,6 +70,7 @@ class Client:
         self._dealer: DealerSocket | None = None
         self._ready = trio.Event()
         self._lost: HiSparseError | None = None
+        self._is_lost = trio.Event()
         self._tag = 0
         self._calls: dict[int, Callable[[Reply], None]] = {}
         self._hellos: deque[Callable[[Reply], None]] = deque()
@@ -266,8 +271,8 @@ class Client:
     # ------------------------------------------------------------ connection
 
     async def connect(self) -> None:
-        """Connect and say hello. Raises Unavailable, or what the gateway's Failure says."""
-        dealer = await DealerSocket.connect(self.endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+        """Connect and say hello. Raises Unavailable, NotAllowed, or what the gateway's Failure says."""
+        dealer = await DealerSocket.connect(self.endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX, key=self._key)
         try:
             with trio.fail_after(WELCOME_LIMIT_S):
                 await dealer.send(messages.encode(self._hello))
@@ -284,6 +289,10 @@ class Client:
         self._ready.set()
         for message in rest:
             self._take(message)
+
+    async def lost(self) -> None:
+        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
+        await self._is_lost.wait()
 
     async def run(self) -> None:
         """Receive until cancelled or until the coordinator stays away. Never raises: calls and streams are told."""
@@ -337,6 +346,7 @@ class Client:
 
     def _give_up(self, error: HiSparseError, streams: Sequence[Stream]) -> None:
         self._lost = error
+        self._is_lost.set()
         self._disconnect()
         self._ready.set()
         self._fail_calls(error)
@@ -404,13 +414,20 @@ class Client:
 
 @asynccontextmanager
 async def open_client(
-    endpoint: str, *, role: str = "client", name: str = "", reconnect_limit_s: float = RECONNECT_LIMIT_S
+    endpoint: str,
+    *,
+    role: str = "client",
+    name: str = "",
+    reconnect_limit_s: float = RECONNECT_LIMIT_S,
+    key: PeerKey | Insecure | None = None,
 ) -> AsyncIterator[Client]:
-    """A connected Client; closed on leaving. `reconnect_limit_s` 0: a lost connection is final.
+    """A connected Client; closed on leaving. `reconnect_limit_s` 0: a lost connection is final. `key`: over tcp
+    (coordinator.transport.keys.access finds it by the settings).
 
-    Raises Unavailable when nobody answers. What the block raises comes out as it is, not in a group.
+    Raises Unavailable when nobody answers, NotAllowed when the key is not let in. What the block raises comes out as it
+    is, not in a group.
     """
-    client = Client(endpoint, role, name, reconnect_limit_s)
+    client = Client(endpoint, role, name, reconnect_limit_s, key)
     await client.connect()
     failure: Exception | None = None
     try:
@@ -428,14 +445,21 @@ async def open_client(
         raise failure
 
 
-def run_client(endpoint: str, action: Callable[[Client], Awaitable[T]], *, role: str = "client", name: str = "") -> T:
+def run_client(
+    endpoint: str,
+    action: Callable[[Client], Awaitable[T]],
+    *,
+    role: str = "client",
+    name: str = "",
+    key: PeerKey | Insecure | None = None,
+) -> T:
     """Connect, await `action(client)`, disconnect: the client for code without trio. Raises what the action raises.
 
     Ctrl-C arrives as KeyboardInterrupt; the action's own cleanup has run by then.
     """
 
     async def session() -> T:
-        async with open_client(endpoint, role=role, name=name) as client:
+        async with open_client(endpoint, role=role, name=name, key=key) as client:
             return await action(client)
 
     try:

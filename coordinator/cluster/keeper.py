@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -31,6 +32,7 @@ from coordinator.config import Config
 from coordinator.errors import HiSparseError
 from coordinator.messages import WorkerRow
 from coordinator.scheduling.suspicion import POISON_STRIKES
+from coordinator.transport.keys import access
 
 #: The pause before a restart: the first, and the longest.
 RESTART_PAUSE_MIN_S: Final = 0.5
@@ -49,6 +51,13 @@ CONNECTED: Final = frozenset({"connected", "draining", "drained"})
 assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
 assert RESTARTS_MAX >= 2 * POISON_STRIKES  # two poisonous requests are found before their worker is given up
 assert COORDINATOR_HUNG_LIMITS > HUNG_LIMITS  # a slow coordinator is not taken for dead before its workers would be
+
+
+def open_admin(config: Config, name: str) -> AbstractAsyncContextManager[Client]:
+    """An admin's connection to the coordinator of `config`; once lost it is over."""
+    endpoint = config.cluster.admin_endpoint
+    key = access(config.cluster, "admin", endpoint)
+    return open_client(endpoint, role="admin", name=name, reconnect_limit_s=0, key=key)
 
 
 @dataclass
@@ -178,13 +187,10 @@ class Keeper:
 
     async def _watch_all(self) -> None:
         """Ask who is connected, on one connection for as long as it answers, then on a fresh one."""
-        cluster = self._cluster.config.cluster
         while True:
             try:
                 with trio.move_on_after(self._watch.limit_s) as scope:
-                    async with open_client(
-                        cluster.admin_endpoint, role="admin", name="hisparse up", reconnect_limit_s=0
-                    ) as client:
+                    async with open_admin(self._cluster.config, "hisparse up") as client:
                         await self._ask_on(client, scope)
             except HiSparseError:
                 pass

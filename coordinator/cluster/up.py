@@ -28,9 +28,9 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator.client.client import Client, open_client
+from coordinator.client.client import Client
 from coordinator.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
-from coordinator.cluster.keeper import COORDINATOR, Keeper
+from coordinator.cluster.keeper import COORDINATOR, Keeper, open_admin
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import HiSparseError, Unavailable, WrongState
 from worker.pool_file import keep_pool, remove_pool
@@ -83,7 +83,7 @@ class Cluster:
 
     def client(self, name: str) -> AbstractAsyncContextManager[Client]:
         """An admin client of this cluster."""
-        return open_client(self.config.cluster.admin_endpoint, role="admin", name=name, reconnect_limit_s=0)
+        return open_admin(self.config, name)
 
     def describe(self) -> dict[str, object]:
         """What a script needs to use the cluster; the content of `--ready-file`."""
@@ -173,7 +173,7 @@ async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool
 
 async def _answers(config: Config) -> bool:
     try:
-        async with open_client(config.cluster.admin_endpoint, role="admin", name="hisparse up", reconnect_limit_s=0):
+        async with open_admin(config, "hisparse up"):
             return True
     except Unavailable:
         return False

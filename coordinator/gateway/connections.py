@@ -31,7 +31,8 @@ class Router(Protocol):
 
 @dataclass(eq=False)
 class Connection:
-    """One peer of one socket. `index` is small and reused, for arrays over connections."""
+    """One peer of one socket. `index` is small and reused, for arrays over connections. `user` is whose key it bears:
+    who its requests belong to. `name` is only what it calls itself."""
 
     index: int
     router: Router
@@ -39,13 +40,14 @@ class Connection:
     role: str
     name: str
     told_at: float
+    user: str = ""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     is_gone: bool = False
 
     @property
     def owner(self) -> str:
-        return f"{self.role} {self.name}".rstrip()
+        return f"{self.user or self.role} {self.name}".rstrip()
 
 
 class Connections:
@@ -71,7 +73,7 @@ class Connections:
     def get(self, index: int) -> Connection | None:
         return self._by_index.get(index)
 
-    def open(self, router: Router, peer: bytes, role: str, name: str, now: float) -> Connection:
+    def open(self, router: Router, peer: bytes, role: str, name: str, now: float, user: str = "") -> Connection:
         """A new connection. Raises CapacityError when `limit` are open and all of them listen."""
         if not self._free:
             raise CapacityError(
@@ -80,7 +82,7 @@ class Connections:
                 value=self.limit,
                 remedy="close some, or raise coordinator.connections_max",
             )
-        connection = Connection(self._free.pop(), router, peer, role, name, now)
+        connection = Connection(self._free.pop(), router, peer, role, name, now, user)
         self._by_peer[role, peer] = connection
         self._by_index[connection.index] = connection
         return connection

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import trio
@@ -26,6 +27,8 @@ from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage,
 from coordinator.scheduling.events import Handle
 from coordinator.transport.dropped import Dropped
 from coordinator.transport.frames import read_frame
+from coordinator.transport.gate import Gate
+from coordinator.transport.meter import Meter
 from coordinator.transport.sockets import Received, RouterSocket
 from metrics.state import CoordinatorCounters
 
@@ -91,7 +94,9 @@ class Gateway:
         admin_socket: RouterSocket,
         incarnation: int,
         version: str,
+        rate: tuple[float, float],
     ) -> None:
+        """`rate`: messages of one peer a second, and at once."""
         self._scheduler = scheduler
         self._deliveries = deliveries
         self._log = token_log
@@ -102,6 +107,10 @@ class Gateway:
             ADMIN: messages.decode_admin,
         }
         self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
+        self._gates = {
+            role: Gate(socket, Meter(*rate), self._dropped[role], partial(self._answer_unread, role))
+            for role, socket in self._sockets.items()
+        }
         self._answers = _answers(scheduler, tokenizers) | {
             messages.Attach: self._attach,
             messages.Detach: self._detach,
@@ -136,6 +145,8 @@ class Gateway:
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
         while True:
             for received in await self._sockets[role].recv_batch():
+                if not self._gates[role].admits(received, trio.current_time()):
+                    continue
                 try:
                     self._receive(role, received, nursery)
                 except HiSparseError as error:
@@ -146,14 +157,14 @@ class Gateway:
         message = read_frame(self._decode[role], received.frame, self._sockets[role].message_bytes_max, role)
         connection = self._deliveries.connections.find(role, received.peer)
         if isinstance(message, messages.Hello):
-            connection = connection or self._greet(role, received.peer, message)
+            connection = connection or self._greet(role, received, message)
             self._deliveries.say(connection, self._welcome())
         elif connection is None:
             raise IntroductionError(message.tag)
         else:
             self._serve(connection, message, message.tag, nursery)
 
-    def _greet(self, role: str, peer: bytes, hello: messages.Hello) -> Connection:
+    def _greet(self, role: str, received: Received, hello: messages.Hello) -> Connection:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"this coordinator speaks protocol {PROTOCOL_VERSION}",
@@ -175,7 +186,9 @@ class Gateway:
         connections = self._deliveries.connections
         if len(connections) == connections.limit:
             self._deliveries.probe(told_before=math.inf)
-        return connections.open(self._sockets[role], peer, role, hello.name, trio.current_time())
+        socket = self._sockets[role]
+        socket.introduce(received)
+        return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
 
     def _welcome(self) -> messages.Welcome:
         return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, self._scheduler.model())
@@ -183,6 +196,9 @@ class Gateway:
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket loses the answer."""
         self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
+        self._answer_unread(role, received, error)
+
+    def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
         tag = error.tag if isinstance(error, IntroductionError) else -1
         self._sockets[role].send(received.peer, messages.encode(_failure(tag, error)))
 

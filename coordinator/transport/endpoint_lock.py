@@ -64,11 +64,27 @@ class EndpointLock:
 def make_private_dir(path: str) -> None:
     """Make `path` with mode 0700 unless it exists; raise ConfigError when others than its owner may enter it."""
     os.makedirs(path, mode=RUNTIME_DIR_MODE, exist_ok=True)
-    status = os.stat(path)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: others could reach the sockets in it",
-            field="runtime_dir",
-            value=path,
-            remedy=f"chmod 700 {path}, or choose a directory of your own",
-        )
+    check_private_dir(path)
+
+
+def check_private_dir(path: str, *, missing_ok: bool = False) -> None:
+    """Raise ConfigError unless `path` is a directory of ours that nobody else may enter.
+
+    Both ends look: in a directory such as /tmp anybody may have made one of that name, and listen there. Not a link to
+    a directory either, which could lead elsewhere a moment later.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        if missing_ok:
+            return
+        raise
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        what, remedy = "not a directory", "choose a directory of your own"
+    elif status.st_uid != os.geteuid() or mode & 0o077:
+        what = f"owner {status.st_uid}, mode {mode:04o}: others could reach the sockets in it"
+        remedy = f"chmod 700 {path}, or choose a directory of your own"
+    else:
+        return
+    raise ConfigError(what, field="runtime_dir", value=path, remedy=remedy)

@@ -16,6 +16,12 @@ socket's descriptor itself. The rules, each with a test (tests/test_sockets.py):
     is seen on the socket's monitor, waited for together with the socket through one epoll descriptor. Reconnecting is
     put off rather than switched off: switched off, libzmq throws away what had arrived and was not yet read.
   * A routing id is the ROUTER's name for a connection and says nothing about who is there: identity is in the Hello.
+    What libzmq attests of a connection it attaches to each message: over ipc the process that made it, over tcp the
+    user whose key it bears. (The descriptor, attached too, is only a number, and may be the next connection's by now.)
+  * tcp takes CURVE keys on both ends (keys.py, zap.py), or the operator's word that none are wanted; a door without its
+    ZAP handler stays shut. An ipc path is as good as its directory: ours, a real one, mode 0700, checked by both ends.
+  * libzmq accepts any number of connections and tells nobody. Its events are read now and then, and whoever does not
+    introduce himself is shut out (lobby.py).
 
 Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
 Routers and dealers live in separate contexts, because within one context closing a ROUTER leaves its ipc connections
@@ -29,16 +35,18 @@ import functools
 import os
 import select
 import socket as std_socket
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from coordinator.errors import BadInput, ConfigError, Unavailable
-from coordinator.transport.endpoint_lock import EndpointLock
+from coordinator.errors import BadInput, ConfigError, NotAllowed, Unavailable
+from coordinator.transport.endpoint_lock import EndpointLock, check_private_dir
+from coordinator.transport.keys import Insecure, PeerKey, ServerKey
+from coordinator.transport.lobby import Lobby
 
 #: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
 BATCH_MESSAGES_MAX: Final = 256
@@ -47,7 +55,7 @@ ROUTER_QUEUE_MESSAGES: Final = 1_000
 DEALER_QUEUE_MESSAGES: Final = 1_000
 #: A message above the role's limit but below this factor of it is received, refused and answered; above, libzmq
 #: closes the connection, since it will not allocate what it would have to read to answer.
-HARD_LIMIT_FACTOR: Final = 4
+HARD_LIMIT_FACTOR: Final = 2
 #: How long a closing socket goes on sending what it accepted.
 LINGER_MS: Final = 200
 #: Longest wait for a connection to be made and shaken hands on.
@@ -55,13 +63,18 @@ CONNECT_LIMIT_S: Final = 5.0
 #: Half-open TCP connections are closed after this; ipc connections close with their process.
 TRANSPORT_HEARTBEAT_MS: Final = 2_000
 
+#: Connections that have not shaken hands by then are closed.
+HANDSHAKE_LIMIT_MS: Final = 5_000
+#: How often a door looks at who came and left.
+SWEEP_INTERVAL_S: Final = 0.25
+#: Introduced connections of one door, and of one user, unless the owner of the door says otherwise.
+CONNECTIONS_MAX: Final = 4_096
+
 #: libzmq adds up to as much again at random, and counts in an int.
 RECONNECT_NEVER_MS: Final = 3_600_000
 
-#: Instead of the process behind a connection that is no more.
-PID_GONE: Final = -1
-#: struct ucred: pid, uid, gid.
-CREDENTIALS: Final = struct.Struct("3i")
+#: Where libzmq asks who may come in, one per context.
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
 T = TypeVar("T")
 
@@ -77,13 +90,22 @@ class Sent(enum.Enum):
 class Received(NamedTuple):
     """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
 
-    `pid` is the sending process as the kernel attests it, 0 when unknown (not ipc, credentials not asked for, another
-    namespace), PID_GONE when its connection has ended meanwhile: then nobody knows any more who it was.
+    `pid` is the process that made the connection, as the kernel attests it, 0 when unknown (not ipc, credentials not
+    asked for, another namespace). `user` is whose key it bears, "" without keys. `descriptor` may be another's by now.
     """
 
     peer: bytes
     frame: bytes
     pid: int
+    user: str = ""
+    descriptor: int = -1
+
+
+class Door(NamedTuple):
+    """What a tcp endpoint is guarded by: the coordinator's key, and the role whose keys are allowed (zap.py)."""
+
+    key: ServerKey
+    role: str
 
 
 @functools.cache
@@ -93,7 +115,12 @@ def _context(kind: str) -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-class _Watched:
+def router_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """That of all doors: who answers for them has to live in it."""
+    return _context("router")
+
+
+class Watched:
     """A ZMQ socket whose readiness trio tasks of one thread wait for.
 
     At most one task waits on the descriptor (trio allows one); others park until it has looked. A wait that ends,
@@ -149,7 +176,7 @@ class _Watched:
             self._watch.cancel()
         self._parked.unpark_all()
 
-    async def _wait_for(self, mask: int) -> None:
+    async def wait_for(self, mask: int) -> None:
         """Return once an event in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
         self._wanted.append(mask)
         try:
@@ -171,7 +198,7 @@ class _Watched:
             self._parked.unpark_all()
 
 
-class RouterSocket(_Watched):
+class RouterSocket(Watched):
     """The coordinator's end: bound, addressed by connection, with a bounded queue per connection.
 
     `message_bytes_max` is what the role may send; the caller refuses larger frames (they still arrive, up to
@@ -185,17 +212,32 @@ class RouterSocket(_Watched):
         message_bytes_max: int,
         credentials: bool = False,
         queue_messages: int = ROUTER_QUEUE_MESSAGES,
+        unread_messages: int | None = None,
+        guard: Door | Insecure | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+        per_user_max: int = CONNECTIONS_MAX,
     ) -> None:
-        """Bind to `endpoint`. Raises ConfigError (unusable endpoint) or Unavailable (another process holds it)."""
+        """Bind to `endpoint`. Of one connection libzmq holds `queue_messages` unsent and `unread_messages` (default: as
+        many) unread. Raises ConfigError (unusable or unguarded endpoint) or Unavailable (another holds it)."""
+        _check_guarded(endpoint, guard)
         self.endpoint = endpoint
         self.message_bytes_max = message_bytes_max
+        self.lobby = Lobby(connections_max, per_user_max)
         self._lock = EndpointLock(endpoint)
-        socket = _context("router").socket(zmq.ROUTER)
+        socket = router_context().socket(zmq.ROUTER)
         _set_options(socket, endpoint, queue_messages, bytes_max=message_bytes_max * HARD_LIMIT_FACTOR)
+        if unread_messages is not None:
+            socket.setsockopt(zmq.RCVHWM, unread_messages)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
+        self._has_keys = isinstance(guard, Door) and not endpoint.startswith("ipc://")
+        if isinstance(guard, Door) and self._has_keys:
+            _guard(socket, guard)
+        self._visits = _visits(socket)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self._visits.close()
             socket.close()
             self._lock.release()
             raise _unusable(endpoint, error) from error
@@ -207,19 +249,19 @@ class RouterSocket(_Watched):
         """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken."""
         await trio.lowlevel.checkpoint()
         while True:
-            if batch := self._drain(self._take_attested if self._credentials else self._take):
+            if batch := self._drain(self._take):
                 return batch
-            await self._wait_for(zmq.POLLIN)
+            await self.wait_for(zmq.POLLIN)
 
     def _take(self) -> Received:
-        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        return Received(peer, frames[0] if len(frames) == 1 else b"", 0)
-
-    def _take_attested(self) -> Received:
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        if len(frames) != 1:
-            return Received(peer.bytes, b"", 0)
-        return Received(peer.bytes, frames[0].bytes, _attested_pid(frames[0]))
+        return Received(
+            peer.bytes,
+            frames[0].bytes if len(frames) == 1 else b"",
+            _attested_pid(peer) if self._credentials else 0,
+            _attached(peer, "User-Id") if self._has_keys else "",
+            int(peer.get(zmq.SRCFD)),
+        )
 
     def send(self, peer: bytes, frame: bytes) -> Sent:
         """Queue `frame` for `peer`, at once or not at all; never blocks."""
@@ -235,12 +277,71 @@ class RouterSocket(_Watched):
             self._stir()
         return Sent.OK
 
+    def introduce(self, received: Received) -> None:
+        """The connection has said a hello that is accepted. Raises CapacityError when its user has too many."""
+        self._note_visits(trio.current_time())
+        self.lobby.introduce(received.descriptor, received.user)
+
+    async def sweep(self, on_cut: Callable[[str], None]) -> None:
+        """Shut out who does not introduce himself, until cancelled; `on_cut` is told the reason for each."""
+        while True:
+            await trio.sleep(SWEEP_INTERVAL_S)
+            if self.closed:
+                return
+            self._note_visits(trio.current_time())
+            for descriptor in self.lobby.overdue(trio.current_time()):
+                self._cut(descriptor)
+                on_cut("no hello")
+
+    def cut(self, received: Received) -> None:
+        """End the connection that `received` came by. Its owner is heard no more, and sees it as lost."""
+        self._cut(received.descriptor)
+
+    def cut_users(self, users: Collection[str]) -> int:
+        """End the connections of these users; returns how many."""
+        self._note_visits(trio.current_time())
+        descriptors = self.lobby.of(users)
+        for descriptor in descriptors:
+            self._cut(descriptor)
+        return len(descriptors)
+
+    def _cut(self, descriptor: int) -> None:
+        """libzmq sees the peer hang up and cleans up by itself. A number that is no connection any more: nothing."""
+        self.lobby.left(descriptor)
+        with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(std_socket.SHUT_RDWR)
+
+    def _note_visits(self, now: float) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(self._visits.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.lobby.came(int(event["value"]), now)
+            else:
+                self.lobby.left(int(event["value"]))
+
     def close(self) -> None:
+        if not self.closed:
+            self._socket.disable_monitor()
+            self._visits.close()
         super().close()
         self._lock.release()
 
 
-class DealerSocket(_Watched):
+#: How a connection of a dealer begins and ends.
+DEALER_EVENTS: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+)
+
+
+class DealerSocket(Watched):
     """The peer's end: one connection, made by `connect`; once it is lost, Unavailable is raised for good."""
 
     def __init__(
@@ -252,22 +353,35 @@ class DealerSocket(_Watched):
         super().__init__(socket, self._both.fileno())
         self.endpoint = endpoint
         self._monitor = monitor
+        self._key: PeerKey | None = None
         self._message_bytes_max = message_bytes_max
         self._lost = False
 
     @classmethod
     async def connect(
-        cls, endpoint: str, *, message_bytes_max: int, queue_messages: int = DEALER_QUEUE_MESSAGES
+        cls,
+        endpoint: str,
+        *,
+        message_bytes_max: int,
+        queue_messages: int = DEALER_QUEUE_MESSAGES,
+        key: PeerKey | Insecure | None = None,
     ) -> DealerSocket:
-        """Connect, or raise Unavailable (nobody there, CONNECT_LIMIT_S passed) or ConfigError (no such transport).
+        """Connect, or raise Unavailable (nobody there, CONNECT_LIMIT_S passed), NotAllowed (the key is not), or
+        ConfigError (no such transport, tcp without a key, a directory of sockets that is not ours alone).
 
         `message_bytes_max` bounds what may be sent. Cancelled: nothing is left open.
         """
+        _check_guarded(endpoint, key)
+        if endpoint.startswith("ipc://"):
+            check_private_dir(os.path.dirname(endpoint.removeprefix("ipc://")) or ".", missing_ok=True)
         socket = _context("dealer").socket(zmq.DEALER)
         _set_options(socket, endpoint, queue_messages, bytes_max=-1)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        monitor = socket.get_monitor_socket(DEALER_EVENTS)
         dealer = cls(socket, monitor, endpoint, message_bytes_max)
+        if isinstance(key, PeerKey) and not endpoint.startswith("ipc://"):
+            dealer._key = key
+            _bear(socket, key)
         try:
             socket.connect(endpoint)
             with trio.fail_after(CONNECT_LIMIT_S):
@@ -282,14 +396,18 @@ class DealerSocket(_Watched):
         return dealer
 
     async def _shake_hands(self) -> None:
-        watched = _Watched(self._monitor)
+        watched = Watched(self._monitor)
         while True:
-            await watched._wait_for(zmq.POLLIN)
-            event = self._next_event()
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
-            if event is not None:
-                raise _unavailable(self.endpoint, "nobody listens there")
+            await watched.wait_for(zmq.POLLIN)
+            match self._next_event():
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise _not_allowed(self.endpoint, self._key)
+                case zmq.EVENT_CLOSED:
+                    raise _unavailable(self.endpoint, "nobody listens there")
+                case int():
+                    raise _hung_up(self.endpoint, self._key)
 
     def _next_event(self) -> int | None:
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -320,7 +438,7 @@ class DealerSocket(_Watched):
         while True:
             if batch := self._drain(self._take):
                 return batch
-            await self._wait_for(zmq.POLLIN)
+            await self.wait_for(zmq.POLLIN)
 
     def _take(self) -> bytes:
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -340,7 +458,7 @@ class DealerSocket(_Watched):
             )
         await trio.lowlevel.checkpoint()
         while not self._queue(frame):
-            await self._wait_for(zmq.POLLOUT)
+            await self.wait_for(zmq.POLLOUT)
 
     def _queue(self, frame: bytes) -> bool:
         if self.closed:
@@ -371,18 +489,71 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, 
         socket.setsockopt(zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS)
 
 
-def _attested_pid(frame: zmq.Frame) -> int:
-    """The process that `frame` came from over ipc; 0 when it is in another namespace, PID_GONE with its connection."""
+def _check_guarded(endpoint: str, guard: Door | PeerKey | Insecure | None) -> None:
+    if guard is None and not endpoint.startswith(("ipc://", "inproc://")):
+        raise ConfigError(
+            "tcp takes keys, or the word that none are wanted",
+            field="endpoint",
+            value=endpoint,
+            remedy="set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure",
+        )
+
+
+def _guard(socket: zmq.Socket[bytes], door: Door) -> None:
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, door.key.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, door.role.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def _bear(socket: zmq.Socket[bytes], key: PeerKey) -> None:
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+
+
+def _visits(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Who comes and leaves. Without a high-water mark: libzmq would wait for room, and with it everybody."""
+    address = f"inproc://visits-{id(socket)}"
+    socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    visits = router_context().socket(zmq.PAIR)
+    visits.setsockopt(zmq.RCVHWM, 0)
+    visits.connect(address)
+    return visits
+
+
+def _attached(frame: zmq.Frame, name: str) -> str:
+    """What libzmq says of the connection that `frame` came by; "" when it says nothing."""
     try:
-        connection = std_socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD))))
-    except (OSError, zmq.ZMQError):
-        return PID_GONE
-    with connection:
-        try:
-            credentials = connection.getsockopt(std_socket.SOL_SOCKET, std_socket.SO_PEERCRED, CREDENTIALS.size)
-        except OSError:
-            return PID_GONE
-    return int(CREDENTIALS.unpack(credentials)[0])
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
+
+
+def _attested_pid(frame: zmq.Frame) -> int:
+    """The process at the other end of an ipc connection, from when it was made: "address:uid:gid:pid"."""
+    pid = _attached(frame, "Peer-Address").rpartition(":")[2]
+    return int(pid) if pid.isdecimal() else 0
+
+
+def _not_allowed(endpoint: str, key: PeerKey | None) -> NotAllowed:
+    whose = f"the key of {key.role} {key.name} ({key.path})" if key else "a peer without a key"
+    return NotAllowed(
+        f"{whose} is not let in here",
+        field="endpoint",
+        value=endpoint,
+        remedy="allow it with `hisparse keys add` and send the coordinator SIGHUP, or use the endpoint of its role",
+    )
+
+
+def _hung_up(endpoint: str, key: PeerKey | None) -> Unavailable:
+    """A coordinator that cannot read a handshake says nothing; nor does one that dies just then."""
+    if key is None:
+        message, remedy = "it hung up: does it want a key?", "set cluster.keys_dir, or start it"
+    else:
+        message = f"it hung up: the server key in {key.path} may not be this coordinator's, or it takes no keys"
+        remedy = "get a fresh key file from its operator, or start it"
+    return Unavailable(message, field="endpoint", value=endpoint, remedy=remedy)
 
 
 def _unavailable(endpoint: str, message: str) -> Unavailable:

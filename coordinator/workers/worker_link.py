@@ -41,7 +41,9 @@ from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from coordinator.scheduling.events import LinkStats, WorkerPort
 from coordinator.transport.dropped import Dropped
 from coordinator.transport.frames import read_frame
-from coordinator.transport.sockets import PID_GONE, Received, RouterSocket
+from coordinator.transport.gate import Gate
+from coordinator.transport.meter import Meter
+from coordinator.transport.sockets import Received, RouterSocket
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.processes import Process, has_ended, process_of, wait_exit
 from coordinator.workers.report_acks import ReportAcks
@@ -53,6 +55,10 @@ from metrics.state import CoordinatorCounters
 
 #: Worker names known at the same time, living or down.
 WORKERS_MAX: Final = 1_024
+#: What one worker, or all under one key, may say: a report each 20 ms, heartbeats, and a replay of all that was not
+#: acknowledged, from many workers at once when a coordinator comes back.
+MESSAGES_PER_S: Final = 20_000.0
+MESSAGES_BURST: Final = 200_000.0
 #: How often the Scheduler is told which requests run short, while reports come.
 STARVING_INTERVAL_S: Final = 0.02
 
@@ -140,6 +146,7 @@ class WorkerLinks:
         self._journal = journal
         self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
+        self._gate = Gate(socket, Meter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused)
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
@@ -208,6 +215,8 @@ class WorkerLinks:
     async def _read(self) -> None:
         while True:
             for received in await self._socket.recv_batch():
+                if not self._gate.admits(received, trio.current_time()):
+                    continue
                 try:
                     self._receive(received)
                 except HiSparseError as error:
@@ -276,6 +285,7 @@ class WorkerLinks:
             appended = self._log.append(report.progress, link.number)
             self._counters.tokens += appended.tokens
             self._counters.repeated_tokens += appended.repeated_tokens
+            self._counters.waits.tokens_came(*self._log.times.arrived(*appended[:3], trio.current_time()))
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
         for event in report.events:
@@ -283,6 +293,12 @@ class WorkerLinks:
 
     def _refuse(self, peer: bytes, error: HiSparseError) -> None:
         self._dropped.note(error.code, peer, str(error), trio.current_time())
+        self._say_refused(peer, error)
+
+    def _tell_refused(self, received: Received, error: HiSparseError) -> None:
+        self._say_refused(received.peer, error)
+
+    def _say_refused(self, peer: bytes, error: HiSparseError) -> None:
         self._socket.send(peer, messages.encode(messages.Refused(error.code, error.message, error.remedy)))
 
     # ------------------------------------------------------------ joining
@@ -290,10 +306,9 @@ class WorkerLinks:
     def _greet(self, received: Received, hello: messages.WorkerHello) -> None:
         """Act on a hello; joining takes the Scheduler's turn, one hello per name at a time.
 
-        One whose connection is gone already cannot be attested: were it to join, nothing could ever prove its exit.
+        The process behind it is that which made the connection, however long gone either is by now.
         """
-        if received.pid == PID_GONE:
-            raise Unavailable("its connection is gone", field="worker", value=hello.worker)
+        self._socket.introduce(received)
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)

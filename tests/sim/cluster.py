@@ -476,7 +476,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         cluster.checker.has_ledger_news = True
         return apply(ledger, change)
 
-    async def connect(endpoint: str, *, message_bytes_max: int) -> FakeDealer:
+    async def connect(endpoint: str, *, message_bytes_max: int, key: None) -> FakeDealer:
         role, owner = endpoint.split(":")
         dealer = cluster.network.connect(role, owner, 0, Gate())
         readers = Readers()

@@ -28,7 +28,7 @@ from typing import Final
 import trio
 
 from coordinator.errors import Unavailable
-from coordinator.transport.sockets import PID_GONE, Received, Sent
+from coordinator.transport.sockets import Received, Sent
 from tests.sim.trace import Trace
 
 #: Seconds that a frame takes on a healthy wire.
@@ -192,7 +192,7 @@ class FakeRouter:
         while self._inbox and self._inbox[0][0] <= now and len(batch) < BATCH_MAX:
             _, _, connection, frame = heapq.heappop(self._inbox)
             self._network.trace.note(connection.owner, f"> {self.endpoint}", frame)
-            batch.append(Received(connection.peer, frame, connection.process if connection.is_open else PID_GONE))
+            batch.append(Received(connection.peer, frame, connection.process))
         return batch
 
     def put(self, at: float, connection: Connection, frame: bytes) -> None:
@@ -211,6 +211,16 @@ class FakeRouter:
         if b"Commands" in frame[:16]:
             self._network.said.setdefault(connection.owner, {})[self] = frame
         return connection.dealer.offer(frame)
+
+    async def sweep(self, on_cut: Callable[[str], None]) -> None:
+        """Every connection here says hello."""
+
+    def introduce(self, received: Received) -> None:
+        """Nobody is kept out here for coming too often."""
+
+    def cut(self, received: Received) -> None:
+        if (connection := self.peers.get(received.peer)) is not None:
+            self._network.cut(connection, losing=False)
 
     def close(self) -> None:
         """The process is gone: so is what it had not read, and every connection."""
