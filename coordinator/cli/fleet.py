@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.cli.common import output_option, with_config
+from coordinator.cli.watch import list_rows, watch_option
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -22,12 +23,12 @@ deadline_option = click.option(
 
 
 @click.command(short_help="List workers.")
+@watch_option
 @output_option
 @with_config()
-def workers(config: Config, output: str) -> None:
+def workers(config: Config, interval_s: float | None, output: str) -> None:
     """List workers: state, running requests, free memory, step time, hit rate."""
-    from coordinator.cli.output import Column, emit, share_text
-    from coordinator.cli.session import call
+    from coordinator.cli.output import Column, share_text
     from coordinator.messages import WorkerRow
 
     columns: list[Column[WorkerRow]] = [
@@ -44,16 +45,16 @@ def workers(config: Config, output: str) -> None:
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True),
         Column("LAST SEEN S", lambda row: f"{row.link_age_s:.1f}", True),
     ]
-    emit(call(config, "client", lambda client: client.workers()), columns, output)
+    list_rows(config, lambda client: client.workers(), columns, output, interval_s)
 
 
 @click.command(short_help="List host pools.")
+@watch_option
 @output_option
 @with_config()
-def pool(config: Config, output: str) -> None:
+def pool(config: Config, interval_s: float | None, output: str) -> None:
     """List host pools: pages free, owned, shared and quarantined."""
-    from coordinator.cli.output import Column, emit, size_text
-    from coordinator.cli.session import call
+    from coordinator.cli.output import Column, size_text
     from coordinator.messages import PoolRow
 
     columns: list[Column[PoolRow]] = [
@@ -67,7 +68,7 @@ def pool(config: Config, output: str) -> None:
         Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True),
         Column("WORKERS", lambda row: " ".join(row.workers)),
     ]
-    emit(call(config, "client", lambda client: client.pools()), columns, output)
+    list_rows(config, lambda client: client.pools(), columns, output, interval_s)
 
 
 @click.command(short_help="Stop admitting to workers.")

@@ -11,6 +11,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Row = TypeVar("Row")
 #: Columns of a table that is not shown on a terminal: wide enough that no cell wraps, so that grep works.
@@ -76,6 +77,10 @@ def console() -> Console:
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> None:
+    console().print(make_table(rows, columns))
+
+
+def make_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -85,7 +90,7 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> None:
         table.add_column(column.header, justify="right" if column.numeric else "left")
     for row in rows:
         table.add_row(*(Text(column.cell(row)) for column in columns))
-    console().print(table)
+    return table
 
 
 # ---------------------------------------------------------------- cells

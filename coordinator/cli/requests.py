@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.cli.common import output_option, with_config
+from coordinator.cli.watch import list_rows, watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from coordinator.client.client import Client
     from coordinator.config import Config
     from coordinator.messages import RequestDetail
 
@@ -20,12 +22,12 @@ ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="I
 @click.command()
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only these states, e.g. running; repeatable.")
 @click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Most rows.")
+@watch_option
 @output_option
 @with_config()
-def requests(config: Config, states: tuple[str, ...], limit: int, output: str) -> None:
+def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: float | None, output: str) -> None:
     """List live and recently ended requests."""
-    from coordinator.cli.output import Column, duration_text, emit, hot_text, note, share_text
-    from coordinator.cli.session import call
+    from coordinator.cli.output import Column, duration_text, hot_text, note, share_text
     from coordinator.messages import RequestRow
 
     columns: list[Column[RequestRow]] = [
@@ -43,11 +45,17 @@ def requests(config: Config, states: tuple[str, ...], limit: int, output: str) -
         Column("AGE", lambda row: duration_text(row.age_s), True),
         Column("REASON", lambda row: row.reason),
     ]
-    reply = call(config, "client", lambda client: client.requests(limit))
-    wanted = {state.upper() for state in states}
-    emit([row for row in reply.rows if not wanted or row.state in wanted], columns, output)
-    if reply.truncated:
-        note(f"only the first {limit} requests; raise --limit")
+    wanted, is_noted = {state.upper() for state in states}, False
+
+    async def fetch(client: Client) -> list[RequestRow]:
+        nonlocal is_noted
+        reply = await client.requests(limit)
+        if reply.truncated and not is_noted:
+            note(f"only the first {limit} requests; raise --limit")
+            is_noted = True
+        return [row for row in reply.rows if not wanted or row.state in wanted]
+
+    list_rows(config, fetch, columns, output, interval_s)
 
 
 @click.command(short_help="Show one request and its story.")

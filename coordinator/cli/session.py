@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
 
 from coordinator.cli.output import emit_one, note, write_json
-from coordinator.client.client import Client, run_client
+from coordinator.client.client import RECONNECT_LIMIT_S, Client, open_client, run_client
 from coordinator.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -19,6 +20,15 @@ T = TypeVar("T")
 WAIT_INTERVAL_S: Final = 0.2
 WAIT_MARGIN_S: Final = 10.0
 DRAINED: Final = "drained"
+
+
+def connected(
+    config: Config, role: str, *, reconnect_limit_s: float = RECONNECT_LIMIT_S
+) -> AbstractAsyncContextManager[Client]:
+    """A connected client of `role`, "client" or "admin". Raises HiSparseError."""
+    cluster = config.cluster
+    endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
+    return open_client(endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s)
 
 
 def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) -> T:

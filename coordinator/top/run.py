@@ -15,11 +15,14 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Final
 
 import trio
 
-from coordinator.client.client import Client, open_client
+from coordinator.cli.session import connected
+from coordinator.client.client import Client
+from coordinator.client.polling import ANSWER_LIMIT_S, keep_looking
 from coordinator.config import Config
 from coordinator.errors import HiSparseError, NotFound
 from coordinator.messages import RequestDetail
@@ -29,9 +32,6 @@ from coordinator.top.sample import Sample
 from coordinator.top.screen import Ask, Screen, Verb
 from coordinator.top.terminal import Terminal
 
-#: Longest wait for an answer; past it the coordinator counts as gone.
-ANSWER_LIMIT_S: Final = 5.0
-RETRY_S: Final = 0.5
 REDRAW_S: Final = 1.0
 #: After Escape, how soon the rest of a sequence must follow.
 SEQUENCE_S: Final = 0.05
@@ -79,37 +79,26 @@ class Top:
         await task()
         everything.cancel()
 
-    def _connected(self, role: str) -> AbstractAsyncContextManager[Client]:
-        cluster = self._config.cluster
-        endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
-        return open_client(endpoint, role=role, name="hisparse top", reconnect_limit_s=0)
-
     # ---------------------------------------------------------------- looking
 
     async def _look(self) -> None:
-        while True:
-            try:
-                async with self._connected("client") as client:
-                    await self._poll(client)
-            except HiSparseError as error:
-                self._lose(str(error))
-            except trio.TooSlowError:
-                self._lose(f"no answer within {ANSWER_LIMIT_S:g} s")
-            await trio.sleep(RETRY_S)
+        await keep_looking(self._connect("client"), self._take_sample, self._lose, self._pause)
+
+    def _connect(self, role: str) -> Callable[[], AbstractAsyncContextManager[Client]]:
+        return partial(connected, self._config, role, reconnect_limit_s=0)
+
+    async def _take_sample(self, client: Client) -> None:
+        self._look_now = trio.Event()
+        self._screen.take(await self._sample(client))
+        self._changed.set()
+
+    async def _pause(self) -> None:
+        with trio.move_on_after(self._interval_s):
+            await self._look_now.wait()
 
     def _lose(self, why: str) -> None:
         self._screen.disconnected(why, trio.current_time())
         self._changed.set()
-
-    async def _poll(self, client: Client) -> None:
-        while True:
-            self._look_now = trio.Event()
-            with trio.fail_after(ANSWER_LIMIT_S):
-                sample = await self._sample(client)
-            self._screen.take(sample)
-            self._changed.set()
-            with trio.move_on_after(self._interval_s):
-                await self._look_now.wait()
 
     async def _sample(self, client: Client) -> Sample:
         welcome = await client.welcome()
@@ -168,7 +157,7 @@ class Top:
             self._say(f"{ask.verb.name.lower()} {ask.target} ...")
             try:
                 with trio.fail_after(ANSWER_LIMIT_S):
-                    async with self._connected("admin") as client:
+                    async with self._connect("admin")() as client:
                         lines = await ACTS[ask.verb](client, ask.target)
             except HiSparseError as error:
                 self._say(str(error), bad=True)
