@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -259,3 +260,22 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture(streams: CudaStreams) -> N
     with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for outside"):
         streams.swap.wait(inside[0])
     assert copied(streams) == 1
+
+
+def test_a_capture_outlives_the_graphs_of_garbage(streams: CudaStreams) -> None:
+    """A graph that is destroyed while another is captured invalidates it; collection may come at any allocation."""
+    value = torch.zeros(1, device="cuda")
+    cycle: list[object] = [streams.capture(lambda: streams.compute.launch("add", lambda: value.add_(1)))]
+    cycle.append(cycle)
+    del cycle
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        replay = streams.capture(lambda: streams.compute.launch("add", lambda: [value.add_(1) for _ in range(100)]))
+    finally:
+        gc.set_threshold(*threshold)
+    value.zero_()
+    replay()
+    torch.cuda.synchronize()
+    assert int(value) == 100
+    assert gc.isenabled()

@@ -27,10 +27,12 @@ long work takes is measured alike (spans.py); in a graph by events that are node
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Final
@@ -193,7 +195,10 @@ class CudaStreams(Streams):
         self.capturing = capture = Capture(next(self._captures))
         compute = self._by_name["compute"].cuda
         try:
-            with torch.cuda.graph(graph, pool=self._memory, stream=compute, capture_error_mode="thread_local"):
+            with (
+                _without_collection(),
+                torch.cuda.graph(graph, pool=self._memory, stream=compute, capture_error_mode="thread_local"),
+            ):
                 try:
                     launch()
                     capture.check_joined()
@@ -257,6 +262,18 @@ class CudaStreams(Streams):
 
     def time_wait(self, stream: torch.cuda.Stream, fence: CudaFence) -> None:
         self._sampler.wait(stream, fence)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection: a graph that dies within a capture, a cycle's perhaps, invalidates it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _WaitSampler:
