@@ -1,0 +1,289 @@
+"""Page transfer between real processes of one host (engine `shared`): bytes, faults, revocation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
+from kernels.layout import Geometry
+from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, sender_process, wait_for
+from worker.transfer import (
+    Arrived,
+    Description,
+    Failed,
+    Layout,
+    PoolMemory,
+    Receiver,
+    Revoked,
+    Unproved,
+    open_receiver,
+    open_sender,
+    sending,
+)
+from worker.transfer.receiver import PageReceiver
+from worker.transfer.receiving import STOP_LIMIT_S
+
+pytestmark = pytest.mark.pd
+
+SENDER = "prefill-0/1"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> PoolMemory:
+    return make_pool(tmp_path / "receiver.pool", SMALL, 64)
+
+
+@pytest.fixture
+def receiver(pool: PoolMemory, tmp_path: Path) -> Iterator[PageReceiver]:
+    end = open_receiver("shared", pool, Layout.of(SMALL, MODEL), name="decode-0/1", address=f"ipc://{tmp_path}/control")
+    yield end
+    end.close()
+
+
+def order(receiver: Receiver, pages: int, **more: object) -> dict[str, object]:
+    return {"name": SENDER, "ticket": 1, "description": receiver.describe().hex(), "pages": pages, **more}
+
+
+def has_all(pages: int) -> Callable[[list[object]], bool]:
+    return lambda events: len(arrivals(events)) == pages  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("parts", [[], [0.25, 0.5, 1.0]], ids=["whole pages", "layer groups"])
+def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
+    parts: list[float], receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
+) -> None:
+    """Destinations in any order; the sender sends the last page first."""
+    targets = np.random.default_rng(3).permutation(64)[:40].tolist()
+    receiver.open(1, targets)
+    part_ends = [int(SMALL.page_bytes * part) for part in parts]
+    with sender_process(tmp_path, **order(receiver, 40, part_ends=part_ends)) as sender:
+        events = wait_for(receiver.poll, has_all(40))
+        wait_for(sender.said, lambda said: len(said) == 40)
+    assert arrivals(events) == set(range(40))
+    for index, page in enumerate(targets):
+        assert np.array_equal(pool.pages[page], content(index, SMALL.page_bytes)), (index, page)
+    assert not pool.pages[[page for page in range(64) if page not in targets]].any()
+    assert receiver.counters.bytes == 40 * SMALL.page_bytes
+    assert receiver.poll() == []
+
+
+@pytest.mark.process
+def test_one_page_travels(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+    """A prompt of one token, or of exactly one page: the unit is the page."""
+    receiver.open(1, [9])
+    with sender_process(tmp_path, **order(receiver, 1)):
+        assert wait_for(receiver.poll, has_all(1)) == [Arrived(1, 0)]
+    assert np.array_equal(pool.pages[9], content(0, SMALL.page_bytes))
+
+
+@pytest.mark.process
+def test_a_sender_may_come_before_the_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
+    with sender_process(tmp_path, **order(receiver, 3)):
+        time.sleep(1.0)
+        assert receiver.poll() == []
+        receiver.open(1, [4, 5, 6])
+        wait_for(receiver.poll, has_all(3))
+
+
+# ---------------------------------------------------------------- corrupted pages
+
+
+@pytest.mark.process
+def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+    receiver.open(1, [1, 2, 3])
+    with sender_process(tmp_path, **order(receiver, 3, fault="flip")):
+        wait_for(receiver.poll, has_all(3))
+    assert receiver.counters.refused_units == 1
+    assert [bool((pool.pages[i + 1] == content(i, SMALL.page_bytes)).all()) for i in range(3)] == [True] * 3
+
+
+@pytest.mark.process
+def test_a_page_that_never_fits_fails_its_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
+    receiver.open(1, [1, 2])
+    with sender_process(tmp_path, **order(receiver, 2, fault="flip", times=1_000)) as sender:
+        said = wait_for(sender.said, lambda lines: any("checksum" in line for line in lines))
+        events = wait_for(receiver.poll, lambda seen: any(isinstance(event, Revoked) for event in seen))
+    assert said[-1].endswith(f"arrived with a wrong checksum {sending.ATTEMPTS_MAX} times")
+    assert arrivals(events) == set()
+
+
+# ---------------------------------------------------------------- revocation and death
+
+
+@pytest.mark.process
+def test_a_ticket_that_nobody_began_is_revoked_at_once(receiver: PageReceiver) -> None:
+    receiver.open(1, [1, 2])
+    receiver.revoke(1, "the client left")
+    assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
+
+
+@pytest.mark.process
+def test_a_sender_that_answers_frees_the_pages_itself(receiver: PageReceiver, tmp_path: Path) -> None:
+    """Long before it would be shut out; and it says why its ticket failed."""
+    receiver.open(1, list(range(6)))
+    with sender_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
+        assert len(wait_for(receiver.poll, has_all(5))) == 5
+        receiver.revoke(1, "the client left")
+        assert wait_for(receiver.poll, bool, limit_s=STOP_LIMIT_S / 2) == [Revoked(1, "the client left")]
+        said = wait_for(sender.said, lambda lines: len(lines) == 6)
+    assert said[-1] == "stopped by its receiver: the client left"
+
+
+@pytest.fixture
+def large_pool(tmp_path: Path) -> PoolMemory:
+    return make_pool(tmp_path / "large.pool", LARGE, 3)
+
+
+@pytest.fixture
+def large_receiver(large_pool: PoolMemory, tmp_path: Path) -> Iterator[PageReceiver]:
+    layout = Layout.of(LARGE, MODEL)
+    end = open_receiver("shared", large_pool, layout, name="decode-0/1", address=f"ipc://{tmp_path}/control")
+    yield end
+    end.close()
+
+
+@pytest.mark.process
+def test_pages_of_a_stopped_sender_stay_in_quarantine(
+    large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
+) -> None:
+    """I2: a late write does land; it lands in quarantine, and the pages are free only after it."""
+    receiver = large_receiver
+    receiver.open(1, [1])
+    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+        wait_for(sender.said, lambda said: "halted" in said)
+        receiver.revoke(1, "the client left")
+        assert wait_for(receiver.poll, bool) == [Unproved(1, SENDER)]
+        half = large_pool.pages[1].copy()
+        assert not half[-1]
+        sender.process.send_signal(signal.SIGCONT)
+        assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
+        assert large_pool.pages[1, -1], "the late half has landed, before Revoked"
+        large_pool.pages[1] = OTHERS  # the next owner
+        wait_for(sender.said, lambda said: any("stopped by its receiver" in line for line in said))
+    assert (large_pool.pages[1] == OTHERS).all()
+
+
+@pytest.mark.process
+def test_pages_of_a_killed_sender_are_free_once_its_exit_is_proved(
+    large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
+) -> None:
+    receiver = large_receiver
+    receiver.open(1, [1])
+    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+        wait_for(sender.said, lambda said: "halted" in said)
+        receiver.revoke(1, "its heartbeats are overdue")
+        wait_for(receiver.poll, lambda seen: seen == [Unproved(1, SENDER)])
+        sender.kill()
+        receiver.sender_exited(SENDER)
+        assert wait_for(receiver.poll, bool) == [Revoked(1, "its heartbeats are overdue")]
+    assert os.path.exists(large_pool.path)  # I2: the pool outlives the process that wrote to it
+    receiver.open(2, [1])
+    with sender_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
+        assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
+    assert np.array_equal(large_pool.pages[1], content(0, LARGE.page_bytes))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_another_layout_is_refused_with_both_values(receiver: PageReceiver, tmp_path: Path) -> None:
+    other = Geometry(layers=4, row_bytes=112, group_of_layer=(0, 0, 1, 1), index_row_bytes=16, topk=64)
+    sender = open_sender(make_pool(tmp_path / "s.pool", other, 2), Layout.of(other, MODEL), name=SENDER)
+    with pytest.raises(ConfigError, match=f"page_bytes {SMALL.page_bytes}, those of this worker {other.page_bytes}"):
+        sender.open(1, receiver.describe(), 1)
+    sender.close()
+
+
+def test_rows_of_another_model_are_refused(receiver: PageReceiver, pool: PoolMemory) -> None:
+    sender = open_sender(pool, Layout.of(SMALL, "another"), name=SENDER)
+    with pytest.raises(ConfigError, match="model model, those of this worker another"):
+        sender.open(1, receiver.describe(), 1)
+    sender.close()
+
+
+@pytest.mark.process
+def test_a_ticket_of_another_length_is_refused_with_both(receiver: PageReceiver, tmp_path: Path) -> None:
+    receiver.open(1, [1, 2, 3])
+    with sender_process(tmp_path, **order(receiver, 3, claimed_pages=4)) as sender:
+        (reason,) = wait_for(sender.said, bool)
+    assert "4 pages to send, 3 reserved" in reason
+
+
+@pytest.mark.process
+def test_a_pool_that_the_sender_cannot_see_fails_cleanly(
+    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
+) -> None:
+    """Nothing was written, so nothing is quarantined."""
+    receiver.open(1, [1])
+    os.rename(pool.path, f"{pool.path}.elsewhere")
+    with sender_process(tmp_path, **order(receiver, 1)) as sender:
+        (reason,) = wait_for(sender.said, bool)
+        (event,) = wait_for(receiver.poll, bool)
+    assert "cannot open the pool of its receiver" in reason
+    assert isinstance(event, Revoked)
+
+
+def test_a_receiver_that_never_opens_the_ticket_is_given_up(
+    receiver: PageReceiver, pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8."""
+    monkeypatch.setattr(sending, "BEGIN_LIMIT_S", 0.3)
+    sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
+    sender.open(1, receiver.describe(), 1)
+    sender.send(1, 0, 5)
+    assert wait_for(sender.poll, bool) == [Failed(1, "its receiver did not answer within 0.3 s")]
+    sender.send(1, 0, 5)  # a ticket that has ended: nothing
+    sender.close()
+
+
+def test_descriptions_of_nobody_are_refused(receiver: PageReceiver, pool: PoolMemory) -> None:
+    sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER, engines=("nixl",))
+    with pytest.raises(ProtocolError, match="not a description"):
+        sender.open(1, b"\xc1", 1)
+    with pytest.raises(ProtocolError, match="not a description"):
+        sender.open(1, b"", 1)
+    with pytest.raises(BadInput, match="receives by shared, this worker sends by nixl"):
+        sender.open(1, receiver.describe(), 1)
+    newer = Description.decode(receiver.describe())
+    data = Description(99, *(getattr(newer, name) for name in newer.__struct_fields__[1:])).encode()
+    with pytest.raises(ConfigError, match="version 99 of page transfer, this worker 1"):
+        sender.open(1, data, 1)
+    sender.close()
+
+
+def test_misuse_is_refused_where_it_happens(receiver: PageReceiver, pool: PoolMemory) -> None:
+    sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
+    sender.open(1, receiver.describe(), 2)
+    sender.send(1, 0, 5)
+    with pytest.raises(WrongState, match="it was sent"):
+        sender.send(1, 0, 5)
+    with pytest.raises(BadInput, match="has 2 pages in 1 parts, the pool 64"):
+        sender.send(1, 2, 5)
+    with pytest.raises(WrongState, match="it is open"):
+        sender.open(1, receiver.describe(), 2)
+    with pytest.raises(BadInput, match="ascending ends"):
+        sender.open(2, receiver.describe(), 2, [10, 5, SMALL.page_bytes])
+    with pytest.raises(ConfigError, match="one of shared"):
+        open_receiver("carrier pigeon", pool, Layout.of(SMALL, MODEL), name="x", address="tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        open_receiver("shared", pool, Layout.of(SMALL, MODEL), name="x", address="tcp://192.0.2.1:1")
+    sender.close()
+
+
+def test_tickets_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8."""
+    monkeypatch.setattr("worker.transfer.receiving.TICKETS_MAX", 1)
+    receiver.open(1, [1])
+    with pytest.raises(CapacityError, match="1 transfers are open"):
+        receiver.open(2, [2])
