@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import swap_in_report
+from benchmarks import decode_report, swap_in_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import peers, verdict
 
@@ -68,3 +68,26 @@ def test_a_table_counts_every_cell_with_figures() -> None:
 def test_the_results_page_has_the_place_that_the_report_writes_to() -> None:
     text = swap_in_report.RESULTS.read_text()
     assert 0 < text.index(swap_in_report.BEGIN) < text.index(swap_in_report.END)
+
+
+def decode_row(mode: str, concurrency: int, tokens_per_s: float) -> dict[str, Any]:
+    times = dict.fromkeys(("step_ms", "itl_p50_ms", "itl_p99_ms"), 5.0)
+    what = {"context": 32_768, "mode": mode, "concurrency": concurrency, "overlap": 0.99}
+    parts = dict.fromkeys(decode_report.PARTS, 1.0)
+    return {**what, **times, "tokens_per_s": tokens_per_s, "hit_rate": 0.99, "parts_ms": parts}
+
+
+def test_decode_tables_compare_the_most_requests_of_each_mode_and_leave_out_what_was_not_run() -> None:
+    rows = [
+        *(decode_row(mode, 1, 200.0) for mode in ("plain", "resident", "hisparse")),
+        decode_row("resident", 16, 2_000.0),
+        decode_row("hisparse", 48, 5_000.0),
+        decode_row("uncopied", 48, 5_500.0),
+    ]
+    row = decode_report.ratio(rows, 32_768, 0.99)
+    assert row is not None
+    assert row[:8] == ("32,768", "0.99", "16: 2,000 tok/s", "48: 5,000 tok/s", "**2.50**", "3.00", "0.990", "91%")
+    assert decode_report.ratio(rows, 32_768, 0.80) is None
+    assert decode_report.alone(rows, 32_768) == ("32,768", "200.0", "200.0", "1.00", "200.0", "1.00")
+    assert decode_report.alone(rows, 8_192) is None
+    assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"
