@@ -110,10 +110,20 @@ def _now(view: CoordinatorView) -> Iterator[Family]:
 def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     yield labelled("hisparse_refused_total", counters.refused)
     yield labelled("hisparse_ended_total", counters.ended)
+    yield labelled("hisparse_failed_total", counters.failed)
     yield labelled("hisparse_retractions_total", counters.retractions)
     yield labelled("hisparse_dropped_messages_total", counters.dropped_messages)
     yield labelled("hisparse_audit_differences_total", counters.audit_differences)
-    yield histogram("hisparse_command_ack_seconds", counters.command_ack_s)
+    for name, buckets in (
+        ("queue_wait", counters.waits.queue_s),
+        ("retract", counters.waits.retract_s),
+        ("resume", counters.waits.resume_s),
+        ("time_to_first_token", counters.waits.first_token_s),
+        ("inter_token", counters.waits.token_s),
+        ("host_page_lifetime", counters.host_page_s),
+        ("command_ack", counters.command_ack_s),
+    ):
+        yield histogram(f"hisparse_{name}_seconds", buckets)
     yield histogram("hisparse_journal_commit_seconds", counters.journal.commit_s)
     for name in ("commits", "records", "written_bytes", "errors"):
         yield number(f"hisparse_journal_{name}_total", getattr(counters.journal, name))

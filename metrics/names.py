@@ -254,6 +254,13 @@ _COORDINATOR: Final = (
         ("hisparse_submitted_total", "", "requests", "Requests accepted.", "What is the load?"),
         ("hisparse_refused_total", "code", "requests", "Requests refused, by error code.", "Why were they refused?"),
         ("hisparse_ended_total", "outcome", "requests", "Requests ended, by outcome.", "Do requests succeed?"),
+        (
+            "hisparse_failed_total",
+            "cause",
+            "requests",
+            "Requests that failed, by cause: fault, lost_tokens, poison, stopped, unknown.",
+            "Is it the request, a worker, or us?",
+        ),
         ("hisparse_admissions_total", "", "requests", "Stays on workers begun.", "How often is one admitted?"),
         (
             "hisparse_retractions_total",
@@ -298,6 +305,48 @@ _COORDINATOR: Final = (
     *_rows(
         Kind.HISTOGRAM,
         Role.COORDINATOR,
+        (
+            "hisparse_queue_wait_seconds",
+            "",
+            "seconds",
+            "Wait for a place on a worker, each time until admitted.",
+            "How long is the queue?",
+        ),
+        (
+            "hisparse_retract_seconds",
+            "",
+            "seconds",
+            "From telling a worker to let a request go to having its memory back.",
+            "How fast is pressure relieved?",
+        ),
+        (
+            "hisparse_resume_seconds",
+            "",
+            "seconds",
+            "From admitting a request with kept rows to its running.",
+            "What does a retraction cost its request?",
+        ),
+        (
+            "hisparse_time_to_first_token_seconds",
+            "",
+            "seconds",
+            "From submission to a first token at the coordinator.",
+            "How long until clients see anything?",
+        ),
+        (
+            "hisparse_inter_token_seconds",
+            "",
+            "seconds",
+            "Between two tokens of a request at the coordinator, pauses of retractions included.",
+            "How smooth is the output?",
+        ),
+        (
+            "hisparse_host_page_lifetime_seconds",
+            "",
+            "seconds",
+            "From taking a host page to its being free.",
+            "How fast does the pool turn over?",
+        ),
         (
             "hisparse_journal_commit_seconds",
             "",

@@ -236,13 +236,19 @@ class JournalCounters:
 
 @dataclass(slots=True)
 class WaitCounters:
-    """How long requests waited, and for what; coordinator.scheduling.waits says from when to when."""
+    """How long requests waited, and for what; coordinator.scheduling.waits and coordinator.gateway.token_times say from
+    when to when."""
 
     queue_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     retract_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     resume_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     first_token_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     token_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))
+
+    def tokens_came(self, first: FloatArray, between: FloatArray, times: IntArray) -> None:
+        """Waits for first tokens, and for later ones: each of `between` was that of as many tokens as `times` says."""
+        self.first_token_s.observe_all(first)
+        self.token_s.observe_all(between, times)
 
 
 @dataclass(slots=True)
@@ -253,6 +259,7 @@ class CoordinatorCounters:
     prompt_tokens: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by error code
     ended: Counter[str] = field(default_factory=Counter)  # by outcome
+    failed: Counter[str] = field(default_factory=Counter)  # by cause
     admissions: int = 0
     retractions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (mode keep or drop, reason)
     tokens: int = 0

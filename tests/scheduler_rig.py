@@ -23,6 +23,7 @@ from coordinator.gateway.token_log import TokenLog
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.scheduler import Scheduler
+from metrics.state import CoordinatorCounters
 from tests.fakes.fake_cluster import MODEL, capacity
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 from tests.progress import Entry, progress
@@ -103,8 +104,14 @@ class SchedulerRig:
         self.host_pages = host_pages
         self.token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, 1 << 18)
         self.listener = FakeListener(self.token_log)
+        self.counters = CoordinatorCounters()
         self.scheduler = Scheduler(
-            settings, token_log=self.token_log, listener=self.listener, supervisor=supervisor, wall_offset_s=1e9
+            settings,
+            token_log=self.token_log,
+            listener=self.listener,
+            supervisor=supervisor,
+            counters=self.counters,
+            wall_offset_s=1e9,
         )
         self.pools: dict[str, FakePool] = {}
         self.links: dict[str, FakeLink] = {}

@@ -80,6 +80,26 @@ async def test_each_line_of_a_story_is_one_line_of_the_log(
     assert dict(logged)["admitted"]["worker"] == "w0"
 
 
+async def test_waits_pages_and_failures_are_counted(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        await rig.submit("r!", 100, 300)
+        await rig.run_until("r!", "RUNNING")
+        await rig.scheduler.retract(("r!",), "test", keep=True, hold=True)
+        await rig.run_until("r!", "RETRACTED")
+        waits = rig.counters.waits
+        assert [sum(it.counts) for it in (waits.queue_s, waits.retract_s, waits.resume_s)] == [1, 1, 0]
+        await rig.scheduler.resume(("r!",), "test")
+        await rig.run_until("r!", "FINISHED")
+        assert [sum(it.counts) for it in (waits.queue_s, waits.retract_s, waits.resume_s)] == [2, 1, 1]
+        assert sum(rig.counters.host_page_s.counts) >= -(-400 // 64)
+        await rig.submit("s!", 100, 1_000)
+        await rig.run_until("s!", "RUNNING")
+        await rig.scheduler.stop(0.0, "test")
+        await rig.run_until("s!", "FAILED")
+        assert rig.counters.failed == {"stopped": 1}
+
+
 @pytest.mark.parametrize("state", STATES)
 async def test_abort_in_every_state(autojump_clock: MockClock, state: str) -> None:
     async with open_rig() as rig:

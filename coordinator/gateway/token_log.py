@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from coordinator.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
 from coordinator.errors import CapacityError, InternalError, ProtocolError
+from coordinator.gateway.token_times import TokenTimes
 from coordinator.journal.records import Accepted, Output, Tokens
 from coordinator.messages import Progress
 
@@ -51,11 +52,13 @@ Slots: TypeAlias = npt.NDArray[np.intp]
 class Appended(NamedTuple):
     """What became of one Progress.
 
-    `slots` are those that it spoke for rightfully; `tokens` were new, `repeated_tokens` known already (a
-    replay), `stale_entries` of departed admissions.
+    `slots` are those that it spoke for rightfully, each with `known` tokens before and `fresh` ones now; `tokens` were
+    new, `repeated_tokens` known already (a replay), `stale_entries` of departed admissions.
     """
 
     slots: Slots
+    known: Int32Array
+    fresh: Int32Array
     tokens: int
     repeated_tokens: int
     stale_entries: int
@@ -107,6 +110,7 @@ class TokenLog:
     def __init__(self, slots: int, arena_tokens: int = ARENA_TOKENS, *, journalled: bool = False) -> None:
         self.slots = slots
         self.arena_tokens = arena_tokens
+        self.times = TokenTimes(slots)
         self.lengths: Int32Array = np.zeros(slots, np.int32)
         self.committed: Int32Array = np.zeros(slots, np.int32) if journalled else self.lengths
         self._taken: Int32Array = np.zeros(slots, np.int32)  # for the journal
@@ -230,7 +234,7 @@ class TokenLog:
             self.lengths[slots] = known + fresh
         rows = self._prompt[slots] + known + fresh
         self._durable[slots] = np.maximum(self._durable[slots], np.minimum(durables, rows))
-        return Appended(slots, total, repeated_tokens, stale)
+        return Appended(slots, known, fresh, total, repeated_tokens, stale)
 
     def _write(
         self, slots: Slots, known: Int32Array, fresh: Int32Array, first: Int64Array, tokens: Int32Array, total: int

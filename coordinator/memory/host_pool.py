@@ -8,7 +8,7 @@ defect, since only the Scheduler asks and it plans over these very accounts: it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,6 +19,8 @@ from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import Changed, Record
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import Ledger
+from coordinator.memory.page_ages import PageAges
+from metrics.state import Buckets
 
 #: The Scheduler waits for each reply, so one is the most there ever is; room for an audit beside it.
 MAILBOX_MAX: Final = 4
@@ -40,13 +42,19 @@ class Transact(msgspec.Struct, frozen=True):
 
 
 class HostPool(Actor[Transact]):
-    """`ledger` may be read by anyone between turns; only this actor changes it."""
+    """`ledger` may be read by anyone between turns; only this actor changes it. `lifetimes` hears how long pages were
+    held, by `clock`."""
 
-    def __init__(self, node: str, ledger: Ledger, journal: Journal) -> None:
+    def __init__(
+        self, node: str, ledger: Ledger, journal: Journal, *, lifetimes: Buckets, clock: Callable[[], float]
+    ) -> None:
         super().__init__(f"host pool of {node}", mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX)
         self.node = node
         self.ledger = ledger
         self._journal = journal
+        self._lifetimes = lifetimes
+        self._clock = clock
+        self._ages = PageAges(ledger, clock())
 
     async def transact(self, changes: Sequence[Change], notes: Sequence[Record] = ()) -> Applied:
         """Apply `changes` in order, all in one commit. Cancelled: they may still be applied."""
@@ -54,6 +62,12 @@ class HostPool(Actor[Transact]):
 
     async def handle(self, batch: list[Transact]) -> None:
         for transact in batch:
-            given = [apply(self.ledger, change) for change in transact.changes]
+            given = [self._apply(change) for change in transact.changes]
             commit = self._journal.append([Changed(self.node, tuple(transact.changes)), *transact.notes])
             transact.reply.set(Applied(given, commit))
+
+    def _apply(self, change: Change) -> Int32Array:
+        free_before = self.ledger.pages_free
+        given = apply(self.ledger, change)
+        self._lifetimes.observe_all(self._ages.note(free_before, self._clock()))
+        return given

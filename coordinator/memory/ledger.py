@@ -149,6 +149,10 @@ class Ledger:
             return holding.page_count
         return int(np.count_nonzero(self._refcounts[holding.all_pages()] == 1))
 
+    def moved(self, free_before: int) -> tuple[Int32Array, Int32Array]:
+        """Pages taken and pages freed since `pages_free` was `free_before`, by one change: it does one of both."""
+        return self._free[self.pages_free : free_before].copy(), self._free[free_before : self.pages_free].copy()
+
     @property
     def holdings_count(self) -> int:
         return len(self._holdings)

@@ -166,7 +166,7 @@ class Dispatch:
         tells: list[Tell] = []
         for entry in self.roster.suspects.died(key, self.roster.entries):
             if entry.phase is not Phase.CLOSING:
-                heard = self.end(entry, "FAILED", poison_reason(entry, key[0]))
+                heard = self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison")
                 steps += heard.steps
                 tells += heard.tells
         return Heard(tuple(steps), tuple(tells))
@@ -188,10 +188,10 @@ class Dispatch:
         self.roster.hold(entry, False)
         return Heard((), (Tell(entry.slot, Resume(reason)),))
 
-    def end(self, entry: Entry, outcome: str, reason: str) -> Heard:
-        """Abort it, or fail it, wherever it is."""
+    def end(self, entry: Entry, outcome: str, reason: str, cause: str = "") -> Heard:
+        """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
-        tell = Tell(entry.slot, End(outcome, reason))
+        tell = Tell(entry.slot, End(outcome, reason, cause))
         if entry.phase in ON_WORKER:
             self.roster.leave(entry, frees_pages=True)
             entry.ending = True

@@ -275,10 +275,11 @@ class Demoted(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """`outcome` ABORTED or FAILED, whatever the request is doing."""
+    """`outcome` ABORTED or FAILED, whatever the request is doing; `cause`, in one word, of a failure."""
 
     outcome: str
     reason: str
+    cause: str = ""
 
 
 class Lost(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from coordinator.scheduling.live import Live, Requests
 from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.sizing import Length
+from metrics.state import CoordinatorCounters
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Reception:
     supervisor: Supervisor
     journal: Journal
     tell_scheduler: Callable[[ToScheduler], None]
+    counters: CoordinatorCounters
     clock: Callable[[], float]
     wall_offset_s: float
     ids_made: int = 0
@@ -62,6 +64,7 @@ class Reception:
         self.requests.check_room(len(roster.waiting))
         request_id = submit.request_id or self._new_id()
         slot = self.token_log.open(sampling.max_tokens)
+        self.token_log.times.submitted(slot, now)
         entry = roster.add(slot, submit.priority, length.prompt, length.max)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
@@ -80,6 +83,7 @@ class Reception:
             clock=self.clock,
             journal=self.journal,
             wall_offset_s=self.wall_offset_s,
+            counters=self.counters,
             port=port,
         )
         if state.state not in TERMINAL:

@@ -28,12 +28,17 @@ from coordinator.scheduling.events import (
     Told,
     WorkerPort,
 )
+from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
+from coordinator.scheduling.waits import WaitFor, Waits
 from metrics.logs import fields, logger
+from metrics.state import CoordinatorCounters
 
 #: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
 MAILBOX_MAX: Final = 256
 BATCH_MAX: Final = 64
+#: The cause of a failure that was decided in an earlier life of the coordinator.
+UNKNOWN: Final = "unknown"
 
 ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
 
@@ -53,6 +58,7 @@ class Request(Actor[Told | WorkerEvent]):
         clock: Callable[[], float],
         journal: Journal,
         wall_offset_s: float,
+        counters: CoordinatorCounters,
         port: WorkerPort | None = None,
     ) -> None:
         super().__init__(f"request {state.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
@@ -63,7 +69,9 @@ class Request(Actor[Told | WorkerEvent]):
         self._clock = clock
         self._journal = journal
         self._wall_offset_s = wall_offset_s
+        self._counters = counters
         self._port = port
+        self._waits = Waits(state.state, state.held, clock())
         self._lines_logged = 0
 
     def story(self) -> tuple[str, ...]:
@@ -88,15 +96,28 @@ class Request(Actor[Told | WorkerEvent]):
         state, token_log = self.state, self._token_log
         rows = Rows(token_log.length(state.slot), token_log.durable(state.slot))
         try:
-            actions = state.handle(event, rows, self._clock())
+            actions = state.handle(event, rows, now := self._clock())
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
         self.log_story()
+        self._note_wait(now)
         for action in actions:
             if isinstance(action, Ending):
                 await self._write_end(action)
             self._perform(action)
+
+    def _note_wait(self, now: float) -> None:
+        waited, waits = self._waits.note(self.state.state, self.state.held, now), self._counters.waits
+        if waited is None:
+            return
+        match waited.what:
+            case WaitFor.QUEUE:
+                waits.queue_s.observe(waited.seconds)
+            case WaitFor.RETRACT:
+                waits.retract_s.observe(waited.seconds)
+            case WaitFor.RESUME:
+                waits.resume_s.observe(waited.seconds)
 
     async def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
@@ -108,6 +129,8 @@ class Request(Actor[Told | WorkerEvent]):
     def _perform(self, action: Action) -> None:
         match action:
             case Ending():
+                if action.outcome == State.FAILED:
+                    self._counters.failed[self.state.cause or UNKNOWN] += 1
                 self._listener.ended(action)
             case Departed():
                 self._token_log.end_admission(action.slot)

@@ -100,6 +100,7 @@ class RequestState:
         self.resize: messages.Resize | None = None
         self.outcome = State.FAILED  # in RELEASING: how it will end, and why
         self.verdict = ""
+        self.cause = ""  # of a failure, in one word
         self.reason = ""
         self.tail_text = ""
         self.first = Line(now, "submitted", self.state, reason)
@@ -219,19 +220,19 @@ class RequestState:
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
             lost = f"the worker counts {event.generated_tokens} tokens, {rows.generated} arrived"
-            return self._decide(State.FAILED, lost, target, now)
+            return self._decide(State.FAILED, lost, target, now, "lost_tokens")
         if self.state is not State.RELEASING:
             self.tail_text = event.tail_text
         return self._decide(State.FINISHED, event.reason, target, now)
 
     def _faulted(self, event: messages.Faulted, target: Target, _: Rows, now: float) -> list[Action]:
-        return self._decide(State.FAILED, event.message, target, now)
+        return self._decide(State.FAILED, event.message, target, now, "fault")
 
-    def _decide(self, outcome: State, reason: str, target: Target, now: float) -> list[Action]:
+    def _decide(self, outcome: State, reason: str, target: Target, now: float, cause: str = "") -> list[Action]:
         """The worker says how it ends; the first decision stands. Released follows."""
         if target is SAME:
             return []
-        self.outcome, self.verdict, self.held = outcome, reason, False
+        self.outcome, self.verdict, self.cause, self.held = outcome, reason, cause, False
         self._move(target, now, Kind.ENDED, reason)
         return [self._progressed(Stage.LEAVING)]
 
@@ -317,7 +318,8 @@ class RequestState:
         if target is SAME:
             return []
         withdrawn = self.state is State.RETRACTING
-        self.outcome, self.verdict, self.held, self.kept_tokens = State(event.outcome), event.reason, False, 0
+        self.outcome, self.verdict, self.cause = State(event.outcome), event.reason, event.cause
+        self.held, self.kept_tokens = False, 0
         if target is OUTCOME:
             return self._end(Kind.END, rows, now)
         self._move(target, now, Kind.END, event.reason)

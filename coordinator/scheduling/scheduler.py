@@ -132,6 +132,7 @@ class Scheduler(Front):
             supervisor,
             self._journal,
             tell_scheduler=self.tell,
+            counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
         )
@@ -298,7 +299,9 @@ class Scheduler(Front):
         self._start_pool(hello.node)
 
     def _start_pool(self, node: str) -> None:
-        self._pools[node] = HostPool(node, self._ledgers[node], self._journal)
+        self._pools[node] = HostPool(
+            node, self._ledgers[node], self._journal, lifetimes=self._counters.host_page_s, clock=self._clock
+        )
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
     def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
@@ -414,7 +417,7 @@ class Scheduler(Front):
             if self._is_over(stop, lives, now):
                 stop.failed_at = now
                 for live in lives:
-                    turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped"))
+                    turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped", "stopped"))
         elif now >= stop.failed_at + RELEASE_LIMIT_S:
             for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))
