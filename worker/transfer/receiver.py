@@ -85,8 +85,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         heard = self._control.receive()
         for sender, message in heard:
             self._ask(partial(self._core.heard, sender, message, time.monotonic()))
-        if self._needs_progress:
-            self._target.progress()
+        self._target.progress()
         ended = 0
         while self._checks and self._checks[0][1].done():
             check, future = self._checks.popleft()
