@@ -33,7 +33,7 @@ def _root() -> RootGroup:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for command in (
-        *(serve.up, serve.coordinator, serve.worker, demo.demo, model.model, size.size),
+        *(serve.up, serve.coordinator, serve.worker, serve.http, demo.demo, model.model, size.size),
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.stop),

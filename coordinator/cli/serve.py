@@ -1,4 +1,4 @@
-"""The processes themselves: coordinator, worker, and `up`, which runs both on one machine."""
+"""The processes themselves: coordinator, worker, HTTP front, and `up`, which runs the first two on one machine."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ WORKER_SETTINGS: Final = (
     Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
 )
 
+HTTP_SETTINGS: Final = (
+    Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
+    Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
+    Setting("--api-keys", "http.api_keys_file", "File of API keys, one a line."),
+    Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
+)
+
 die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
 
 
@@ -77,6 +84,34 @@ def worker(config: Config, die_with: int | None) -> int:
     """
     _die_with(die_with)
     return _worker_process()(config)
+
+
+@click.command("http", short_help="Serve OpenAI's API over HTTP.")
+@with_config(
+    *HTTP_SETTINGS,
+    Setting("--coordinator", "cluster.client_endpoint", "Where the coordinator listens for clients."),
+    Setting("--metrics-port", "http.metrics_port", "0: any free port, -1: off."),
+    *LOG_SETTINGS,
+)
+@die_with_option
+def http(config: Config, die_with: int | None) -> int:
+    """Serve OpenAI's API: completions, chat, models. A client of the coordinator; it needs no GPU and no torch.
+
+    SIGINT or SIGTERM lets running answers finish for a while; a second one exits at once.
+    """
+    _die_with(die_with)
+    from coordinator.errors import ConfigError
+
+    try:
+        from coordinator.http.server import run_http
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the HTTP front needs the package {error.name}",
+            field="http",
+            value=error.name,
+            remedy="pip install 'hisparse[http]'",
+        ) from error
+    return run_http(config)
 
 
 @click.command(short_help="Run a coordinator and N workers here.")

@@ -11,7 +11,23 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from worker.runners.text import TokenizerFile
+from coordinator.client.client import Client
+from worker.runners.text import Tokenizer, TokenizerFile, make_tokenizer
+
+
+async def fetch_tokenizer(client: Client) -> Tokenizer:
+    """The served model's tokenizer: from the user's cache by its hash, else through the coordinator.
+
+    Raises Unavailable before a worker has sent it, ConfigError when its library is not installed.
+    """
+    model = await client.model()
+    directory = cache_dir(os.environ)
+    data = read_cached(directory, model.tokenizer_hash) if model.tokenizer_hash else b""
+    if data is None:
+        fetched = await client.tokenizer()
+        data = fetched.data
+        write_cached(directory, fetched.hash, data)
+    return make_tokenizer(model.tokenizer_kind, data)
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:

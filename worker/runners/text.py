@@ -31,6 +31,9 @@ BYTES: Final = "bytes"
 JSON: Final = "json"
 BYTE_IDS: Final = 256
 
+#: What chat templates call the special tokens that they write.
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
 #: Tokens that may stay without text before they count as text of length zero, so that holding is bounded: the longest
 #: character is 4 byte tokens, and past it the model emits special tokens or bytes that begin no character.
 PENDING_TOKENS_MAX: Final = 8
@@ -38,7 +41,10 @@ PENDING_TOKENS_MAX: Final = 8
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """The tokenizer of a checkpoint: `kind` "bytes" (ids 0..255 are bytes, no data) or "json" (a tokenizer.json)."""
+    """The tokenizer of a checkpoint: `kind` "bytes" (ids 0..255 are bytes, no data) or "json" (a tokenizer.json).
+
+    `chat_template` stands alone: the special tokens that it may name are bound in its first line.
+    """
 
     kind: str
     data: bytes = b""
@@ -81,8 +87,9 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the model puts around one."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens that the model puts around one; those that `text` spells out are
+        read as such either way."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -102,7 +109,7 @@ def make_tokenizer(kind: str, data: bytes = b"") -> Tokenizer:
 class ByteTokenizer:
     """Ids 0..255 are bytes of UTF-8; ids above are special and have no text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
     def detokenizer(self) -> Detokenizer:
@@ -144,8 +151,8 @@ class JsonTokenizer:
                 f"unreadable: {error}", field="tokenizer.json", value=f"{len(data)} bytes", remedy="replace the file"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def detokenizer(self) -> Detokenizer:
@@ -264,7 +271,16 @@ class StopMatcher:
 
 def _chat_template(path: Path) -> str:
     file, settings = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if file.exists():
-        return file.read_text()
-    template = json.loads(settings.read_text()).get("chat_template") if settings.exists() else None
-    return template if isinstance(template, str) else ""
+    told = json.loads(settings.read_text()) if settings.exists() else {}
+    template = file.read_text() if file.exists() else told.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {it["name"]: it["template"] for it in template}.get("default")
+    return _bindings(told) + template if isinstance(template, str) else ""
+
+
+def _bindings(settings: dict[str, Any]) -> str:
+    """A line of Jinja that binds the special tokens of a tokenizer_config.json; its newline is not output."""
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: it["content"] if isinstance(it, dict) else it for name, it in tokens.items() if it}
+    sets = "".join(f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}" for name, text in texts.items())
+    return sets + "\n" if sets else ""

@@ -1,0 +1,260 @@
+"""The ASGI application: paths, keys, limits; completions from ask to answer.
+
+    GET  /health               200 while work would be taken, else 503 and why; no key needed
+    GET  /v1/models[/ID]       the served model
+    POST /v1/completions       text
+    POST /v1/chat/completions  text, of a conversation
+
+Whatever is refused is answered with OpenAI's error object and counted; whoever leaves is not.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
+
+import msgspec
+import trio
+
+from coordinator.config import HttpSettings
+from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound
+from coordinator.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
+from coordinator.http.api_keys import ApiKeys
+from coordinator.http.asks import Ask, Served, ask_of
+from coordinator.http.bodies import ChatBody, CompletionBody, read_body
+from coordinator.http.errors import MethodRefused
+from coordinator.http.exchange import BODIES_BYTES_MAX, Budget, Exchange, Receive, Scope, Send
+from coordinator.http.link import Link
+from coordinator.http.outputs import Output, Outputs
+from coordinator.messages import NAME_CHARS_MAX
+from coordinator.scheduling.intake import check_name
+from metrics.logs import fields, logger
+from metrics.state import HttpCounters
+
+#: Longest id of a client's choice, so that the numbers of its samples still fit.
+ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999")
+#: Bodies that are decoded, rendered and tokenized at the same time, in threads beside the loop.
+READERS_MAX: Final = 2
+#: How long a stream may be silent.
+KEEPALIVE_S: Final = 15.0
+#: How long /health waits for the coordinator.
+HEALTH_LIMIT_S: Final = 2.0
+
+log = logger("http")
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Front:
+    """Call it as ASGI has it. One task per exchange, cancelled when its client leaves."""
+
+    def __init__(
+        self, settings: HttpSettings, keys: ApiKeys, link: Link, outputs: Outputs, counters: HttpCounters
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._link = link
+        self._outputs = outputs
+        self._counters = counters
+        self._budget = Budget(BODIES_BYTES_MAX)
+        self._readers = trio.CapacityLimiter(READERS_MAX)
+        self._created = int(time.time())
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/health": {"GET": self._health},
+            "/v1/models": {"GET": self._models},
+            "/v1/completions": {"POST": partial(self._complete, kind=CompletionBody)},
+            "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            await self._exchange(Exchange(scope, receive, send, self._budget))
+
+    async def _exchange(self, exchange: Exchange) -> None:
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange.listen)
+            with exchange.leaving:
+                await self._serve(exchange)
+            nursery.cancel_scope.cancel()
+        route = self._route_name(exchange.path)
+        if exchange.disconnected:
+            self._counters.disconnects += 1
+        else:
+            self._counters.answers[route, str(exchange.status)] += 1
+        self._counters.answer_s.observe(trio.current_time() - began)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            await self._find(exchange)(exchange)
+        except HiSparseError as error:
+            log.info("refused", extra=fields(path=exchange.path, code=error.code, reason=str(error)))
+            await exchange.refuse(error)
+
+    # ------------------------------------------------------------ paths
+
+    def _route_name(self, path: str) -> str:
+        """For metrics: few values, all of them ours."""
+        return path if path in self._routes else "other"
+
+    def _find(self, exchange: Exchange) -> Handler:
+        """Raises Unauthorized, NotFound or MethodRefused."""
+        path = exchange.path
+        if path != "/health":
+            self._keys.check(exchange.header("authorization"))
+        model_id = path.removeprefix("/v1/models/")
+        methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
+        if methods is None:
+            raise NotFound("no such path", field="path", value=path, remedy=f"known: {', '.join(self._routes)}")
+        if exchange.method not in methods:
+            allowed = ", ".join(methods)
+            raise MethodRefused(f"takes {allowed}", field="method", value=exchange.method, remedy=f"use {allowed}")
+        return methods[exchange.method]
+
+    async def _health(self, exchange: Exchange) -> None:
+        reason = await self._link.answers(HEALTH_LIMIT_S)
+        await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
+
+    async def _models(self, exchange: Exchange) -> None:
+        model = await self._link.client.model()
+        cards = {"object": "list", "data": [model_card(model, self._created)]}
+        await exchange.answer(200, msgspec.json.encode(cards))
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        model = await self._link.client.model()
+        if name != model.name:
+            raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
+        await exchange.answer(200, msgspec.json.encode(model_card(model, self._created)))
+
+    # ------------------------------------------------------------ completions
+
+    async def _complete(self, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]) -> None:
+        with self._place():
+            chosen = exchange.header("x-request-id")
+            _check_id(chosen)
+            ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
+            served = await self._link.served()
+            async with exchange.body() as data:
+                ask = await trio.to_thread.run_sync(_read, data, kind, served, ask_id, limiter=self._readers)
+            with ExitStack() as stack:
+                grace_s = self._settings.reattach_grace_s if chosen else 0.0
+                outputs = [stack.enter_context(self._outputs.following(it, grace_s)) for it in ask.choices]
+                for output in outputs:
+                    await output.accepted()
+                transcripts = [Transcript(served.tokenizer.detokenizer()) for _ in outputs]
+                answer = Answer(ask, int(time.time()))
+                how = _stream if ask.stream else _whole
+                await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
+            tokens = sum(transcript.tokens for transcript in transcripts)
+            told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
+            log.info("answered", extra=told)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        limit = self._settings.requests_max
+        if self._counters.in_flight >= limit:
+            raise CapacityError(
+                f"{limit} requests are being answered", field="http.requests_max", value=limit, remedy="retry later"
+            )
+        self._counters.in_flight += 1
+        try:
+            yield
+        finally:
+            self._counters.in_flight -= 1
+
+
+def _read(data: bytes, kind: type[CompletionBody] | type[ChatBody], served: Served, ask_id: str) -> Ask:
+    """In a thread of its own: a long prompt takes a second to tokenize."""
+    body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
+    return ask_of(body, served, ask_id, lambda form: datetime.now(UTC).strftime(form))
+
+
+def _check_id(chosen: str) -> None:
+    check_name("x-request-id", chosen, empty=True)
+    if len(chosen) > ID_CHARS_MAX:
+        raise BadInput(f"longer than {ID_CHARS_MAX} characters", field="x-request-id", value=f"{len(chosen)}")
+
+
+async def _whole(
+    exchange: Exchange,
+    answer: Answer,
+    outputs: Sequence[Output],
+    transcripts: Sequence[Transcript],
+    headers: dict[str, str],
+) -> None:
+    texts = []
+    for output, transcript in zip(outputs, transcripts, strict=True):
+        pieces = [transcript.push(tokens) async for tokens in output.read()]
+        texts.append("".join([*pieces, transcript.end(output.ended)]))
+    await exchange.answer(200, answer.whole(texts, transcripts), headers)
+
+
+async def _stream(
+    exchange: Exchange,
+    answer: Answer,
+    outputs: Sequence[Output],
+    transcripts: Sequence[Transcript],
+    headers: dict[str, str],
+) -> None:
+    """The status is sent by the time an output goes wrong: a last event says so, and [DONE] does not follow."""
+    await exchange.open_stream(headers)
+    for opening in answer.opening():
+        await exchange.write(opening)
+    tell, events = trio.open_memory_channel[bytes | HiSparseError](0)
+    failed = False
+    async with trio.open_nursery() as nursery, events:
+        async with tell:
+            for index in range(len(outputs)):
+                nursery.start_soon(_narrate, index, answer, outputs[index], transcripts, tell.clone())
+        while (event := await _next(events)) is not None:
+            failed = isinstance(event, HiSparseError)
+            await exchange.write(failure_event(event) if isinstance(event, HiSparseError) else event)
+            if failed:
+                break
+        nursery.cancel_scope.cancel()
+    for closing in () if failed else answer.closing(transcripts):
+        await exchange.write(closing)
+    await exchange.close()
+
+
+async def _narrate(
+    index: int,
+    answer: Answer,
+    output: Output,
+    transcripts: Sequence[Transcript],
+    tell: trio.MemorySendChannel[bytes | HiSparseError],
+) -> None:
+    """Tell what becomes of one choice."""
+    transcript = transcripts[index]
+    async with tell:
+        try:
+            async for tokens in output.read():
+                if text := transcript.push(tokens):
+                    await tell.send(answer.delta(index, text, transcripts))
+            await tell.send(answer.last(index, transcript.end(output.ended), transcripts))
+        except HiSparseError as error:
+            await tell.send(error)
+
+
+async def _next(events: trio.MemoryReceiveChannel[bytes | HiSparseError]) -> bytes | HiSparseError | None:
+    """The next event, a sign of life when none comes for a while, None after the last."""
+    with trio.move_on_after(KEEPALIVE_S):
+        try:
+            return await events.receive()
+        except trio.EndOfChannel:
+            return None
+    return KEEPALIVE
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """ASGI's lifespan protocol: nothing to set up that the process has not."""
+    while (message := await receive())["type"] != "lifespan.shutdown":
+        await send({"type": f"{message['type']}.complete"})
+    await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,90 @@
+"""The front's connection to the coordinator, and what it knows of the served model through it.
+
+One connection carries everything. A coordinator that restarts is waited for inside the Client, which goes on at the
+offsets it holds, so that HTTP clients see a pause; one that stays away for RECONNECT_LIMIT_S is given up, what waited
+for it fails, and the front looks for it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import trio
+
+from coordinator.client.client import Client
+from coordinator.client.tokenizer_cache import fetch_tokenizer
+from coordinator.errors import HiSparseError, Unavailable
+from coordinator.http.asks import Served
+from metrics.logs import fields, logger
+
+#: How long streams wait for a coordinator that restarts: longer than the longest pause of `hisparse up` and a start.
+RECONNECT_LIMIT_S: Final = 120.0
+#: Between two attempts to find one.
+SEARCH_INTERVAL_S: Final = 0.5
+
+log = logger("http.link")
+
+#: A connected client, closed at the end.
+Connect = Callable[[], AbstractAsyncContextManager[Client]]
+
+
+class Link:
+    """`run` keeps it connected; whatever asks meanwhile gets Unavailable."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._client: Client | None = None
+        self._served: Served | None = None
+        self._fetching = trio.Lock()
+
+    @property
+    def client(self) -> Client:
+        """Raises Unavailable while there is no coordinator."""
+        if self._client is None:
+            raise Unavailable("the coordinator is not there", remedy="retry in a moment")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None
+
+    async def run(self) -> None:
+        """Until cancelled. What keeps the coordinator away is logged when it changes."""
+        why = ""
+        while True:
+            try:
+                async with self._connect() as client:
+                    self._client = client
+                    log.info("connected", extra=fields(endpoint=client.endpoint))
+                    why = ""
+                    await client.lost()
+                log.error("the coordinator stays away", extra=fields(seconds=RECONNECT_LIMIT_S))
+            except HiSparseError as error:
+                if error.message != why:
+                    why = error.message
+                    log.warning("no coordinator", extra=fields(reason=str(error)))
+            finally:
+                self._client = None
+            await trio.sleep(SEARCH_INTERVAL_S)
+
+    async def served(self) -> Served:
+        """Model and tokenizer; the tokenizer is fetched once for each model. Raises Unavailable or ConfigError."""
+        model = await self.client.model()
+        async with self._fetching:
+            if self._served is None or self._served.model.tokenizer_hash != model.tokenizer_hash:
+                self._served = Served(model, await fetch_tokenizer(self.client))
+            elif self._served.model != model:
+                self._served = Served(model, self._served.tokenizer)
+            return self._served
+
+    async def answers(self, limit_s: float) -> str:
+        """Ask the coordinator now: why no work would be taken, or "" when it would be."""
+        with trio.move_on_after(limit_s):
+            try:
+                welcome = await self.client.welcome()
+            except HiSparseError as error:
+                return error.message
+            return "" if welcome.model else "no worker has registered yet"
+        return f"the coordinator does not answer within {limit_s:g} s"

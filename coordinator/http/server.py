@@ -1,0 +1,192 @@
+"""The process of the HTTP front: hypercorn on trio, a link to the coordinator, metrics, signals. No torch.
+
+start          keys, socket, /metrics; it answers 503 until a coordinator and a worker are there
+run            until SIGTERM or SIGINT
+stop           no new connections; what is being answered may finish until the deadline, then it is cut off, and aborted
+               unless its client can come back to it by its own id
+second signal  exits at once
+
+What hypercorn leaves open is bounded here: a client that stops reading is cut off by the kernel (TCP_USER_TIMEOUT),
+since hypercorn writes where no deadline of ours reaches; so are headers and idle connections by its own limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Final
+
+import hypercorn
+import hypercorn.trio
+import trio
+
+from coordinator.client.client import Client, open_client
+from coordinator.config import Config, HttpSettings
+from coordinator.errors import ConfigError
+from coordinator.http.api_keys import ApiKeys, read_keys
+from coordinator.http.front import Front
+from coordinator.http.link import RECONNECT_LIMIT_S, Link
+from coordinator.http.outputs import Outputs
+from coordinator.transport.keys import access
+from coordinator.version import our_version
+from metrics import logs
+from metrics.exporter import Exporter, serve
+from metrics.http import HttpCollector, HttpSources, http_health, http_readiness
+from metrics.logs import fields, logger
+from metrics.state import HttpCounters
+
+#: How long answers may go on after the first signal.
+STOP_DEADLINE_S: Final = 30.0
+#: How long the last aborts may take.
+LAST_ABORTS_S: Final = 2.0
+#: Connections that the kernel holds until they are accepted.
+BACKLOG: Final = 256
+#: How long a client may leave what it was sent unread.
+READ_LIMIT_S: Final = 60
+#: How long a connection may be idle, or take to send its headers.
+IDLE_LIMIT_S: Final = 15
+HEADER_BYTES_MAX: Final = 32 * 1024
+EXIT_CLEAN: Final = 0
+EXIT_INTERRUPTED: Final = 130
+
+log = logger("http")
+
+
+def run_http(config: Config) -> int:
+    """Serve until stopped; the exit code. Raises ConfigError when it cannot start."""
+    logs.configure(config.cluster.log_level, config.cluster.log_format)
+    keys = read_keys(config.http.api_keys_file)
+    _raise_descriptor_limit()
+    with _listening(config.http) as listener:
+        trio.run(_serve, config, keys, listener)
+    log.info("stopped")
+    return EXIT_CLEAN
+
+
+async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None:
+    counters, stopping = HttpCounters(), trio.Event()
+    endpoint = config.cluster.client_endpoint
+    link = Link(lambda: _connect(config))
+    exporter = _serve_metrics(config, counters, link, stopping)
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_watch_signals, stopping)
+            nursery.start_soon(link.run)
+            outputs = Outputs(nursery, link, counters)
+            front = Front(config.http, keys, link, outputs, counters)
+            _announce(listener, exporter, endpoint)
+            await hypercorn.trio.serve(
+                front,  # type: ignore[arg-type]  # its scopes are the keys that we read
+                _server_config(listener),
+                shutdown_trigger=stopping.wait,
+                mode="asgi",
+            )
+            with trio.move_on_after(LAST_ABORTS_S):
+                await outputs.settled()
+            nursery.cancel_scope.cancel()
+    finally:
+        if exporter is not None:
+            exporter.close()
+
+
+def _connect(config: Config) -> AbstractAsyncContextManager[Client]:
+    """The key is read anew each time: it may have been replaced."""
+    endpoint = config.cluster.client_endpoint
+    key = access(config.cluster, "client", endpoint)
+    return open_client(endpoint, name="hisparse http", reconnect_limit_s=RECONNECT_LIMIT_S, key=key)
+
+
+def _server_config(listener: socket.socket) -> hypercorn.Config:
+    config = hypercorn.Config()
+    config.bind = [f"fd://{listener.fileno()}"]
+    config.backlog = BACKLOG
+    config.errorlog = logging.getLogger("hisparse.http.server")
+    config.graceful_timeout = STOP_DEADLINE_S
+    config.h11_max_incomplete_size = HEADER_BYTES_MAX
+    config.include_server_header = False
+    config.keep_alive_timeout = IDLE_LIMIT_S
+    return config
+
+
+@contextmanager
+def _listening(settings: HttpSettings) -> Iterator[socket.socket]:
+    """A bound socket; hypercorn listens on it. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _unbound(settings, error) from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READ_LIMIT_S * 1000)
+        listener.setblocking(False)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise _unbound(settings, error) from error
+        yield listener
+
+
+def _unbound(settings: HttpSettings, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen there: {error.strerror}",
+        field="http.host",
+        value=f"{settings.host}:{settings.port}",
+        remedy="choose another http.host or http.port, 0 for any free port",
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """As far as allowed: each client takes one, and libzmq ends the process when it gets none."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _announce(listener: socket.socket, exporter: Exporter | None, endpoint: str) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=endpoint))
+    log.info("listening", extra=fields(url=f"http://{shown}:{port}"))
+    if exporter is not None:
+        log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
+
+
+def _serve_metrics(config: Config, counters: HttpCounters, link: Link, stopping: trio.Event) -> Exporter | None:
+    if config.http.metrics_port < 0:
+        return None
+    sources = HttpSources(
+        name=config.cluster.name,
+        version=our_version(),
+        counters=counters,
+        connected=lambda: link.connected,
+        stopping=stopping.is_set,
+    )
+    return serve(
+        [HttpCollector(sources)],
+        healthy=lambda: http_health(sources),
+        ready=lambda: http_readiness(sources),
+        addr=config.http.metrics_host,
+        port=config.http.metrics_port,
+    )
+
+
+async def _watch_signals(stopping: trio.Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            name = signal.Signals(number).name
+            if stopping.is_set():
+                log.warning("second signal, exiting at once", extra=fields(signal=name))
+                logging.shutdown()
+                os._exit(EXIT_INTERRUPTED)
+            log.info("stopping", extra=fields(signal=name, deadline_s=STOP_DEADLINE_S))
+            stopping.set()
