@@ -287,7 +287,7 @@ def test_80_by_24_shows_what_one_looks_for() -> None:
     lines = shown(screen)
     assert lines[0].startswith(f" hisparse top  {MODEL}  connected  3 of 3 workers  incarnation 3")
     assert lines[1].startswith(" n0 host ###############..... 75% of 375.0 MiB  free 1000 owned 3000 shared 0")
-    assert " ".join(lines[2].split()) == "WORKER STATE RUN HOT INDX HOST STEP MS TOK/S HIT GB/S SEEN"
+    assert " ".join(lines[2].split()) == "WORKER STATE RUN HOT INDX HOST STEP MS TOK/S HIT H2D/S SEEN"
     assert lines[3].split() == ["w0", "connected", "12/16", "90%", "60%", "75%", "2.5", "-", "-", "-", "0.1s"]
     assert lines[6].startswith(" 30 requests: 30 running  by state")
     assert " ".join(lines[7].split()) == "ID STATE PRIO WORKER PROMPT NEW TOK/S HIT AGE"
@@ -295,6 +295,16 @@ def test_80_by_24_shows_what_one_looks_for() -> None:
     assert lines[-1].strip().endswith("q quit")
     press(screen, "end")
     assert any(line.startswith(">r29") for line in shown(screen)), "the selected row is always in view"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0"), (999, "999"), (1234, "1.2k"), (12_345_678, "12M"), (55.6e9, "56G"), (2e12, "2T")]
+)
+def test_rates_of_the_link_are_five_cells_at_most(size_bytes: float, text: str) -> None:
+    fleet = (row(WORKER, swapped_bytes=0),), (row(WORKER, swapped_bytes=size_bytes),)
+    screen = screen_of(workers=fleet[0])
+    screen.take(sample(workers=fleet[1], at_s=1.0))
+    assert shown(screen)[3].split()[-2] == text
 
 
 def test_losing_the_coordinator_changes_the_head_and_nothing_else() -> None:

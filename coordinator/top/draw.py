@@ -46,7 +46,7 @@ HELP: Final = (
     "/   find: part of an id, a state, a worker, held    q       quit",
     "",
     "r R a d D ask first: y does it, any other key does not.",
-    "TOK/S, HIT and GB/S of workers are over the last 5 s; HIT of requests over their lives.",
+    "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. Requests: HIT of their lives.",
 )
 
 HELD: Final = "HELD"
@@ -142,7 +142,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     host = {pool.node: 1 - pool.free / (pool.host_pages or 1) for pool in sample.pools} if sample else {}
 
     def swapped(row: WorkerRow) -> str:
-        return f"{rates[row.worker].swapped_bytes_per_s / 1e9:.2f}" if row.worker in rates else "-"
+        return _compact(rates[row.worker].swapped_bytes_per_s) if row.worker in rates else "-"
 
     def speed(row: WorkerRow) -> str:
         return f"{rates[row.worker].tokens_per_s:.0f}" if row.worker in rates else "-"
@@ -160,7 +160,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
         Column("TOK/S", 6, speed),
         Column("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
-        Column("GB/S", 5, swapped),
+        Column("H2D/S", 5, swapped),
         Column("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
         Column("NODE", 16, lambda row: row.node, right=False, from_width=120),
         Column("SEEN", 5, lambda row: duration_text(row.link_age_s)),
@@ -317,6 +317,15 @@ def _percent(share: float) -> str:
 
 def _hit(share: float | None) -> str:
     return "-" if share is None else _percent(share)
+
+
+def _compact(size_bytes: float) -> str:
+    """12_300_000 -> "12M": at most 5 cells, 1000-based as link speeds are."""
+    for unit in ("", "k", "M", "G"):
+        if size_bytes < 999.5:
+            return f"{size_bytes:.1f}{unit}" if unit and size_bytes < 10 else f"{size_bytes:.0f}{unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.0f}T"
 
 
 def _load_style(share: float) -> str:
