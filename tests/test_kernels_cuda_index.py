@@ -63,3 +63,11 @@ def test_scratch_is_four_bytes_a_key_and_some_for_each_seat() -> None:
 def test_indexers_beyond_the_kernels_are_refused_by_name(heads: int, dim: int) -> None:
     with pytest.raises(BadInput, match=f"queries={heads if heads in (0, 65) else dim}"):
         indexer_of(heads, RowFormat("bfloat16", dim, 0, dim), torch.bfloat16)
+
+
+def test_only_hopper_has_its_own_instructions_and_only_where_they_are_written() -> None:
+    def wide(arch: int, *shape: int) -> int:
+        return dict(Indexer(*shape).defines(arch))["WGMMA"]
+
+    assert [wide(arch, 64, 128, 2, 1) for arch in (80, 90, 100, 120)] == [0, 1, 0, 0]
+    assert [wide(90, 32, 128, 2, 2), wide(90, 4, 32, 2, 2), wide(90, 64, 128, 4, 4)] == [1, 0, 0]

@@ -9,6 +9,7 @@
 
 namespace hisparse {
 
+constexpr int TEAM = 1;                // warps that score together
 constexpr int PART = (HEADS + 1) / 2;  // heads of one lane
 
 struct Queries {

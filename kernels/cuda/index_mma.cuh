@@ -1,10 +1,12 @@
 // Scores of 16 bfloat16 or fp8 keys for bfloat16 queries, by one warp on tensor cores (mma.m16n8k16).
 //
 // Keys are the rows of A, heads the columns of B: a lane then holds a few heads of two keys, sums them by itself in
-// head order, and two shuffles end the sum: no score of a single head leaves its register. All queries of the row stay
-// in registers (128 of them at 64 heads x 128): a unit of keys costs no shared memory traffic but its own bytes. Which
-// dimension stands in which of the 16 places of a product is free as long as A and B agree, so lanes read
-// whole words: 16 bytes of a bfloat16 key, 4 of an fp8 one, without bank conflicts and without ldmatrix.
+// head order, and two shuffles end the sum: no score of a single head leaves its register. Which dimension stands in
+// which of the 16 places of a product is free as long as A and B agree, so lanes read whole words, 16 bytes of a
+// bfloat16 key, 4 of an fp8 one, without bank conflicts and without ldmatrix.
+//
+// Queries of a row stay in registers (128 of them at 64 heads x 128), so that a unit of keys costs no shared memory
+// traffic but its own bytes; with WGMMA (Hopper, index_wgmma.cuh) they are read where they were staged.
 //
 // fp8 keys become float16 (every e4m3 is one) and so do the queries, after each head is scaled by the power of two that
 // brings its largest magnitude to 2**14: exact but for values 2**-28 times smaller than that. The inverse goes into the
@@ -18,6 +20,16 @@ namespace hisparse {
 
 constexpr int TILES = (HEADS + 7) / 8;
 constexpr int STEPS = DIM / 16;
+constexpr int TEAM = WGMMA ? 4 : 1;  // warps that score together
+static_assert(WARPS % TEAM == 0, "whole teams");
+
+}  // namespace hisparse
+
+#if WGMMA
+#include "index_wgmma.cuh"
+#endif
+
+namespace hisparse {
 
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if KEY_BYTES == 1
@@ -34,12 +46,18 @@ __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pa
 
 // The queries of a row as its warps read them: part i of lane 4g+t of tile n, eight dimensions of head 8n+g.
 struct Queries {
+#if WGMMA
+    u32 blocks[STEPS][2][TILES][32];  // of 8 heads x 8 places: word 4g+t of a block is lane 4g+t's pair of places
+#else
     uint4 parts[TILES][STEPS / 2][32];
+#endif
     float2 weights[TILES][4];  // of heads 8n+2t and 8n+2t+1, with the scale
 };
 
 struct Scorer {
+#if !WGMMA
     u32 queries[TILES][STEPS][2];
+#endif
     const Queries& held;
 
     // Queries of a row into shared memory, by the whole block; a barrier must follow.
@@ -57,13 +75,24 @@ struct Scorer {
             }
             const float factor = KEY_BYTES == 1 ? to_float16(parts) : 1.0f;
 #pragma unroll
-            for (int i = 0; i < STEPS / 2; ++i) held.parts[n][i][lane] = parts[i];
+            for (int i = 0; i < STEPS / 2; ++i) {
+#if WGMMA
+                held.blocks[2 * i][0][n][lane] = parts[i].x, held.blocks[2 * i][1][n][lane] = parts[i].y;
+                held.blocks[2 * i + 1][0][n][lane] = parts[i].z, held.blocks[2 * i + 1][1][n][lane] = parts[i].w;
+#else
+                held.parts[n][i][lane] = parts[i];
+#endif
+            }
             const float weight = head < HEADS ? p.weights[static_cast<i64>(row) * HEADS + head] : 0.0f;
             if (t == 0) reinterpret_cast<float*>(held.weights[n])[lane / 4] = weight * p.scale * factor;
         }
+#if WGMMA
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
     }
 
     __device__ __forceinline__ explicit Scorer(const Queries& held) : held(held) {
+#if !WGMMA
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
@@ -72,6 +101,7 @@ struct Scorer {
                 queries[n][2 * i][0] = part.x, queries[n][2 * i][1] = part.y;
                 queries[n][2 * i + 1][0] = part.z, queries[n][2 * i + 1][1] = part.w;
             }
+#endif
     }
 
     // Turns this lane's quarter of a head into float16; returns the factor that undoes the head's scaling.
@@ -98,15 +128,25 @@ struct Scorer {
     __device__ __forceinline__ float score(const u8* unit, int& key, bool& mine) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float c[TILES][4] = {};
+#if WGMMA
+        u32 a[STEPS][4];
+#pragma unroll
+        for (int s = 0; s < STEPS; s += 2) read_keys(unit, g, t, s, a[s], a[s + 1]);
+        open_products();
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) multiply_team(c, a[s], describe(held.blocks[s]));
+        close_products();
+#else
 #pragma unroll
         for (int s = 0; s < STEPS; s += 2) {
             u32 a[2][4];
-            read_keys(unit, g, t, s, a);
+            read_keys(unit, g, t, s, a[0], a[1]);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(c[n], a[i], queries[n][s + i]);
         }
+#endif
         float low = 0, high = 0;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -131,17 +171,17 @@ struct Scorer {
     }
 
     // Fragments of steps s and s+1: keys g and g+8.
-    static __device__ __forceinline__ void read_keys(const u8* unit, int g, int t, int s, u32 (&a)[2][4]) {
+    static __device__ __forceinline__ void read_keys(const u8* unit, int g, int t, int s, u32 (&a)[4], u32 (&b)[4]) {
 #if KEY_BYTES == 1
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            decode_e4m3(key_word(unit, g, t * (DIM / 16) + s + i), a[i][0], a[i][2]);
-            decode_e4m3(key_word(unit, g + 8, t * (DIM / 16) + s + i), a[i][1], a[i][3]);
-        }
+        const int word = t * (DIM / 16) + s;
+        decode_e4m3(key_word(unit, g, word), a[0], a[2]);
+        decode_e4m3(key_word(unit, g + 8, word), a[1], a[3]);
+        decode_e4m3(key_word(unit, g, word + 1), b[0], b[2]);
+        decode_e4m3(key_word(unit, g + 8, word + 1), b[1], b[3]);
 #else
         const uint4 low = key_chunk(unit, g, 2 * s + t), high = key_chunk(unit, g + 8, 2 * s + t);
-        a[0][0] = low.x, a[0][1] = high.x, a[0][2] = low.y, a[0][3] = high.y;
-        a[1][0] = low.z, a[1][1] = high.z, a[1][2] = low.w, a[1][3] = high.w;
+        a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;
+        b[0] = low.z, b[1] = high.z, b[2] = low.w, b[3] = high.w;
 #endif
     }
 };

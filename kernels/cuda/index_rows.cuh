@@ -20,14 +20,14 @@
 namespace hisparse {
 
 constexpr int UNIT = 16;    // keys that one warp scores together
-constexpr int SPAN = 1024;  // positions in a unit of selection
+constexpr int SPAN = 8192;  // positions in a unit of selection: most rows need one block alone
 constexpr int BATCH_MAX = 1024;
 constexpr int BIN_SHIFT = 19;
 constexpr int BINS = 1 << (32 - BIN_SHIFT);
-constexpr int EDGES_MAX = 8192;  // listed positions in the bin of the k-th score; beyond, scores are read again
+constexpr int EDGES_MAX = 8192;  // positions listed of the k-th score's bin; beyond, scores are read again
 static_assert(PAGE_TOKENS % UNIT == 0, "a unit lies in one page");
 
-enum Counter { EDGES = 0, SURE = 1, DONE = 2, UNGRANTED_ROW = 3, COUNTERS = 4 };
+enum Counter { LISTED = 0, DONE = 2, UNGRANTED_ROW = 3, COUNTERS = 4 };  // LISTED: u64, edges << 32 | sure
 enum Kind { PADDING, REFUSED, IDENTITY, SCORED };
 
 struct IndexRow {
@@ -35,18 +35,16 @@ struct IndexRow {
     Kind kind;
 };
 
+// Loads that do not depend on each other come first: they are a block's first.
 __device__ __forceinline__ IndexRow index_row(const IndexTopk& p, int row) {
-    IndexRow r{-1, 0, PADDING};
-    if (row >= *p.batch.num_real || row >= p.rows) return r;
+    const i32 real = *p.batch.num_real;
     const i64 seat = read_id(p.batch.seats, row, p.batch.wide_seats);
     const i64 length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
-    if (seat < 0 || seat >= p.state.seats || length < 1 || p.state.hot_slots[seat] < 0) return r;
-    r.seat = static_cast<i32>(seat);
-    r.kind = REFUSED;
-    if (length > static_cast<i64>(p.state.max_pages) * PAGE_TOKENS) return r;
-    r.length = static_cast<i32>(length);
-    r.kind = r.length <= p.k ? IDENTITY : SCORED;
-    return r;
+    const bool seated = seat >= 0 && seat < p.state.seats && p.state.hot_slots[seat] >= 0;
+    if (row >= real || row >= p.rows || length < 1 || !seated) return {-1, 0, PADDING};
+    const i32 held = static_cast<i32>(seat);
+    if (length > static_cast<i64>(p.state.max_pages) * PAGE_TOKENS) return {held, 0, REFUSED};
+    return {held, static_cast<i32>(length), length <= p.k ? IDENTITY : SCORED};
 }
 
 __device__ __forceinline__ u32 units_of(const IndexRow& r) {
@@ -57,40 +55,41 @@ __device__ __forceinline__ u32 spans_of(const IndexRow& r) {
 }
 
 // Sum of `value` over the threads before this one; `total` over all. `sums` holds a word per warp.
-template <int THREADS> __device__ __forceinline__ u32 sum_before(u32 value, u32* sums, u32& total) {
+template <int THREADS, class Sum> __device__ __forceinline__ Sum sum_before(Sum value, Sum* sums, Sum& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 inclusive = value;
+    Sum inclusive = value;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        const Sum left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
         if (lane >= step) inclusive += left;
     }
     __syncthreads();
     if (lane == 31) sums[warp] = inclusive;
     __syncthreads();
-    u32 before = inclusive - value;
+    Sum before = inclusive - value;
     total = 0;
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) {
-        const u32 sum = sums[w];
+        const Sum sum = sums[w];
         if (w < warp) before += sum;
         total += sum;
     }
     return before;
 }
 
-// first[row] = units of all rows before it, by `units`; first[batch] = all. Ends with a barrier.
-template <int THREADS, class Units>
-__device__ __forceinline__ void divide(const IndexTopk& p, u32* first, u32* sums, Units units) {
-    u32 carry = 0;
+// store(row, sum of measure over all rows before it), and for row = batch over all. Ends with a barrier.
+template <int THREADS, class Sum, class Measure, class Store>
+__device__ __forceinline__ void divide(const IndexTopk& p, Sum* sums, Measure measure, Store store) {
+    Sum carry = 0;
     for (int base = 0; base < p.batch.size; base += THREADS) {
         const int row = base + static_cast<int>(threadIdx.x);
-        u32 total;
-        const u32 before = sum_before<THREADS>(row < p.batch.size ? units(index_row(p, row)) : 0, sums, total);
-        if (row < p.batch.size) first[row] = carry + before;
+        Sum total;
+        const Sum before =
+            sum_before<THREADS, Sum>(row < p.batch.size ? measure(index_row(p, row)) : Sum(0), sums, total);
+        if (row < p.batch.size) store(row, carry + before);
         carry += total;
     }
-    if (threadIdx.x == 0) first[p.batch.size] = carry;
+    if (threadIdx.x == 0) store(p.batch.size, carry);
     __syncthreads();
 }
 

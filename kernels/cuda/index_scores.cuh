@@ -2,8 +2,8 @@
 //
 // Compiled for one indexer: HEADS, DIM, QUERY_BYTES, KEY_BYTES, and WARPS and STAGES by the architecture's shared
 // memory (kernels/cuda/index_topk.py). A block's share is a run of units, mostly of one row; its warps take them in
-// turn, each through a ring of STAGES units of its own in shared memory, so that nothing but the histogram makes warps
-// wait for each other. Keys lie in pages of 64 and are read once: pages of 32 units are looked up together, a lane each.
+// turn, each through a ring of STAGES units of its own in shared memory, so that only the histogram, and products that
+// a team makes together, let warps wait for each other. Keys lie in pages of 64: 32 pages are looked up at a time.
 //
 // The histogram is kept in shared memory and added to the row's own when the share leaves the row: only bins that are
 // not empty travel.
@@ -45,13 +45,18 @@ struct Pages {
     }
 };
 
+// How many units a warp takes that begins with `unit`.
+__device__ __forceinline__ int turns(u32 unit, u32 end) {
+    return unit < end ? static_cast<int>((end - unit + WARPS - 1) / WARPS) : 0;
+}
+
 // Units [begin, end) of the row, whose scores begin at `scores`.
 __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 begin, u32 end, float* scores, u8* ring,
                                             Queries& queries, u32* bins) {
     const IndexRow at = index_row(p, row);
     const int lane = threadIdx.x % 32;
-    const u32 unit = begin + threadIdx.x / 32;
-    const int count = unit < end ? static_cast<int>((end - unit + WARPS - 1) / WARPS) : 0;
+    const u32 warp = threadIdx.x / 32, unit = begin + warp;
+    const int count = turns(unit, end), rounds = turns(begin + warp / TEAM * TEAM, end);
     const u32 pages_held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
     Pages pages(p.state.index_table + static_cast<i64>(at.seat) * p.state.max_pages, unit, count);
@@ -72,14 +77,14 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
     __syncthreads();
     const Scorer scorer(queries);
     int slot = 0, free = STAGES - 1;
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < rounds; ++i) {
         await_stage<STAGES - 2>();
         issue(i + STAGES - 1, free);
         int key;
         bool mine;
         const float score = scorer.score(ring + slot * UNIT_BYTES, key, mine) + 0.0f;  // -0 becomes 0
         const u32 position = (unit + i * WARPS) * UNIT + key;
-        if (mine && position < static_cast<u32>(at.length)) {
+        if (mine && i < count && position < static_cast<u32>(at.length)) {
             scores[position] = score;
             atomicAdd(bins + (order_key(score) >> BIN_SHIFT), 1u);
         }
@@ -114,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     u8* const rings = dynamic + sizeof(u32) * BINS + (sizeof(Queries) + 127) / 128 * 128;
     u8* const ring = rings + threadIdx.x / 32 * (STAGES * UNIT_BYTES);
     for (int i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
-    divide<SCORE_THREADS>(p, first, sums, [](const IndexRow& r) { return units_of(r); });
+    divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
     u32 begin = share(total, blockIdx.x);
     const u32 end = share(total, blockIdx.x + 1);

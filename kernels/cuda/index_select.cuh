@@ -7,8 +7,10 @@
 //        key (two more histograms), then marks the chosen in a bitmap over positions, in windows of 262,144: counting
 //        bits gives each its place, so the output is ascending without a sort, and ties go to the lowest positions.
 //
-// Where scores crowd into one bin (all equal, say) the list of edges would overflow: then step 3 reads the row's scores
-// again instead. Slower, as exact.
+// A row within one block's share goes through shared memory alone: no lists in global memory, no tickets.
+//
+// Where scores crowd into one bin (all equal, say) there are more edges than the lists hold: then step 3 reads the
+// row's scores again instead. Slower, as exact.
 //
 // The ending block empties histogram and counters for the next launch. Lists are read past L1: other blocks wrote them.
 // Rows not longer than k, padding and refused rows need no scores: one unit of work each.
@@ -18,14 +20,17 @@
 
 namespace hisparse {
 
-constexpr int SELECT_THREADS = 1024;
-constexpr int STRIDE = 4 * SELECT_THREADS;    // positions that a block reads together
-constexpr int WINDOW_WORDS = 8 * SELECT_THREADS;
+constexpr int SELECT_THREADS = 512;
+constexpr int STRIDE = 4 * SELECT_THREADS;  // positions that a block reads together
+constexpr int AHEAD = 2;                    // such reads in flight
+constexpr int WINDOW_WORDS = 8192;
 constexpr int WINDOW = 32 * WINDOW_WORDS;
 constexpr int BINS_EACH = BINS / SELECT_THREADS;
 constexpr int FINE_BITS = 10;
-static_assert(STRIDE <= EDGES_MAX, "a block's list takes what it reads together");
-static_assert(BINS_EACH == 8 && BIN_SHIFT <= 2 * FINE_BITS && 1 << FINE_BITS <= SELECT_THREADS, "a thread per bin");
+constexpr int FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
+constexpr int EDGES_EACH = EDGES_MAX / SELECT_THREADS;
+constexpr int SURE_EACH = TOPK_MAX / SELECT_THREADS;
+static_assert(BINS_EACH % 4 == 0 && BIN_SHIFT <= 2 * FINE_BITS && SPAN % (AHEAD * STRIDE) == 0, "sizes fit");
 
 // Dynamic shared memory: lists while collecting, bitmaps while ending.
 struct Lists {
@@ -37,17 +42,28 @@ struct Bitmaps {
     u32 tied[WINDOW_WORDS];
 };
 
-// Where the k-th score lies: in `bin`, with `above` scores in higher bins and `inside` in it.
+// Where the wanted score lies: in `bin`, with `above` scores in higher bins and `inside` in it.
 struct Cut {
     u32 bin, above, inside;
 };
 
 struct SelectShared {
     u32 units[BATCH_MAX + 1], spans[BATCH_MAX + 1];
+    u64 row_sums[SELECT_THREADS / 32];
     u32 sums[SELECT_THREADS / 32];
     Cut cut;
-    u32 edges, sure, edge_base, sure_base;
-    u32 crowded, last;
+    u32 edges, sure, last;
+    u64 base;
+};
+
+// The row that a block is at, and what the block that ends it holds of its lists in registers.
+struct Row {
+    const float* scores;
+    u32 length;
+    Cut cut;
+    u32 listed;  // edges found, more than EDGES_MAX when the lists do not hold them
+    u64 edges[EDGES_EACH];
+    i32 sure[SURE_EACH];
 };
 
 // The bin, counted from the highest, in which the `wanted`-th falls. Each thread holds EACH bins, highest first.
@@ -56,7 +72,7 @@ __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32
     u32 sum = 0, total;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += counts[i];
-    u32 before = sum_before<SELECT_THREADS>(sum, s.sums, total);
+    u32 before = sum_before<SELECT_THREADS, u32>(sum, s.sums, total);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         if (before < wanted && wanted <= before + counts[i])
@@ -67,109 +83,141 @@ __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32
     return s.cut;
 }
 
-__device__ __forceinline__ Cut row_cut(const IndexTopk& p, int row, SelectShared& s) {
-    const u32* const bins = p.histogram + static_cast<i64>(row) * BINS + (BINS - BINS_EACH * (threadIdx.x + 1));
-    const uint4 low = reinterpret_cast<const uint4*>(bins)[0], high = reinterpret_cast<const uint4*>(bins)[1];
-    const u32 counts[BINS_EACH] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
-    return find_cut(counts, BINS, p.k, s);
-}
-
-// Move the block's list of edges to the row's.
-__device__ __forceinline__ void flush_edges(const IndexTopk& p, int row, Lists& lists, SelectShared& s) {
-    const u32 count = s.edges;
-    if (threadIdx.x == 0) s.edge_base = atomicAdd(p.counters + row * COUNTERS + EDGES, static_cast<i32>(count));
-    __syncthreads();
-    const u32 base = s.edge_base;
-    u64* const target = p.edges + static_cast<i64>(row) * EDGES_MAX;
-    for (u32 i = threadIdx.x; i < count && base + i < EDGES_MAX; i += SELECT_THREADS) target[base + i] = lists.edges[i];
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.edges = 0;
-        s.crowded = base + count > EDGES_MAX;
+__device__ __forceinline__ Cut row_cut(const IndexTopk& p, const u32* histogram, SelectShared& s) {
+    const uint4* const last = reinterpret_cast<const uint4*>(histogram + BINS - BINS_EACH * threadIdx.x) - 1;
+    u32 counts[BINS_EACH];
+#pragma unroll
+    for (int i = 0; i < BINS_EACH / 4; ++i) {
+        const uint4 four = last[-i];
+        counts[4 * i] = four.w, counts[4 * i + 1] = four.z, counts[4 * i + 2] = four.y, counts[4 * i + 3] = four.x;
     }
-    __syncthreads();
-}
-
-__device__ __forceinline__ void flush_sure(const IndexTopk& p, int row, Lists& lists, SelectShared& s) {
-    const u32 count = s.sure;
-    if (threadIdx.x == 0) s.sure_base = atomicAdd(p.counters + row * COUNTERS + SURE, static_cast<i32>(count));
-    __syncthreads();
-    i32* const target = p.sure + static_cast<i64>(row) * TOPK_MAX + s.sure_base;
-    for (u32 i = threadIdx.x; i < count; i += SELECT_THREADS) target[i] = lists.sure[i];
+    return find_cut(counts, BINS, p.k, s);
 }
 
 __device__ __forceinline__ float4 four_scores(const float* scores, u32 position, u32 end) {
     return position < end ? *reinterpret_cast<const float4*>(scores + position) : make_float4(0, 0, 0, 0);
 }
 
-// Positions [begin, end) of the row at or above the bin, into the row's lists.
-__device__ __forceinline__ void collect(const IndexTopk& p, int row, const float* scores, u32 begin, u32 end, u32 bin,
-                                        Lists& lists, SelectShared& s) {
-    if (threadIdx.x == 0) s.edges = s.sure = s.crowded = 0;
-    float4 ahead = four_scores(scores, begin + 4 * threadIdx.x, end);
-    __syncthreads();
-    for (u32 at = begin; at < end; at += STRIDE) {
-        const u32 position = at + 4 * threadIdx.x;
-        const float four[4] = {ahead.x, ahead.y, ahead.z, ahead.w};
-        ahead = four_scores(scores, position + STRIDE, end);
+// Calls f(order key, position) for the positions [begin, end) of a row; `ahead` holds the first reads.
+template <class Each>
+__device__ __forceinline__ void each_score(const float* scores, u32 begin, u32 end, float4 (&ahead)[AHEAD], Each f) {
+    for (u32 at = begin + 4 * threadIdx.x; at < end; at += AHEAD * STRIDE)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 key = order_key(four[i]);
-            if (position + i >= end || key >> BIN_SHIFT < bin) continue;
-            if (key >> BIN_SHIFT > bin)
-                lists.sure[atomicAdd(&s.sure, 1u) % TOPK_MAX] = static_cast<i32>(position + i);
-            else if (!s.crowded)
-                lists.edges[atomicAdd(&s.edges, 1u) % EDGES_MAX] = static_cast<u64>(key) << 32 | (position + i);
+        for (int a = 0; a < AHEAD; ++a) {
+            const float four[4] = {ahead[a].x, ahead[a].y, ahead[a].z, ahead[a].w};
+            const u32 position = at + a * STRIDE;
+            ahead[a] = four_scores(scores, position + AHEAD * STRIDE, end);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (position + i < end) f(order_key(four[i]), position + i);
         }
-        // Whoever adds the last edge sees the final count, so all threads decide alike.
-        const u32 held = *static_cast<volatile u32*>(&s.edges);
-        if (__syncthreads_or(held > EDGES_MAX - STRIDE)) flush_edges(p, row, lists, s);
-    }
-    if (s.edges) flush_edges(p, row, lists, s);
-    if (s.sure) flush_sure(p, row, lists, s);
+}
+__device__ __forceinline__ void read_ahead(const float* scores, u32 begin, u32 end, float4 (&ahead)[AHEAD]) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) ahead[a] = four_scores(scores, begin + 4 * threadIdx.x + a * STRIDE, end);
 }
 
-// Calls f(key, position) for the row's edges: from the list, or from all scores when the list did not hold them.
-template <class Each>
-__device__ __forceinline__ void each_edge(const IndexTopk& p, int row, const float* scores, u32 length, u32 bin,
-                                          u32 listed, Each f) {
-    if (listed <= EDGES_MAX) {
-        const u64* const edges = p.edges + static_cast<i64>(row) * EDGES_MAX;
-        for (u32 i = threadIdx.x; i < listed; i += SELECT_THREADS) {
-            const u64 edge = __ldcg(edges + i);
-            f(static_cast<u32>(edge >> 32), static_cast<u32>(edge));
-        }
+// Move the block's lists to the row's, as far as those hold them.
+__device__ __forceinline__ void publish(const IndexTopk& p, int row, const Lists& lists, SelectShared& s) {
+    const u32 edges = s.edges, sure = s.sure;
+    if (threadIdx.x == 0)
+        s.base = atomicAdd(reinterpret_cast<u64*>(p.counters + row * COUNTERS + LISTED),
+                           static_cast<u64>(edges) << 32 | sure);
+    __syncthreads();
+    const u32 edge_base = static_cast<u32>(s.base >> 32), sure_base = static_cast<u32>(s.base);
+    u64* const edge_list = p.edges + static_cast<i64>(row) * EDGES_MAX;
+    i32* const sure_list = p.sure + static_cast<i64>(row) * TOPK_MAX;
+    for (u32 i = threadIdx.x; i < edges && edge_base + i < EDGES_MAX; i += SELECT_THREADS)
+        edge_list[edge_base + i] = lists.edges[i];
+    for (u32 i = threadIdx.x; i < sure && sure_base + i < TOPK_MAX; i += SELECT_THREADS)
+        sure_list[sure_base + i] = lists.sure[i];
+    __threadfence();
+    __syncthreads();
+}
+
+// True in the block that ends the row's last share.
+__device__ __forceinline__ bool is_last(i32* counters, u32 spans, u32 all, SelectShared& s) {
+    if (threadIdx.x == 0) {
+        s.last = static_cast<u32>(atomicAdd(counters + DONE, static_cast<i32>(spans))) + spans == all;
+        __threadfence();
+    }
+    __syncthreads();
+    return s.last;
+}
+
+// Take the lists into registers: the block's own, or the row's.
+__device__ __forceinline__ void load_lists(const IndexTopk& p, int row, bool own, const Lists& lists, Row& r,
+                                           SelectShared& s) {
+    const u64* const edges = p.edges + static_cast<i64>(row) * EDGES_MAX;
+    const i32* const sure = p.sure + static_cast<i64>(row) * TOPK_MAX;
+    const u64* const listed = reinterpret_cast<const u64*>(p.counters + row * COUNTERS + LISTED);
+    r.listed = own ? s.edges : static_cast<u32>(__ldcg(listed) >> 32);
+#pragma unroll
+    for (int j = 0; j < EDGES_EACH; ++j) {
+        const u32 i = j * SELECT_THREADS + threadIdx.x;
+        r.edges[j] = i >= min(r.listed, static_cast<u32>(EDGES_MAX)) ? 0 : own ? lists.edges[i] : __ldcg(edges + i);
+    }
+#pragma unroll
+    for (int j = 0; j < SURE_EACH; ++j) {
+        const u32 i = j * SELECT_THREADS + threadIdx.x;
+        r.sure[j] = i >= r.cut.above ? -1 : own ? lists.sure[i] : __ldcg(sure + i);
+    }
+}
+
+// Calls f(order key, position) for the row's edges: from the lists, or from all scores when those did not hold them.
+template <class Each> __device__ __forceinline__ void each_edge(const Row& r, Each f) {
+    if (r.listed <= EDGES_MAX) {
+#pragma unroll
+        for (int j = 0; j < EDGES_EACH; ++j)
+            if (j * SELECT_THREADS + threadIdx.x < r.listed)
+                f(static_cast<u32>(r.edges[j] >> 32), static_cast<u32>(r.edges[j]));
         return;
     }
-    for (u32 position = 4 * threadIdx.x; position < length; position += STRIDE) {
-        const float4 v = four_scores(scores, position, length);
-        const float four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 key = order_key(four[i]);
-            if (position + i < length && key >> BIN_SHIFT == bin) f(key, position + i);
-        }
-    }
+    float4 ahead[AHEAD];
+    read_ahead(r.scores, 0, r.length, ahead);
+    each_score(r.scores, 0, r.length, ahead, [&](u32 key, u32 position) {
+        if (key >> BIN_SHIFT == r.cut.bin) f(key, position);
+    });
 }
 
-// Keys above `bar` are chosen, and the first `ties` of those equal to it.
+// As each_edge, and for the positions above their bin.
+template <class Each> __device__ __forceinline__ void each_candidate(const Row& r, Each f) {
+    if (r.listed <= EDGES_MAX) {
+#pragma unroll
+        for (int j = 0; j < SURE_EACH; ++j)
+            if (r.sure[j] >= 0) f(0xFFFFFFFFu, static_cast<u32>(r.sure[j]));
+        each_edge(r, f);
+        return;
+    }
+    float4 ahead[AHEAD];
+    read_ahead(r.scores, 0, r.length, ahead);
+    each_score(r.scores, 0, r.length, ahead, [&](u32 key, u32 position) {
+        if (key >> BIN_SHIFT >= r.cut.bin) f(key, position);
+    });
+}
+
+// Keys above `key` are chosen, and the first `ties` of those equal to it.
 struct Bar {
     u32 key, ties;
 };
 
-__device__ __forceinline__ Bar find_bar(const IndexTopk& p, int row, const float* scores, u32 length, Cut cut,
-                                        u32 listed, u32* bins, SelectShared& s) {
-    u32 prefix = cut.bin, wanted = p.k - cut.above, shift = BIN_SHIFT, inside = cut.inside;
+__device__ __forceinline__ Bar find_bar(const Row& r, u32 k, u32* bins, SelectShared& s) {
+    u32 prefix = r.cut.bin, wanted = k - r.cut.above, shift = BIN_SHIFT, inside = r.cut.inside;
     while (shift > 0 && inside != wanted) {
-        const u32 bits = min(shift, static_cast<u32>(FINE_BITS));
-        bins[threadIdx.x] = 0;
+        const u32 bits = min(shift, static_cast<u32>(FINE_BITS)), mask = (1u << bits) - 1;
+        for (int i = threadIdx.x; i <= mask; i += SELECT_THREADS) bins[i] = 0;
         __syncthreads();
-        each_edge(p, row, scores, length, cut.bin, listed, [&](u32 key, u32) {
-            if (key >> shift == prefix) atomicAdd(bins + (key >> (shift - bits) & ((1u << bits) - 1)), 1u);
+        each_edge(r, [&](u32 key, u32) {
+            if (key >> shift == prefix) atomicAdd(bins + (key >> (shift - bits) & mask), 1u);
         });
         __syncthreads();
-        const u32 counts[1] = {threadIdx.x < 1u << bits ? bins[(1u << bits) - 1 - threadIdx.x] : 0};
-        const Cut fine = find_cut(counts, 1u << bits, wanted, s);
+        u32 counts[FINE_EACH];
+#pragma unroll
+        for (int i = 0; i < FINE_EACH; ++i) {
+            const u32 place = threadIdx.x * FINE_EACH + i;
+            counts[i] = place <= mask ? bins[mask - place] : 0;
+        }
+        const Cut fine = find_cut(counts, mask + 1, wanted, s);
         prefix = prefix << bits | fine.bin;
         wanted -= fine.above;
         inside = fine.inside;
@@ -184,103 +232,101 @@ __device__ __forceinline__ u32 lowest_bits(u32 word, u32 count) {
     return word;
 }
 
-__device__ __forceinline__ void load_words(const u32* bitmap, u32 (&words)[8]) {
-    const uint4 low = reinterpret_cast<const uint4*>(bitmap)[2 * threadIdx.x];
-    const uint4 high = reinterpret_cast<const uint4*>(bitmap)[2 * threadIdx.x + 1];
-    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
-    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
-}
-__device__ __forceinline__ u32 count_bits(const u32 (&words)[8]) {
+// Bits of a thread's `each` words, summed over the threads before it; `total` over all.
+__device__ __forceinline__ u32 bits_before(const u32* words, u32 each, u32& total, SelectShared& s) {
     u32 count = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) count += __popc(words[i]);
-    return count;
+    for (u32 i = 0; i < each; ++i) count += __popc(words[i]);
+    return sum_before<SELECT_THREADS, u32>(count, s.sums, total);
 }
 
-// The bits of a window, in order, as positions from out[written]; the ties among them cut. Returns how many.
-__device__ __forceinline__ u32 write_window(const Bitmaps& maps, u32 from, Bar& bar, i32* out, u32 written, u32 k,
+// The bits of a window of `each` words a thread, in order, as positions from out[written]; the ties among them cut.
+__device__ __forceinline__ u32 write_window(Bitmaps& maps, u32 from, u32 each, Bar& bar, i32* out, u32 written, u32 k,
                                             SelectShared& s) {
-    u32 words[8], total;
-    load_words(maps.taken, words);
+    u32* const taken = maps.taken + threadIdx.x * each;
+    u32 total;
     if (bar.ties) {
-        u32 ties[8];
-        load_words(maps.tied, ties);
-        u32 before = sum_before<SELECT_THREADS>(count_bits(ties), s.sums, total);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 count = __popc(ties[i]);
-            words[i] |= lowest_bits(ties[i], before < bar.ties ? bar.ties - before : 0);
-            before += count;
+        const u32* const tied = maps.tied + threadIdx.x * each;
+        u32 before = bits_before(tied, each, total, s);
+        for (u32 i = 0; i < each; ++i) {
+            taken[i] |= lowest_bits(tied[i], before < bar.ties ? bar.ties - before : 0);
+            before += __popc(tied[i]);
         }
         bar.ties -= min(bar.ties, total);
     }
-    u32 place = written + sum_before<SELECT_THREADS>(count_bits(words), s.sums, total);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        for (u32 left = words[i]; left; left &= left - 1, ++place)
-            if (place < k) out[place] = static_cast<i32>(from + (threadIdx.x * 8 + i) * 32 + __ffs(left) - 1);
+    u32 place = written + bits_before(taken, each, total, s);
+    for (u32 i = 0; i < each; ++i)
+        for (u32 left = taken[i]; left; left &= left - 1, ++place)
+            if (place < k) out[place] = static_cast<i32>(from + (threadIdx.x * each + i) * 32 + __ffs(left) - 1);
     return total;
 }
 
-__device__ __forceinline__ void write_chosen(const IndexTopk& p, int row, const float* scores, u32 length, Cut cut,
-                                             u32 listed, Bitmaps& maps, SelectShared& s) {
-    Bar bar = find_bar(p, row, scores, length, cut, listed, maps.taken, s);
-    const i32* const sure = p.sure + static_cast<i64>(row) * TOPK_MAX;
-    i32* const out = p.topk_out + static_cast<i64>(row) * p.k;
+__device__ __forceinline__ void write_chosen(const Row& r, u32 k, i32* out, Bitmaps& maps, SelectShared& s) {
+    Bar bar = find_bar(r, k, maps.taken, s);
     u32 written = 0;
-    for (u32 from = 0; from < length && written < static_cast<u32>(p.k); from += WINDOW) {
-        const u32 tie_key = bar.key, ties = bar.ties;
-        auto set = [&](u32* bitmap, u32 position) {
+    for (u32 from = 0; from < r.length && written < k; from += WINDOW) {
+        const u32 words = (min(r.length - from, static_cast<u32>(WINDOW)) + 31) / 32;
+        const u32 each = (words + SELECT_THREADS - 1) / SELECT_THREADS;
+        const Bar at = bar;
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < each * SELECT_THREADS; i += SELECT_THREADS) maps.taken[i] = maps.tied[i] = 0;
+        __syncthreads();
+        each_candidate(r, [&](u32 key, u32 position) {
             const u32 place = position - from;
-            if (place < WINDOW) atomicOr(bitmap + place / 32, 1u << place % 32);
-        };
-        __syncthreads();
-        for (int i = 4 * threadIdx.x; i < 2 * WINDOW_WORDS; i += STRIDE)
-            *reinterpret_cast<uint4*>(maps.taken + i) = make_uint4(0, 0, 0, 0);
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < cut.above; i += SELECT_THREADS) set(maps.taken, __ldcg(sure + i));
-        each_edge(p, row, scores, length, cut.bin, listed, [&](u32 key, u32 position) {
-            if (key > tie_key)
-                set(maps.taken, position);
-            else if (key == tie_key && ties)
-                set(maps.tied, position);
+            if (place >= WINDOW) return;
+            if (key > at.key)
+                atomicOr(maps.taken + place / 32, 1u << place % 32);
+            else if (key == at.key && at.ties)
+                atomicOr(maps.tied + place / 32, 1u << place % 32);
         });
         __syncthreads();
-        written += write_window(maps, from, bar, out, written, p.k, s);
+        written += write_window(maps, from, each, bar, out, written, k, s);
     }
 }
 
 // Spans [begin, end) of a row that has scores.
-__device__ __forceinline__ void select_part(const IndexTopk& p, int row, const IndexRow& at, u32 begin, u32 end,
-                                            u8* dynamic, SelectShared& s) {
+__device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 length, u32 begin, u32 end, u8* dynamic,
+                                            SelectShared& s) {
+    Lists& lists = *reinterpret_cast<Lists*>(dynamic);
     i32* const counters = p.counters + row * COUNTERS;
     u32* const histogram = p.histogram + static_cast<i64>(row) * BINS;
-    const float* const scores = p.scores + static_cast<i64>(s.units[row]) * UNIT;
+    i32* const out = p.topk_out + static_cast<i64>(row) * p.k;
+    const u32 all = s.spans[row + 1] - s.spans[row];
+    const bool own = end - begin == all;
     const bool granted = counters[UNGRANTED_ROW] == 0;
-    Cut cut{0, 0, 0};
+    Row r;
+    r.scores = p.scores + static_cast<i64>(s.units[row]) * UNIT;
+    r.length = length;
     if (granted) {
-        cut = row_cut(p, row, s);
-        const u32 stop = min(end * SPAN, static_cast<u32>(at.length));
-        collect(p, row, scores, begin * SPAN, stop, cut.bin, *reinterpret_cast<Lists*>(dynamic), s);
+        const u32 stop = min(end * SPAN, length);
+        float4 ahead[AHEAD];
+        read_ahead(r.scores, begin * SPAN, stop, ahead);
+        if (threadIdx.x == 0) s.edges = s.sure = 0;
+        r.cut = row_cut(p, histogram, s);
+        each_score(r.scores, begin * SPAN, stop, ahead, [&](u32 key, u32 position) {
+            const u32 bin = key >> BIN_SHIFT;
+            if (bin > r.cut.bin) {
+                const u32 i = atomicAdd(&s.sure, 1u);
+                if (i < TOPK_MAX) lists.sure[i] = static_cast<i32>(position);
+            } else if (bin == r.cut.bin) {
+                const u32 i = atomicAdd(&s.edges, 1u);
+                if (i < EDGES_MAX) lists.edges[i] = static_cast<u64>(key) << 32 | position;
+            }
+        });
+        __syncthreads();
+        if (!own) publish(p, row, lists, s);
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const u32 done = static_cast<u32>(atomicAdd(counters + DONE, static_cast<i32>(end - begin))) + end - begin;
-        s.last = done == s.spans[row + 1] - s.spans[row];
-        __threadfence();
-    }
-    __syncthreads();
-    if (!s.last) return;
+    if (!own && !is_last(counters, end - begin, all, s)) return;
     if (granted) {
-        const u32 listed = static_cast<u32>(__ldcg(counters + EDGES));
-        write_chosen(p, row, scores, at.length, cut, listed, *reinterpret_cast<Bitmaps*>(dynamic), s);
+        load_lists(p, row, own, lists, r, s);
+        __syncthreads();
+        write_chosen(r, p.k, out, *reinterpret_cast<Bitmaps*>(dynamic), s);
     } else {
-        for (int i = threadIdx.x; i < p.k; i += SELECT_THREADS) p.topk_out[static_cast<i64>(row) * p.k + i] = -1;
+        for (int i = threadIdx.x; i < p.k; i += SELECT_THREADS) out[i] = -1;
         if (threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < BINS; i += SELECT_THREADS) histogram[i] = 0;
+    for (int i = 4 * threadIdx.x; i < BINS; i += STRIDE)
+        *reinterpret_cast<uint4*>(histogram + i) = make_uint4(0, 0, 0, 0);
     if (threadIdx.x < COUNTERS) counters[threadIdx.x] = 0;
 }
 
@@ -305,8 +351,12 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     using namespace hisparse;
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ SelectShared s;
-    divide<SELECT_THREADS>(p, s.units, s.sums, [](const IndexRow& r) { return units_of(r); });
-    divide<SELECT_THREADS>(p, s.spans, s.sums, [](const IndexRow& r) { return spans_of(r); });
+    divide<SELECT_THREADS>(
+        p, s.row_sums, [](const IndexRow& r) { return static_cast<u64>(units_of(r)) << 32 | spans_of(r); },
+        [&](int row, u64 sum) {
+            s.units[row] = static_cast<u32>(sum >> 32);
+            s.spans[row] = static_cast<u32>(sum);
+        });
     const u32 total = s.spans[p.batch.size];
     u32 begin = share(total, blockIdx.x);
     const u32 end = share(total, blockIdx.x + 1);
@@ -318,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
         else if (static_cast<i64>(s.units[row + 1]) * UNIT > p.capacity)
             write_plain(p, row, {at.seat, at.length, REFUSED});
         else
-            select_part(p, row, at, begin - first, stop - first, dynamic, s);
+            select_part(p, row, static_cast<u32>(at.length), begin - first, stop - first, dynamic, s);
         __syncthreads();
         begin = stop;
     }

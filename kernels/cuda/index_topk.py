@@ -37,6 +37,9 @@ COUNTERS: Final = 4
 HEADS_MAX: Final = 64
 DIM_STEP: Final = 32
 DIM_MAX: Final = 128
+# index_wgmma.cuh
+HOPPER: Final = 90
+WGMMA_HEADS: Final = (32, 64)
 
 SELECT_SHARED_BYTES: Final = 8 * EDGES_MAX + 4 * TOPK_MAX
 STATIC_SHARED_BYTES: Final = 8 << 10  # of index_scores, with room to spare
@@ -68,7 +71,8 @@ class Indexer:
         """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
-        warps = 8 if self.query_bytes == 2 else 4
+        wgmma = arch == HOPPER and self.query_bytes == 2 and self.heads in WGMMA_HEADS
+        warps = 12 if wgmma else 8 if self.query_bytes == 2 else 4
         while ring < 2 * warps * UNIT * self.key_row_bytes:
             warps //= 2
         return (
@@ -78,6 +82,7 @@ class Indexer:
             ("KEY_BYTES", self.key_bytes),
             ("WARPS", warps),
             ("STAGES", min(STAGES_MAX, ring // (warps * UNIT * self.key_row_bytes))),
+            ("WGMMA", int(wgmma)),
         )
 
     def shared_bytes(self, arch: int) -> int:

@@ -96,8 +96,9 @@ def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compi
 
 
 def compile_unit(unit: str, defines: Defines, arch: str) -> Compiled:
-    """One of UNITS for `arch` ("sm_90")."""
-    return compile_source(f'#include "{unit}.cuh"\n', unit, defines, arch)
+    """One unit for `arch` ("sm_90"), with Hopper's own matrix instructions where `defines` ask for them."""
+    own = "a" if dict(defines).get("WGMMA") else ""
+    return compile_source(f'#include "{unit}.cuh"\n', unit, defines, arch + own)
 
 
 def parse_resources(log: str) -> tuple[Resources, ...]:
