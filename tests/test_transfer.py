@@ -157,7 +157,7 @@ def large_receiver(large_pool: PoolMemory, tmp_path: Path) -> Iterator[PageRecei
 def test_pages_of_a_stopped_sender_stay_in_quarantine(
     large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
 ) -> None:
-    """I2: a late write does land; it lands in quarantine, and the pages are free only after it."""
+    """I2, SGLang #24578: a late write does land; in quarantine, and the pages are free only after it."""
     receiver = large_receiver
     receiver.open(1, [1])
     with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:

@@ -36,7 +36,8 @@ def lives(seeds: Iterable[int], *, can_shut_out: bool) -> Counter[str]:
 
 @pytest.mark.parametrize("can_shut_out", [True, False])
 def test_no_write_lands_in_the_page_of_another_whatever_happens(can_shut_out: bool) -> None:
-    """I2; and each ticket ends once at the receiver, arrived or revoked, with no more in flight than the window."""
+    """I2, SGLang #24578; and each ticket ends once at the receiver, arrived or revoked, with no more in flight than the
+    window."""
     ended = lives(SEEDS, can_shut_out=can_shut_out)
     assert min(ended["arrived"], ended["revoked"]) > len(SEEDS)
 

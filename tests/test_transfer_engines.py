@@ -106,7 +106,7 @@ def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: 
 def test_a_late_write_of_a_stopped_sender_lands_nowhere(
     large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
 ) -> None:
-    """I2: its process stands still with a write half out, its page gets another owner, and it goes on."""
+    """I2, SGLang #24578: its process stands still with half a write out, its page gets another owner, it goes on."""
     receiver = large_receiver
     receiver.open(1, [1])
     with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:

@@ -240,7 +240,9 @@ class Receiving:
         if begin.pages != len(ticket.pages):
             raise BadInput(f"{begin.pages} pages to send, {len(ticket.pages)} reserved", field="pages")
         if sender not in self._endpoints and len(self._endpoints) >= SENDERS_MAX:
-            raise CapacityError(f"{SENDERS_MAX} senders have endpoints", field="sender", value=sender)
+            raise CapacityError(
+                f"{SENDERS_MAX} senders have endpoints, and none was said to have exited", field="sender", value=sender
+            )
         ends = tuple(unpack_int64(begin.part_ends, "part_ends").tolist())
         if (
             not 0 < len(ends) <= PARTS_MAX

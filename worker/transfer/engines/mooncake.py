@@ -1,7 +1,8 @@
 """Engine `mooncake`: the Mooncake Transfer Engine, TCP or RDMA.
 
 Each sender writes through an engine of its own at the receiver, with the pool registered in it; to shut a sender out is
-to destroy that engine. Its threads move the bytes: nobody needs to call it for progress.
+to destroy that engine. (Over TCP it also refuses a write to memory that is not registered, but looks only when the
+write begins.) Its threads move the bytes: nobody needs to call it for progress.
 
 A batch above BATCH_WRITES_MAX descriptors fails; each page is a write of its own here, so only their number in flight
 is bounded (worker/transfer/sending.py).
@@ -94,7 +95,7 @@ def _load() -> Any:
     try:
         return importlib.import_module("mooncake.engine").TransferEngine
     except ImportError as error:
-        raise not_installed("mooncake", "mooncake-transfer-engine-non-cuda", error) from error
+        raise not_installed("mooncake", "mooncake-transfer-engine-non-cuda, apt install libibverbs1", error) from error
 
 
 def _engine(make: Any, pool: PoolMemory, host: str, protocol: str, devices: str) -> Any:

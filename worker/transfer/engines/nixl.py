@@ -63,7 +63,8 @@ class NixlTarget:
 
     def progress(self) -> None:
         for agent in self._agents.values():
-            agent.get_new_notifs()
+            with suppress(Exception):  # NIXL's have no common base; its sender sees that the write is overdue
+                agent.get_new_notifs()
 
     def close(self) -> None:
         self._agents.clear()

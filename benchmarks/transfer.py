@@ -1,0 +1,302 @@
+"""Page transfer against its limits: memcpy for `shared`, a plain TCP stream for engines that cross nodes.
+
+    python -m benchmarks.transfer --dir /dev/shm [--engines shared nixl mooncake] [--netns] [--pages 128] [--rounds 5]
+
+Sender and receiver are processes of their own. `--netns` (root) puts them into two network namespaces with a veth pair
+between them, as two nodes have it; without it they talk over loopback. In each round the limit and every engine take
+their turn, so that all see the same neighbours; shares are of the limit of the same round, and the median is printed.
+
+    limit tcp     one connection, sendall out of the pool, recv_into the pool: no checksum, no control messages
+    limit memcpy  one thread copies page by page from pool to pool, both mapped files
+    checksum      xxh3-64 of pages that are in no cache; copy with checksum as `shared` does both
+
+An engine's time runs from the first `send` to the last `Delivered`: written, verified by the receiver and acknowledged.
+CPU seconds are those of both processes. Writes benchmarks/results/transfer-HOST.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.layout import Geometry
+from tests.transfer_rig import MODEL, make_pool
+from worker.transfer import Arrived, Delivered, Layout, PoolMemory, open_receiver, open_sender
+from worker.transfer.checksum import checksum, copy_with_checksum
+
+RESULTS = Path(__file__).with_name("results")
+#: DeepSeek-V3.2 with bf16 rows: a page is 5.0 MB.
+GEOMETRY = Geometry(61, 1_152, tuple(range(61)), 132, 2_048)
+NAMES: Final = ("hisparse-p", "hisparse-d")
+ADDRESSES: Final = ("10.123.0.1", "10.123.0.2")
+LOOPBACK: Final = "127.0.0.1"
+WAIT_S: Final = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--engines", nargs="*", default=["shared", "nixl", "mooncake"])
+    parser.add_argument("--netns", action="store_true")
+    parser.add_argument("--pages", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--role", choices=["send", "receive"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        serve(options)
+        return
+    if options.netns:
+        with namespaces():
+            report(options, ADDRESSES[1], [["ip", "netns", "exec", name] for name in NAMES])
+    else:
+        report(options, LOOPBACK, [[], []])
+
+
+# ---------------------------------------------------------------- both processes
+
+
+@contextmanager
+def namespaces() -> Iterator[None]:
+    """Two of them, and a veth pair between."""
+    run = [f"ip netns add {name}" for name in NAMES]
+    run.append(f"ip link add veth-p netns {NAMES[0]} type veth peer name veth-d netns {NAMES[1]}")
+    for name, device, address in zip(NAMES, ("veth-p", "veth-d"), ADDRESSES, strict=True):
+        run += [f"ip -n {name} addr add {address}/24 dev {device}", f"ip -n {name} link set {device} up"]
+        run.append(f"ip -n {name} link set lo up")
+    try:
+        for command in run:
+            subprocess.run(command.split(), check=True)
+        yield
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+class Process:
+    """One of the two, which answers one line to each order."""
+
+    def __init__(self, prefix: list[str], role: str, options: argparse.Namespace) -> None:
+        command = [*prefix, sys.executable, "-m", "benchmarks.transfer", "--role", role, "--dir", str(options.dir)]
+        command += ["--pages", str(options.pages)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def order(self, **what: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a process of the benchmark has ended: {self._process.wait()}")
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(WAIT_S)
+
+
+def report(options: argparse.Namespace, host: str, prefixes: list[list[str]]) -> None:
+    sender, receiver = Process(prefixes[0], "send", options), Process(prefixes[1], "receive", options)
+    rounds: list[dict[str, Any]] = []
+    ticket = 0
+    for number in range(options.rounds + 1):  # the first one warms up: connections, pages of the pools
+        row: dict[str, Any] = {}
+        sender.order(what="memory")
+        row |= sender.answer()
+        for engine in ["tcp", *options.engines]:
+            ticket += 1
+            receiver.order(what=engine, ticket=ticket, host=host)
+            receiver_says = receiver.answer()
+            sender.order(what=engine, ticket=ticket, **receiver_says)
+            sent, received = sender.answer(), receiver.answer()
+            if not received["equal"]:
+                raise SystemExit(f"{engine}: other bytes arrived")
+            size = options.pages * GEOMETRY.page_bytes
+            row[engine] = {"gbps": size / sent["s"] / 1e9, "cpu_s_per_gb": (sent["cpu"] + received["cpu"]) / size * 1e9}
+        if number:
+            rounds.append(row)
+    sender.end()
+    receiver.end()
+    summarize(options, host, rounds)
+
+
+def summarize(options: argparse.Namespace, host: str, rounds: list[dict[str, Any]]) -> None:
+    def median(name: str, key: str = "gbps") -> float:
+        return statistics.median(row[name][key] for row in rounds)
+
+    def share(name: str, limit: str) -> float:
+        return statistics.median(row[name]["gbps"] / row[limit]["gbps"] for row in rounds)
+
+    between = "two network namespaces, veth" if host == ADDRESSES[1] else "loopback"
+    print(
+        f"{options.pages} pages of {GEOMETRY.page_bytes} bytes, {options.rounds} rounds, {between}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    print("| | GB/s | of its limit | CPU s per GB |\n|---|---|---|---|")
+    for name in ("memcpy", "checksum", "copy_with_checksum"):
+        print(f"| {name} | {median(name):.2f} | {share(name, 'memcpy'):.0%} | |")
+    for name in ["tcp", *options.engines]:
+        limit = "memcpy" if name == "shared" else "tcp"
+        print(f"| {name} | {median(name):.2f} | {share(name, limit):.0%} | {median(name, 'cpu_s_per_gb'):.2f} |")
+    RESULTS.mkdir(exist_ok=True)
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "cpu": platform.processor() or platform.machine()}
+    what = {"between": between, "page_bytes": GEOMETRY.page_bytes, "pages": options.pages, "machine": machine}
+    name = "netns" if host == ADDRESSES[1] else "loopback"
+    (RESULTS / f"transfer-{name}.json").write_text(json.dumps(what | {"rounds": rounds}, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------- one process
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Orders from stdin, answers to stdout, until stdin ends."""
+    path = options.dir / f"hisparse-bench-{options.role}.pool"
+    pool = make_pool(path, GEOMETRY, options.pages)
+    end = SendEnd(pool) if options.role == "send" else ReceiveEnd(pool)
+    try:
+        for line in sys.stdin:
+            end.obey(json.loads(line))
+    finally:
+        end.close()
+        path.unlink()
+    sys.stdout.flush()
+    os._exit(0)  # engines keep threads
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def timed(action: Any, *arguments: Any) -> tuple[float, float]:
+    """Seconds by the clock, and of this process's CPU."""
+    cpu, began = time.process_time(), time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+class SendEnd:
+    def __init__(self, pool: PoolMemory) -> None:
+        self.pool = pool
+        self.spare = make_pool(Path(f"{pool.path}.spare"), GEOMETRY, len(pool.pages))
+        generator = np.random.default_rng(0)
+        for index, page in enumerate(pool.pages):
+            page[:] = generator.integers(0, 256, len(page), dtype=np.uint8)
+            page[:8].view(np.uint64)[0] = index
+        self.sender = open_sender(pool, Layout.of(GEOMETRY, MODEL), name=f"sender/{os.getpid()}")
+        self.stream: socket.socket | None = None
+
+    def obey(self, order: dict[str, Any]) -> None:
+        match order["what"]:
+            case "memory":
+                say(**{name: {"gbps": self.memory(name)} for name in ("memcpy", "checksum", "copy_with_checksum")})
+            case "tcp":
+                seconds, cpu = timed(self.plain, order["host"], order["port"])
+                say(s=seconds, cpu=cpu)
+            case _:
+                seconds, cpu = timed(self.pages, order["ticket"], bytes.fromhex(order["description"]))
+                say(s=seconds, cpu=cpu)
+
+    def memory(self, name: str) -> float:
+        """GB/s over all pages."""
+
+        def go() -> None:
+            for source, target in zip(self.pool.pages, self.spare.pages, strict=True):
+                match name:
+                    case "memcpy":
+                        target[:] = source
+                    case "checksum":
+                        checksum(source)
+                    case _:
+                        copy_with_checksum(target, source)
+
+        return self.pool.pages.nbytes / timed(go)[0] / 1e9
+
+    def plain(self, host: str, port: int) -> None:
+        if self.stream is None:
+            self.stream = socket.create_connection((host, port))
+        for page in self.pool.pages:
+            self.stream.sendall(page.data)
+        self.stream.recv(1)
+
+    def pages(self, ticket: int, description: bytes) -> None:
+        count = len(self.pool.pages)
+        self.sender.open(ticket, description, count)
+        for index in range(count):
+            self.sender.send(ticket, index, index)
+        delivered = 0
+        while delivered < count:
+            for event in self.sender.poll():
+                if not isinstance(event, Delivered):
+                    raise SystemExit(str(event))
+                delivered += 1
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        self.sender.close()
+        os.unlink(self.spare.path)
+
+
+class ReceiveEnd:
+    def __init__(self, pool: PoolMemory) -> None:
+        self.pool = pool
+        self.receivers: dict[str, Any] = {}
+        self.server: socket.socket | None = None
+        self.stream: socket.socket | None = None
+
+    def obey(self, order: dict[str, Any]) -> None:
+        self.pool.pages[:, :8] = 0
+        cpu = self.plain(order["host"]) if order["what"] == "tcp" else self.ticket(order)
+        heads = self.pool.pages[:, :8].copy().view(np.uint64)[:, 0]
+        say(cpu=cpu, equal=bool((heads == np.arange(len(heads))).all()))
+
+    def plain(self, host: str) -> float:
+        if self.server is None:
+            self.server = socket.create_server((host, 0))
+        say(host=host, port=self.server.getsockname()[1])
+        if self.stream is None:
+            self.stream, _ = self.server.accept()
+        cpu = time.process_time()
+        for page in self.pool.pages:
+            view = page.data
+            while view:
+                view = view[self.stream.recv_into(view) :]
+        self.stream.sendall(b".")
+        return time.process_time() - cpu
+
+    def ticket(self, order: dict[str, Any]) -> float:
+        engine, count = order["what"], len(self.pool.pages)
+        if engine not in self.receivers:
+            layout, address = Layout.of(GEOMETRY, MODEL), f"tcp://{order['host']}:0"
+            self.receivers[engine] = open_receiver(engine, self.pool, layout, name=f"bench-{engine}", address=address)
+        receiver = self.receivers[engine]
+        cpu = time.process_time()
+        receiver.open(order["ticket"], list(range(count)))
+        say(description=receiver.describe().hex())
+        arrived = 0
+        while arrived < count:
+            arrived += sum(isinstance(event, Arrived) for event in receiver.poll())
+            time.sleep(0.0005)
+        return time.process_time() - cpu
+
+    def close(self) -> None:
+        for receiver in self.receivers.values():
+            receiver.close()
+
+
+if __name__ == "__main__":
+    main()
