@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -97,16 +97,22 @@ def _copies(counters: WorkerCounters) -> Iterator[Family]:
 
 
 def _swaps(swap: SwapTotals) -> Iterator[Family]:
-    """By layer: what its group found, loaded and evicted, and the time of its own copies."""
+    """By layer: what its group found, loaded and evicted, and the time of its own copies. Numbers of one width, so that
+    series sort."""
     groups = swap.group_of_layer
-    for name in ("hits", "misses", "evictions"):
-        counts = getattr(swap, name).tolist()
-        yield labelled(f"hisparse_swap_{name}_total", {str(layer): counts[group] for layer, group in enumerate(groups)})
-    misses = swap.misses.tolist()
-    loaded = {str(layer): misses[group] * swap.row_bytes for layer, group in enumerate(groups)}
-    yield labelled("hisparse_swap_bytes_total", loaded)
+    width = len(str(len(groups) - 1))
+    layers = [f"{layer:0{width}}" for layer in range(len(groups))]
+
+    def by_layer(counts: Sequence[int]) -> dict[str, int]:
+        return {layer: counts[group] for layer, group in zip(layers, groups, strict=True)}
+
+    misses = by_layer(swap.misses.tolist())
+    yield labelled("hisparse_swap_hits_total", by_layer(swap.hits.tolist()))
+    yield labelled("hisparse_swap_misses_total", misses)
+    yield labelled("hisparse_swap_evictions_total", by_layer(swap.evictions.tolist()))
+    yield labelled("hisparse_swap_bytes_total", {layer: rows * swap.row_bytes for layer, rows in misses.items()})
     streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
-    seconds = {(str(layer), stream): swap.seconds[layer] for layer, stream in enumerate(streams)}
+    seconds = dict(zip(zip(layers, streams, strict=True), swap.seconds, strict=True))
     yield labelled("hisparse_swap_seconds_total", seconds)
 
 

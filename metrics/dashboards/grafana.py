@@ -24,12 +24,14 @@ SOURCE: Final[Json] = {"type": "prometheus", "uid": "prometheus"}
 
 
 class View(Enum):
-    """How a panel draws: lines, lines on top of each other, one number per series, counts per bucket over time."""
+    """How a panel draws: lines, lines on top of each other, one number per series; over time in colours, the counts of
+    buckets, or a row for each series, in the order of their names."""
 
     LINES = "timeseries"
     STACK = "stack"
     NUMBER = "stat"
     HEATMAP = "heatmap"
+    ROWS = "rows"
 
 
 @dataclass(frozen=True)
@@ -145,15 +147,15 @@ def _panels(rows: tuple[Row, ...]) -> Iterator[Json]:
 
 
 def _panel(panel: Panel) -> Json:
-    kind = View.LINES if panel.view is View.STACK else panel.view
+    drawn_as = {View.STACK: View.LINES, View.ROWS: View.HEATMAP}
     return {
-        "type": kind.value,
+        "type": drawn_as.get(panel.view, panel.view).value,
         "title": panel.title,
         "description": panel.description,
         "datasource": SOURCE,
         "targets": [_target(index, query, panel.view) for index, query in enumerate(panel.queries)],
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, **_limits(panel), **_style(panel)}},
-        **_options(panel.view),
+        **_options(panel),
     }
 
 
@@ -189,11 +191,13 @@ def _style(panel: Panel) -> Json:
             return style
 
 
-def _options(view: View) -> Json:
-    match view:
+def _options(panel: Panel) -> Json:
+    match panel.view:
         case View.NUMBER:
             return {"options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "textMode": "value_and_name"}}
         case View.HEATMAP:
             return {"options": {"calculate": False, "yAxis": {"unit": "s"}}}
+        case View.ROWS:
+            return {"options": {"calculate": False, "cellValues": {"unit": panel.unit}, "yAxis": {"unit": "none"}}}
         case _:
             return {"options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list"}}}

@@ -6,6 +6,18 @@ from typing import Final
 
 from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View
 
+
+def quantiles(histogram: str, *shares: float) -> tuple[Query, ...]:
+    """Of one histogram, over all that export it."""
+    return tuple(
+        Query(
+            f"histogram_quantile({share}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))",
+            f"p{share * 100:.0f}",
+        )
+        for share in shares
+    )
+
+
 LIFE: Final = Row(
     "Life cycle",
     (
@@ -74,11 +86,12 @@ REASONS: Final = Row(
         ),
         Panel(
             "Failed",
-            "Requests that ended FAILED, per second, and those that a worker could not go on with. Bad: above 0; "
-            "`hisparse request ID` has the reason.",
+            "Requests that ended FAILED, per second, by cause: fault (a worker could not go on with it), poison (it "
+            "kills workers), lost_tokens, stopped; and what workers call faulted. Bad: above 0; `hisparse request ID` "
+            "has the reason.",
             "reqps",
             (
-                Query('sum(rate(hisparse_ended_total{outcome="FAILED"}[$__rate_interval]))', "failed", rare=True),
+                Query("sum by (cause) (rate(hisparse_failed_total[$__rate_interval]))", "{{cause}}", rare=True),
                 Query("sum(rate(hisparse_worker_faulted_total[$__rate_interval]))", "faulted"),
             ),
         ),
@@ -89,44 +102,64 @@ LATENCY: Final = Row(
     "How long?",
     (
         Panel(
-            "Prefill of a prompt",
-            "All workers: most of the time to the first token of a request that did not wait. Bad: above what clients "
-            "were promised.",
+            "Time to first token",
+            "From submission to a first token at the coordinator: waiting, prefill, staging. Clients see it one commit "
+            "of the journal later. Bad: above what clients were promised; see which of the three it is.",
             "s",
-            tuple(
-                Query(
-                    f"histogram_quantile({share}, sum by (le) "
-                    "(rate(hisparse_worker_prefill_seconds_bucket[$__rate_interval])))",
-                    f"p{share * 100:.0f}",
-                )
-                for share in (0.5, 0.99)
-            ),
+            quantiles("hisparse_time_to_first_token_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Wait for a place",
+            "Until a request that may run is admitted to a worker, each time. Bad: above what clients were promised; "
+            "growth while seats are free: memory, not seats, is short.",
+            "s",
+            quantiles("hisparse_queue_wait_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Prefill of a prompt",
+            "All workers: most of the time to the first token of a request that did not wait. Bad: growth at the same "
+            "prompt lengths.",
+            "s",
+            quantiles("hisparse_worker_prefill_seconds", 0.5, 0.99),
         ),
         Panel(
             "Between two tokens",
-            "Decode steps of all workers: what a request waits for its next token. Bad: p99 far above the median.",
+            "As tokens reach the coordinator, pauses of retracted requests included. Bad: p99 far above the median "
+            "while steps are even: retractions, a busy coordinator, a lossy link.",
             "s",
-            tuple(
-                Query(
-                    f"histogram_quantile({share}, sum by (le) "
-                    "(rate(hisparse_worker_step_seconds_bucket[$__rate_interval])))",
-                    f"p{share * 100:.0f}",
-                )
-                for share in (0.5, 0.95, 0.99)
-            ),
+            quantiles("hisparse_inter_token_seconds", 0.5, 0.95, 0.99),
         ),
         Panel(
-            "Waiting requests for each that starts",
-            "Queued requests over admissions per second: roughly the seconds that a new one waits. Bad: above what "
-            "clients were promised.",
+            "Decode steps",
+            "All workers: what a running request waits for its next token. Bad: p99 far above the median.",
             "s",
-            (
-                Query(
-                    'sum(hisparse_requests{state="QUEUED"}) / sum(rate(hisparse_admissions_total[$__rate_interval]))',
-                    "estimated wait",
-                    rare=True,
-                ),
-            ),
+            quantiles("hisparse_worker_step_seconds", 0.5, 0.95, 0.99),
+        ),
+    ),
+)
+
+RETURNS: Final = Row(
+    "Leaving and coming back",
+    (
+        Panel(
+            "Retraction",
+            "From telling a worker to let a request go to having its memory back: one step and what is in flight. Bad: "
+            "seconds: the worker hangs, or its link does.",
+            "s",
+            quantiles("hisparse_retract_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Resumption",
+            "From admitting a request with kept rows to its running: loading index keys, and rows if resident. Bad: as "
+            "long as a prefill.",
+            "s",
+            quantiles("hisparse_resume_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Lifetime of a host page",
+            "From taken to free, whoever held it. Bad: growth at the same load: held requests, or quarantine.",
+            "s",
+            quantiles("hisparse_host_page_lifetime_seconds", 0.5, 0.99),
         ),
     ),
 )
@@ -171,5 +204,5 @@ REQUESTS: Final = Dashboard(
     "hisparse-requests",
     "HiSparse: Requests",
     "What happens to requests: how many, how long, and why not.",
-    (LIFE, REASONS, LATENCY, TRAFFIC),
+    (LIFE, LATENCY, RETURNS, REASONS, TRAFFIC),
 )

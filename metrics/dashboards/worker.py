@@ -1,4 +1,8 @@
-"""One worker: what a decode step waits for, what its memories hold, what crosses the link to the host."""
+"""One worker: what a decode step waits for, what its memories hold, what crosses the link to the host.
+
+Of what is timed on a sample (one step in 64, one wait of a stream in 16), each sample counts for all that it stands
+for: rates are seconds per second, and over the rate of steps, seconds per step.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,21 @@ ONE: Final = 'instance=~"$worker"'
 
 def rate(name: str, labels: str = ONE) -> str:
     return f"rate({name}{{{labels}}}[$__rate_interval])"
+
+
+def of_workers(metric: str, labels: str = ONE) -> str:
+    """The rate of a metric, summed over all labels but the worker's."""
+    return f"sum by (job, instance) ({rate(metric, labels)})"
+
+
+def per_step(seconds: str) -> str:
+    return f"({seconds}) / {rate('hisparse_worker_steps_total')}"
+
+
+COMPUTE: Final = rate("hisparse_worker_compute_seconds_total")
+#: Swap-in of the layers that a step waits for; others are copied beside it.
+SWAP: Final = of_workers("hisparse_swap_seconds_total", f'{ONE}, stream="compute"')
+BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE}, fence="backed_up"')
 
 
 def quantiles(name: str, *shares: float) -> tuple[Query, ...]:
@@ -49,15 +68,32 @@ STEPS: Final = Row(
             View.HEATMAP,
         ),
         Panel(
-            "Where a step waits",
+            "Parts of a step",
+            "What the step time is made of: swap-in, other kernels, the wait for earlier rows to be backed up (on "
+            "GPUs), and the rest, in which the device has nothing to do. Bad: swap-in above a third; the rest above a "
+            "tenth of a step on a GPU: the host is too slow.",
+            "s",
+            (
+                Query(per_step(SWAP), "{{instance}} swap-in"),
+                Query(per_step(f"{COMPUTE} - {SWAP}"), "{{instance}} compute"),
+                Query(per_step(BACKED_UP), "{{instance}} waits for backup", rare=True),
+                Query(
+                    per_step(f"clamp_min({rate('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
+                    "{{instance}} rest",
+                ),
+            ),
+            View.STACK,
+        ),
+        Panel(
+            "Waits per step",
             "Seconds of waiting per decode step, by fence: copies, the host, or compute itself (sampled). Measured on "
-            "GPUs, one wait of a stream in 16. Bad: any fence but sampled at a tenth of the step time.",
+            "GPUs alone. Bad: any fence but sampled at a tenth of the step time.",
             "s",
             (
                 Query(
                     f"{rate('hisparse_worker_fence_wait_seconds_total')}"
                     f" / ignoring (fence) group_left {rate('hisparse_worker_steps_total')}",
-                    "{{fence}}",
+                    "{{instance}} {{fence}}",
                     rare=True,
                 ),
             ),
@@ -69,7 +105,7 @@ STEPS: Final = Row(
             (
                 Query(
                     f"{rate('hisparse_worker_fence_wait_seconds_total')} / {rate('hisparse_worker_fence_waits_total')}",
-                    "{{fence}}",
+                    "{{instance}} {{fence}}",
                     rare=True,
                 ),
             ),
@@ -125,7 +161,7 @@ OUTPUT: Final = Row(
 )
 
 MEMORY: Final = Row(
-    "Hot buffers and the link to the host",
+    "Hot buffers",
     (
         Panel(
             "Hit rate",
@@ -148,12 +184,12 @@ MEMORY: Final = Row(
             (Query(f"{rate('hisparse_worker_misses_total')} / {rate('hisparse_worker_steps_total')}", "{{instance}}"),),
         ),
         Panel(
-            "Copies",
-            "Bytes per second between host and device, by purpose. Bad: near what the link carries one way (the line: "
-            "PCIe 5.0 x16); backup above what tokens explain.",
-            "Bps",
-            (Query(rate("hisparse_worker_copied_bytes_total"), "{{instance}} {{direction}} {{purpose}}"),),
-            bad_above=LINK_BYTES_PER_S,
+            "Sizes",
+            "Hot buffers by size: resident, or managed with so many slots. Bad: many of the smallest while device "
+            "memory is free; all resident while requests are queued.",
+            "none",
+            (Query(f"hisparse_worker_hot_buffers{{{ONE}}}", "{{instance}} {{size}}"),),
+            View.STACK,
         ),
         Panel(
             "Device memory",
@@ -171,8 +207,93 @@ MEMORY: Final = Row(
     ),
 )
 
+LAYERS: Final = Row(
+    "Layers",
+    (
+        Panel(
+            "Hit rate by layer",
+            "Share of top-k rows found hot, one row per layer; layers that share a selection are alike. Bad: a few "
+            "layers far below the others: their selections wander, and hot buffers are sized for the others.",
+            "percentunit",
+            (
+                Query(
+                    "sum by (layer) ("
+                    + rate("hisparse_swap_hits_total")
+                    + ") / (sum by (layer) ("
+                    + rate("hisparse_swap_hits_total")
+                    + ") + sum by (layer) ("
+                    + rate("hisparse_swap_misses_total")
+                    + "))",
+                    "{{layer}}",
+                ),
+            ),
+            View.ROWS,
+        ),
+        Panel(
+            "Swap-in by layer",
+            "Seconds per decode step, one row per layer. Bad: layers that take several times what others with the same "
+            "hit rate take.",
+            "s",
+            (
+                Query(
+                    f"sum by (layer) ({rate('hisparse_swap_seconds_total')})"
+                    f" / scalar(sum({rate('hisparse_worker_steps_total')}))",
+                    "{{layer}}",
+                ),
+            ),
+            View.ROWS,
+        ),
+        Panel(
+            "Loaded and evicted",
+            "Rows of all layers per second that came into hot buffers from the host, and that made way. Bad: evictions "
+            "near loads at a low hit rate: buffers are too small for what is selected.",
+            "none",
+            (
+                Query(of_workers("hisparse_swap_misses_total"), "{{instance}} loaded"),
+                Query(of_workers("hisparse_swap_evictions_total"), "{{instance}} evicted"),
+            ),
+        ),
+    ),
+)
+
+LINK: Final = Row(
+    "The link to the host",
+    (
+        Panel(
+            "Bytes",
+            "Bytes per second between host and device, by purpose. Bad: near what the link carries one way (the line: "
+            "PCIe 5.0 x16); backup above what tokens explain.",
+            "Bps",
+            (Query(rate("hisparse_worker_copied_bytes_total"), "{{instance}} {{direction}} {{purpose}}"),),
+            bad_above=LINK_BYTES_PER_S,
+        ),
+        Panel(
+            "Bandwidth while copying",
+            "Bytes over the time in which such copies ran; the line is what PCIe 5.0 x16 carries one way. Bad: staging "
+            "and loading far below it on a GPU: fewer lanes, or memory of another socket. Backup and swap-in move a "
+            "few rows at a time and lie below it by nature.",
+            "Bps",
+            (
+                Query(
+                    f"{rate('hisparse_worker_copied_bytes_total')} / {rate('hisparse_worker_copy_seconds_total')}",
+                    "{{instance}} {{direction}} {{purpose}}",
+                ),
+            ),
+            bad_above=LINK_BYTES_PER_S,
+        ),
+        Panel(
+            "Time spent copying",
+            "Share of the time in which copies of each purpose ran. Bad: one direction at 1 in all: what is copied "
+            "there waits.",
+            "percentunit",
+            (Query(rate("hisparse_worker_copy_seconds_total"), "{{instance}} {{direction}} {{purpose}}"),),
+            View.STACK,
+        ),
+    ),
+)
+
 PROMPTS: Final = Row(
-    "Prompts",
+    "Prompts and returns",
     (
         Panel(
             "Prefill",
@@ -185,6 +306,13 @@ PROMPTS: Final = Row(
             "Time to bring one prompt's rows to the host. Bad: more than prefill itself took.",
             "s",
             quantiles("hisparse_worker_stage_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Loading",
+            "Time until a request that returns, or whose buffer became resident, has its index keys and rows again. "
+            "Bad: more than staging takes: the link is busy with something else.",
+            "s",
+            quantiles("hisparse_worker_load_seconds", 0.5, 0.99),
         ),
         Panel(
             "Prompt tokens",
@@ -241,6 +369,6 @@ WORKER: Final = Dashboard(
     "hisparse-worker",
     "HiSparse: Worker",
     "One worker: what a step waits for, what its memories hold, what crosses the link to the host.",
-    (STEPS, OUTPUT, MEMORY, PROMPTS, PROCESS),
+    (STEPS, OUTPUT, MEMORY, LAYERS, LINK, PROMPTS, PROCESS),
     (Variable("worker", "instance", "hisparse_worker_seats"),),
 )
