@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import BadInput, WrongState
 from tests.fakes.transfer_world import HOST_PAGES, LAYOUT, FakeTransferWorld
+from worker.transfer import receiving, sending
+from worker.transfer.interface import Arrived, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Receiving
 from worker.transfer.sending import Sending
+from worker.transfer.wire import Begin, Checked, Ready, Refused, Stop, Stopped, Written
 
 SEEDS = range(150)
 
@@ -90,6 +94,110 @@ def test_each_guard_against_late_writes_is_needed(
     monkeypatch.setattr(core, method, mutant)
     with pytest.raises(AssertionError, match="I2"):
         lives(range(2_000), can_shut_out=can_shut_out)
+
+
+# ---------------------------------------------------------------- one message at a time
+
+
+def description() -> bytes:
+    return Description(1, "fake", "receiver", "tcp://r:1", 1, b"", LAYOUT).encode()
+
+
+def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
+    """A ticket of two pages, the first of which has arrived by the message that comes along."""
+    core = Receiving(LAYOUT, HOST_PAGES, 1, can_shut_out=True)
+    core.open(7, [3, 4])
+    core.heard("a/1", Begin(1, 1, 7, 2, LAYOUT, pack_int64([600])), 0.0)
+    core.admitted("a/1", b"")
+    written = Written(7, 0, 1, 99)
+    (check,) = core.heard("a/1", written, 0.0)
+    assert isinstance(check, receiving.Check)
+    assert receiving.Tell(Arrived(7, 0)) in core.checked(check, True)
+    return core, written
+
+
+def test_a_completion_that_comes_twice_is_answered_and_told_once() -> None:
+    core, written = receiver_with_a_page_checked()
+    assert core.heard("a/1", written, 0.0) == [receiving.Say("a/1", Checked(7, 0, 1, True))]
+
+
+def test_a_completion_of_somebody_else_is_ignored() -> None:
+    core, _ = receiver_with_a_page_checked()
+    assert core.heard("b/1", Written(7, 1, 1, 99), 0.0) == []
+    assert core.heard("a/1", Written(7, 2, 1, 99), 0.0) == []
+    assert core.heard("b/1", Stopped(7, True, ""), 0.0) == []
+
+
+def test_a_completion_after_revocation_is_not_looked_at() -> None:
+    core, _ = receiver_with_a_page_checked()
+    core.revoke(7, "aborted", 0.0)
+    assert core.heard("a/1", Written(7, 1, 1, 99), 0.0) == [receiving.Say("a/1", Stop(7, "aborted"))]
+
+
+@pytest.mark.parametrize(
+    ("begin", "reason"),
+    [
+        (Begin(2, 1, 7, 2, LAYOUT, pack_int64([600])), "speaks version 2, this receiver 1"),
+        (Begin(1, 5, 7, 2, LAYOUT, pack_int64([600])), "is gone"),
+        (Begin(1, 1, 7, 3, LAYOUT, pack_int64([600])), "3 pages to send, 2 reserved"),
+        (Begin(1, 1, 7, 2, LAYOUT, pack_int64([600, 300])), "ascending ends"),
+        (Begin(1, 1, 7, 2, LAYOUT, b"123"), "do not divide"),
+        (
+            Begin(1, 1, 7, 2, Layout(32, 600, 2, 4, 0, 1, 1, "model"), pack_int64([600])),
+            "layout.page_tokens=64: host pages of b/1 have page_tokens 32, those of this worker 64",
+        ),
+    ],
+)
+def test_a_sender_that_does_not_fit_is_refused_with_both_values(begin: Begin, reason: str) -> None:
+    core = Receiving(LAYOUT, HOST_PAGES, 1, can_shut_out=True)
+    core.open(7, [3, 4])
+    (answer,) = core.heard("b/1", begin, 0.0)
+    assert isinstance(answer, receiving.Say)
+    assert isinstance(answer.message, Refused)
+    assert reason in answer.message.reason
+    assert core.revoke(7, "aborted", 0.0) == [receiving.Tell(Revoked(7, "aborted"))], "nobody has begun"
+
+
+def sender_with_a_post() -> tuple[Sending, sending.Post]:
+    core = Sending(LAYOUT, HOST_PAGES, frozenset({"fake"}))
+    core.open(7, description(), 1, (), 0.0)
+    core.send(7, 0, 2, 0, 0.0)
+    *_, post = core.heard("tcp://r:1", Ready(7, pack_int32([5]), 40, b""), 0.0)
+    assert isinstance(post, sending.Post)
+    return core, post
+
+
+def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
+    """I8; and the receiver learns that it may still land."""
+    core, post = sender_with_a_post()
+    assert core.tick(sending.WRITE_LIMIT_S - 1) == []
+    actions = core.tick(sending.WRITE_LIMIT_S)
+    reason = f"a write took longer than {sending.WRITE_LIMIT_S:g} s"
+    assert actions == [
+        sending.Disconnect("tcp://r:1", 40),
+        sending.Say("tcp://r:1", Stopped(7, False, reason)),
+        sending.Tell(Failed(7, reason)),
+    ]
+    assert core.written(post, 99, "", 50.0) == []
+
+
+def test_a_page_that_nobody_verifies_fails_its_ticket() -> None:
+    """I8; what was written has ended, so the pages are free at once."""
+    core, post = sender_with_a_post()
+    written = sending.Say("tcp://r:1", Written(7, 0, 1, 99))
+    assert core.written(post, 99, "", 0.0) == [written]
+    assert core.tick(sending.CHECK_RESEND_S) == [written], "it may have been lost"
+    reason = f"a page was not verified within {sending.CHECK_LIMIT_S:g} s"
+    said = sending.Say("tcp://r:1", Stopped(7, True, reason))
+    assert core.tick(sending.CHECK_LIMIT_S) == [said, sending.Tell(Failed(7, reason))]
+    assert core.in_flight == (0, 0)
+
+
+def test_a_receiver_is_told_again_what_became_of_a_ticket() -> None:
+    core, _ = sender_with_a_post()
+    core.tick(sending.WRITE_LIMIT_S)
+    (answer,) = core.heard("tcp://r:1", Stop(7, "aborted"), 99.0)
+    assert answer == sending.Say("tcp://r:1", Stopped(7, False, "the ticket has ended"))
 
 
 # ---------------------------------------------------------------- refusals
