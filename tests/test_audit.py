@@ -114,6 +114,17 @@ def test_a_hot_buffer_between_two_sizes_is_not_compared(ledger: Ledger) -> None:
     assert compare(ledger, KEY, inventory, {7, 8}, lambda admission: admission == 7) == []
 
 
+def test_what_was_granted_to_a_request_that_leaves_is_not_missed_but_nothing_more_is_held(ledger: Ledger) -> None:
+    first, second = holdings(ledger)
+    leaving = first._replace(is_leaving=True)
+    ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
+    assert [name for name, _ in differences(ledger, [first, second])] == ["host_pages", "hot_chunks", "index_pages"]
+    assert differences(ledger, [leaving, second]) == []
+    more = leaving._replace(host_pages=range(5), index_pages=5, hot_chunks=6, chunks=6)
+    held = [name for name, _ in differences(ledger, [more, second])]
+    assert held == ["host_pages", "hot_chunks", "index_pages"]
+
+
 def test_an_admission_that_came_after_the_audit_was_sent_is_not_missed(ledger: Ledger) -> None:
     inventory = take_inventory(1, [], free_beside([]))
     assert [it.admission for it in compare(ledger, KEY, inventory, {8}, lambda admission: False)] == [8]

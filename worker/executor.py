@@ -255,8 +255,9 @@ class Executor:
 
     def _holdings(self) -> Iterator[Holding]:
         for it in self._requests.values():
-            chunks = len(it.slab) + len(it.hot.chunks)
-            yield Holding(it.admission, it.host_pages, len(it.index_pages), it.hot_chunks, len(it.slab), chunks)
+            chunks, leaving = len(it.slab) + len(it.hot.chunks), it.status is Status.LEAVING
+            index_pages = len(it.index_pages)
+            yield Holding(it.admission, it.host_pages, index_pages, it.hot_chunks, len(it.slab), chunks, leaving)
 
     def _admit(self, admit: Admit) -> None:
         if admit.admission in self._requests:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.arrays import pack_int32, pack_int64
-from coordinator.memory.audit import PAGES_MAX, UNCHECKED, digest_of
+from coordinator.memory.audit import LEAVING, PAGES_MAX, UNCHECKED, digest_of
 from coordinator.messages import Inventory
 
 
@@ -21,6 +21,7 @@ class Holding(NamedTuple):
     hot_chunks: int
     slab_pages: int
     chunks: int
+    is_leaving: bool = False
 
 
 class Free(NamedTuple):
@@ -48,9 +49,11 @@ def take_inventory(number: int, holdings: Iterable[Holding], free: Free) -> Inve
 
 
 def _digests(rows: Sequence[Holding], number: int) -> list[int]:
-    digests, left = [UNCHECKED] * len(rows), PAGES_MAX
+    digests, left = [LEAVING if row.is_leaving else UNCHECKED for row in rows], PAGES_MAX
     for step in range(len(rows)):
         at = (number + step) % len(rows)
+        if rows[at].is_leaving:
+            continue
         left -= len(rows[at].host_pages)
         if left < 0 and step:
             break

@@ -27,6 +27,7 @@ agree with the first in what both get wrong); stopping the world to compare.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from coordinator.messages import Inventory, WorkerCapacity
 PAGES_MAX: Final = 8_192
 #: `Inventory.digests` of a request whose ids were not looked at.
 UNCHECKED: Final = -1
+#: Of a request that is leaving: what it was granted since, the ledger counts and the worker does not take any more.
+LEAVING: Final = -2
 #: An audit that was not answered for this long is asked anew: its worker is in a very long step, or gone.
 ANSWER_LIMIT_S: Final = 10.0
 #: Differences of one worker that are told.
@@ -120,10 +123,11 @@ def _compare_row(ledger: Ledger, admission: int, row: _Row, *, is_resizing: bool
     ]
     if not is_resizing:
         pairs.append(("hot_chunks", ours.hot_chunks, row.hot_chunks))
-    found = [Difference(kind, admission, str(a), str(b)) for kind, a, b in pairs if a != b]
+    differ = operator.lt if row.digest == LEAVING else operator.ne
+    found = [Difference(kind, admission, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
     if row.slab_pages > ours.slab_pages > 0:
         found.append(Difference("slab_pages", admission, str(ours.slab_pages), str(row.slab_pages)))
-    if row.pages == ours.host_pages and row.digest != UNCHECKED:
+    if row.pages == ours.host_pages and row.digest not in (UNCHECKED, LEAVING):
         digest = digest_of(ledger.pages_of(admission))
         if digest != row.digest:
             found.append(Difference("host_pages", admission, f"{digest:08x}", f"{row.digest:08x}"))

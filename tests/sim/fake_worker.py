@@ -509,6 +509,7 @@ class FakeExecutor:
                 run.hot_chunks,
                 run.slab_pages,
                 run.hot_chunks + run.slab_pages,
+                run.status == "leaving",
             )
             for run in self.runs.values()
         ]
