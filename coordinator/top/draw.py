@@ -154,7 +154,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("WORKER", 0, lambda row: row.worker, right=False),
         Column("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
         Column("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
-        Column("HOT", 4, lambda row: _percent(_hot(row)), lambda row: _load_style(_hot(row))),
+        Column("HOT", 4, lambda row: _percent(_hot(row))),
         Column("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
         Column("HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))),
         Column("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
