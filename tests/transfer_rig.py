@@ -105,7 +105,7 @@ def sender_process(folder: Path, **order: Any) -> Iterator[Peer]:
         process.send_signal(signal.SIGCONT)
         process.stdin.close()
         try:
-            process.wait(WAIT_S)
+            assert process.wait(WAIT_S) in (0, -signal.SIGKILL)
         finally:
             process.kill()
 

@@ -102,7 +102,8 @@ class Pump(ABC, Generic[ActionT, EventT]):
 
     @property
     @abstractmethod
-    def _needs_progress(self) -> bool: ...
+    def _needs_progress(self) -> bool:
+        """Asked under the lock."""
 
     @abstractmethod
     def _tear_down(self) -> None:
@@ -138,7 +139,9 @@ class Pump(ABC, Generic[ActionT, EventT]):
         return was_asked
 
     def _rest(self) -> None:
-        if self._needs_progress:
+        with self._lock:
+            needs_progress = self._needs_progress
+        if needs_progress:
             time.sleep(PROGRESS_S)
         elif dict(self._poller.poll(int(TICK_S * 1e3))).get(self._kick):
             os.eventfd_read(self._kick)

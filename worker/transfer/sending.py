@@ -11,11 +11,11 @@ A unit is posted again only after its last write was seen to end and its checksu
 another matter: bytes that left this process may land at any later time. So a failed or overdue write breaks the
 endpoint: all its tickets fail, and Stopped says `clean=False`, upon which the receiver destroys its side.
 
-Bounded in flight: units posted or not yet checked count against one window of units and bytes for all tickets, first
+Bounded in flight: units posted or not yet checked count against a window of units and bytes for each receiver, first
 come first served; what waits beyond it are page numbers only.
 
-Rejected: retrying failed writes on a new connection (the old one may still deliver); a window for each ticket (their
-number times the window is no bound).
+Rejected: retrying failed writes on a new connection (the old one may still deliver); one window for all receivers (one
+that hangs would hold up the pages of all others until its limit); one for each ticket (no bound).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CHECK_LIMIT_S: Final = 30.0
 CHECK_RESEND_S: Final = 1.0
 #: Writes of one unit whose checksum did not fit, before the ticket fails.
 ATTEMPTS_MAX: Final = 3
-#: In flight, posted or not yet checked: enough for 10 GB/s at 6 ms.
+#: In flight to one receiver, posted or not yet checked: enough for 10 GB/s at 6 ms.
 WINDOW_BYTES: Final = 64 << 20
 WINDOW_UNITS: Final = 256
 #: Ended tickets that are remembered: whether they ended cleanly.
@@ -162,6 +162,7 @@ class _Ticket:
     units: dict[int, _Unit] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
     parts_left: dict[int, int] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
     pages_left: int = 0
     posted: int = 0
     reason: str = ""
@@ -171,6 +172,15 @@ class _Ticket:
         part = unit % len(self.part_ends)
         offset = self.part_ends[part - 1] if part else 0
         return offset, self.part_ends[part] - offset
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What waits and what is in flight to one receiver."""
+
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    units: int = 0
+    bytes: int = 0
 
 
 class Sending:
@@ -192,10 +202,8 @@ class Sending:
         self._window_units = window_units
         self._tickets: dict[int, _Ticket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> clean
-        self._queue: deque[tuple[int, int]] = deque()
+        self._lanes: dict[str, _Lane] = {}
         self._endpoints: dict[str, int] = {}
-        self._units_in_flight = 0
-        self._bytes_in_flight = 0
 
     @property
     def open_tickets(self) -> int:
@@ -204,7 +212,7 @@ class Sending:
     @property
     def in_flight(self) -> tuple[int, int]:
         """Units and bytes posted or not yet checked."""
-        return self._units_in_flight, self._bytes_in_flight
+        return sum(lane.units for lane in self._lanes.values()), sum(lane.bytes for lane in self._lanes.values())
 
     # ---------------------------------------------------------------- the owner of the pages
 
@@ -231,6 +239,7 @@ class Sending:
                 f"1 to {PARTS_MAX} ascending ends, the last {self._layout.page_bytes}", field="part_ends", value=ends
             )
         begin = Begin(TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends))
+        self._lanes.setdefault(theirs.address, _Lane())
         self._tickets[ticket] = _Ticket(
             theirs.address, begin, ends, theirs.engine, now + BEGIN_LIMIT_S, now + BEGIN_RESEND_S, pages_left=pages
         )
@@ -258,8 +267,8 @@ class Sending:
         held.units[unit] = _Unit(page)
         if held.phase is Phase.BEGINNING:
             return []
-        self._queue.append((ticket, unit))
-        return self._fill(now)
+        self._lanes[held.peer].queue.append((ticket, unit))
+        return self._fill(held.peer, now)
 
     def cancel(self, ticket: int, reason: str, now: float) -> list[Action]:
         return self._stop(ticket, reason, now) if ticket in self._tickets else []
@@ -308,8 +317,9 @@ class Sending:
                 actions += self._break(ticket.peer, known, "its receiver made a new endpoint")
             self._endpoints[ticket.peer] = ready.endpoint
             actions.append(Connect(ticket.peer, ready.endpoint, ticket.engine, ready.blob))
-        self._queue.extend((ready.ticket, unit) for unit in ticket.units)
-        return actions + self._fill(now)
+        lane = self._lanes[ticket.peer]
+        lane.queue.extend((ready.ticket, unit) for unit in ticket.units)
+        return actions + self._fill(ticket.peer, now)
 
     def _checked(self, checked: Checked, ticket: _Ticket, now: float) -> list[Action]:
         unit = ticket.units.get(checked.unit)
@@ -329,15 +339,15 @@ class Sending:
         if not ticket.pages_left:
             del self._tickets[checked.ticket]
             self._remember(checked.ticket, clean=True)
-        return actions + self._fill(now)
+        return actions + self._fill(ticket.peer, now)
 
     def _again(self, number: int, ticket: _Ticket, at: int, unit: _Unit, now: float) -> list[Action]:
         if unit.attempt >= ATTEMPTS_MAX:
             index = at // len(ticket.part_ends)
             return self._stop(number, f"page {index} arrived with a wrong checksum {ATTEMPTS_MAX} times", now)
         ticket.units[at] = _Unit(unit.source, unit.attempt + 1)
-        self._queue.append((number, at))
-        return self._fill(now)
+        self._lanes[ticket.peer].queue.append((number, at))
+        return self._fill(ticket.peer, now)
 
     # ---------------------------------------------------------------- the engine
 
@@ -372,35 +382,40 @@ class Sending:
             return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
         return self._stop(post.ticket, f"cannot write to its pages: {reason}", now)
 
-    def _fill(self, now: float) -> list[Action]:
-        """Post what the window takes."""
+    def _fill(self, peer: str, now: float) -> list[Action]:
+        """Post what the window of `peer` takes."""
         actions: list[Action] = []
-        while self._queue:
-            number, at = self._queue[0]
+        lane = self._lanes[peer]
+        while lane.queue:
+            number, at = lane.queue[0]
             ticket = self._tickets.get(number)
             if ticket is None or ticket.phase is not Phase.SENDING:
-                self._queue.popleft()
+                lane.queue.popleft()
                 continue
             offset, length = ticket.extent(at)
-            is_full = self._units_in_flight >= self._window_units or self._bytes_in_flight + length > self._window_bytes
-            if is_full and self._units_in_flight:  # a unit larger than the window travels alone
+            is_full = lane.units >= self._window_units or lane.bytes + length > self._window_bytes
+            if is_full and lane.units:  # a unit larger than the window travels alone
                 break
-            self._queue.popleft()
-            unit = ticket.units[at]
-            unit.posted, unit.limit_at = True, now + WRITE_LIMIT_S
-            ticket.posted += 1
-            self._units_in_flight += 1
-            self._bytes_in_flight += length
-            assert ticket.targets is not None
-            target = int(ticket.targets[at // len(ticket.part_ends)])
-            actions.append(
-                Post(ticket.peer, ticket.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
-            )
+            lane.queue.popleft()
+            lane.units += 1
+            lane.bytes += length
+            actions.append(self._post(number, ticket, at, offset, length, now))
         return actions
 
+    def _post(self, number: int, ticket: _Ticket, at: int, offset: int, length: int, now: float) -> Post:
+        assert ticket.targets is not None
+        unit = ticket.units[at]
+        unit.posted, unit.limit_at = True, now + WRITE_LIMIT_S
+        ticket.posted += 1
+        ticket.in_flight.add(at)
+        target = int(ticket.targets[at // len(ticket.part_ends)])
+        return Post(ticket.peer, ticket.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
+
     def _leave_flight(self, ticket: _Ticket, unit: int) -> None:
-        self._units_in_flight -= 1
-        self._bytes_in_flight -= ticket.extent(unit)[1]
+        ticket.in_flight.remove(unit)
+        lane = self._lanes[ticket.peer]
+        lane.units -= 1
+        lane.bytes -= ticket.extent(unit)[1]
 
     # ---------------------------------------------------------------- time
 
@@ -414,7 +429,11 @@ class Sending:
                 actions += self._tick_beginning(number, ticket, now)
             else:
                 actions += self._tick_units(number, ticket, now)
-        return actions + self._fill(now)
+        for peer, lane in list(self._lanes.items()):
+            actions += self._fill(peer, now)
+            if not lane.units and not lane.queue and all(ticket.peer != peer for ticket in self._tickets.values()):
+                del self._lanes[peer]
+        return actions
 
     def _tick_beginning(self, number: int, ticket: _Ticket, now: float) -> list[Action]:
         if now >= ticket.limit_at:
@@ -426,7 +445,8 @@ class Sending:
 
     def _tick_units(self, number: int, ticket: _Ticket, now: float) -> list[Action]:
         actions: list[Action] = []
-        for at, unit in ticket.units.items():
+        for at in ticket.in_flight:
+            unit = ticket.units[at]
             if unit.posted and now >= unit.limit_at:
                 return self._break(ticket.peer, ticket.endpoint, f"a write took longer than {WRITE_LIMIT_S:g} s")
             if not unit.written or ticket.phase is not Phase.SENDING:
@@ -447,13 +467,13 @@ class Sending:
             return []
         ticket.phase, ticket.reason = Phase.STOPPING, reason
         for at, unit in list(ticket.units.items()):
-            if unit.written:
-                self._leave_flight(ticket, at)
             if not unit.posted:
                 del ticket.units[at]
+                if unit.written:
+                    self._leave_flight(ticket, at)
         if ticket.posted:
             return []
-        return self._end(number, reason, clean=True) + self._fill(now)
+        return self._end(number, reason, clean=True) + self._fill(ticket.peer, now)
 
     def _break(self, peer: str, endpoint: int, reason: str) -> list[Action]:
         """A write has an unknown end: every ticket of the endpoint fails, uncleanly."""
@@ -465,9 +485,8 @@ class Sending:
         actions: list[Action] = [Disconnect(peer, endpoint)]
         for number in mine:
             ticket = self._tickets[number]
-            for at, unit in ticket.units.items():
-                if unit.posted or (unit.written and ticket.phase is Phase.SENDING):
-                    self._leave_flight(ticket, at)
+            for at in list(ticket.in_flight):
+                self._leave_flight(ticket, at)
             actions += self._end(number, ticket.reason or reason, clean=False)
         return actions
 
