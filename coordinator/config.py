@@ -80,6 +80,7 @@ class CoordinatorSettings(Settings, frozen=True):
 class WorkerSettings(Settings, frozen=True):
     name: str = ""  # default: <node>-<pid>
     node: str = ""  # default: the host name
+    role: str = "both"  # prefill, decode or both
     model: str = ""
     device: str = "cpu"
     dtype: str = "auto"  # auto: the checkpoint's; float32, bfloat16

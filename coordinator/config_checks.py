@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from coordinator.config import AUTO, ClusterSettings, Config, CoordinatorSettings, WorkerSettings, parse_size
 from coordinator.errors import ConfigError
-from coordinator.messages import NAME_CHARS_MAX
+from coordinator.messages import NAME_CHARS_MAX, ROLES
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -128,6 +128,7 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
 def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _name("worker.name", worker.name)
     yield _name("worker.node", worker.node)
+    yield _one_of("worker.role", worker.role, ROLES)
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
     yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)

@@ -42,6 +42,22 @@ NAME_CHARS_MAX: Final = 128
 STOP_STRINGS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256
 
+#: What a worker is for (`WorkerCapacity.role`): it computes prompts, it decodes, or it does both.
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+BOTH: Final = "both"
+ROLES: Final = (PREFILL, DECODE, BOTH)
+#: How a prompt comes to where it is decoded (`Submit.admission`): prefilled and staged by the worker that decodes it,
+#: directly into host pages by another one, or as the scheduler sees fit.
+STAGED: Final = "staged"
+DIRECT: Final = "direct"
+AUTO: Final = "auto"
+ADMISSIONS: Final = (AUTO, STAGED, DIRECT)
+#: `Admit.hot_slots` of a stay that only computes the prompt.
+NO_HOT_BUFFER: Final = -1
+#: No first token is held back: none was drawn, or it was said.
+NO_TOKEN: Final = -1
+
 assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
 assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # what a client may send, an Admit can carry
 
@@ -93,7 +109,7 @@ class ModelInfo(Part, frozen=True):
 
 
 class WorkerCapacity(Part, frozen=True):
-    """The countable memory of one worker and its node, in units of the ledger.
+    """The countable memory of one worker and its node, in units of the ledger, and what it is for.
 
     A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
     hot chunk 64 device rows in every layer. Prefill slab pages hold 64 prompt tokens each. `hot_size_classes` are the
@@ -112,6 +128,15 @@ class WorkerCapacity(Part, frozen=True):
     overshoot_tokens: int
     pool_path: str
     pool_id: int = 0
+    role: str = BOTH
+
+    @property
+    def prefills(self) -> bool:
+        return self.role != DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self.role != PREFILL
 
 
 # ---------------------------------------------------------------- client and admin -> gateway
@@ -128,7 +153,8 @@ class Hello(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `admission`
+    is one of ADMISSIONS.
     """
 
     tag: int
@@ -137,6 +163,7 @@ class Submit(Message, frozen=True):
     request_id: str = ""
     priority: int = 0
     subscribe: bool = True
+    admission: str = AUTO
 
 
 class Attach(Message, frozen=True):
@@ -478,6 +505,9 @@ class Admit(Part, frozen=True, tag=True):
     never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host pages
     already hold that many rows (at least the prompt's): reload index keys and start with a cold hot buffer.
     `host_pages` are int32 ids in order of position. Counts are this admission's totals, not increments.
+
+    `hot_slots` NO_HOT_BUFFER: only compute the prompt and stage it, draw the first token, and leave, with Staged and
+    then Released. `first_token` was drawn in an earlier stay and held back; it is forced like those of `generated`.
     """
 
     admission: int
@@ -492,6 +522,7 @@ class Admit(Part, frozen=True, tag=True):
     slab_pages: int
     hot_slots: int  # 0: resident
     hot_chunks: int
+    first_token: int = NO_TOKEN
 
 
 class Grant(Part, frozen=True, tag=True):
@@ -689,12 +720,14 @@ class Faulted(Part, frozen=True, tag=True):
 
 class Released(Part, frozen=True, tag=True):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
-    are in host memory; hits, misses and retained counters are final."""
+    are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
+    output was said yet, is what to go on from: a stop string may begin in it."""
 
     admission: int
     durable_tokens: int
     hits: int
     misses: int
+    first_token: int = NO_TOKEN
 
 
 class Counters(Part, frozen=True, tag=True):

@@ -7,7 +7,7 @@ an undisturbed run. Audits run all the time. What dies or hangs is seen to by th
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -73,15 +73,15 @@ def crash_config(model: Path, runtime_dir: Path, host_mem: str = "24MiB") -> Con
 
 @asynccontextmanager
 async def cluster_of_two(
-    config: Config, log_dir: Path, *, kept: bool = False
+    config: Config, log_dir: Path, *, kept: bool = False, roles: Sequence[str] = ("both", "both")
 ) -> AsyncIterator[tuple[Cluster, Client, list[str]]]:
-    """`kept`: what dies is restarted, what hangs is killed. Gives what the keeper said, too.
+    """One worker for each of `roles`. `kept`: what dies is restarted, what hangs is killed. Gives what was said of it.
 
     Raises AssertionError when an audit found a difference.
     """
     said: list[str] = []
     async with (
-        running_cluster(config, 2, log_dir=log_dir) as cluster,
+        running_cluster(config, len(roles), roles=roles, log_dir=log_dir) as cluster,
         open_client(
             config.cluster.admin_endpoint, role="admin", name="test", reconnect_limit_s=RECONNECT_LIMIT_S
         ) as client,

@@ -217,7 +217,7 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
     gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (WORKER,))])
     gateway.on(messages.ListPools, lambda m: [messages.PoolRows(tag_of(m), (POOL,))])
     line = run("workers").stdout.strip().splitlines()[-1].split()
-    assert line[:8] == ["w0", "n", "connected", "1", "7/8", "28/32", "500/512", "10"]
+    assert line[:9] == ["w0", "n", "both", "connected", "1", "7/8", "28/32", "500/512", "10"]
     assert json.loads(run("workers", "-o", "json").stdout)[0]["capacity"]["page_bytes"] == 98_304
     line = run("pool").stdout.strip().splitlines()[-1].split()
     assert line == ["n", "1024", "1000", "24", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]

@@ -44,9 +44,10 @@ class FakePort:
         return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
 
 
-def admit(admission: int, durable: int = 0) -> Admitted:
+def admit(admission: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
     sampling = messages.Sampling(max_tokens=50)
-    command = messages.Admit(admission, 3, "r", b"", b"", durable, sampling, b"", 2, 2, 0, 2)
+    hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
+    command = messages.Admit(admission, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
     return Admitted(command, "w0", FakePort(), "fits")
 
 
@@ -99,6 +100,38 @@ def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, dura
     assert story.request.state == (State.RETRACTED if kept else State.QUEUED)
     story.tell(admit(2, kept))
     assert story.request.state == (State.READY if kept else State.PREFILLING)
+
+
+@pytest.mark.parametrize(
+    ("generated", "first_token", "kept"),
+    [(1, messages.NO_TOKEN, PROMPT), (0, 7, PROMPT), (0, messages.NO_TOKEN, 0)],
+    ids=["said", "held back", "not drawn"],
+)
+def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, first_token: int, kept: int) -> None:
+    """A first token that a stop string may begin in is not said, but decoding goes on from it."""
+    story = Story()
+    story.tell(admit(1, prefills_only=True))
+    assert story.tell(messages.Staged(1, 1.0, 1.0, 64)) == [Progressed(3, 1, Stage.STAGED)]
+    assert story.request.state is State.TRANSFERRING
+    story.rows = Rows(generated, PROMPT)
+    assert story.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
+    assert story.request.state == (State.PREFILLED if kept else State.QUEUED)
+    assert story.request.retractions == 0
+    if kept:
+        story.tell(Retract(True, True, "operator"))
+        assert story.request.state is State.RETRACTED
+        story.tell(Resume("operator"), admit(2, kept))
+        assert story.request.state is State.READY
+        story.tell(messages.Started(2))
+        assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+
+
+def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
+    story = Story()
+    story.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0, 64))
+    story.rows = Rows(0, 0)
+    assert story.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
+    assert story.request.state is State.QUEUED
 
 
 def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
@@ -241,9 +274,18 @@ def test_what_cannot_be_said_is_refused_with_the_story_and_changes_nothing() -> 
 @pytest.mark.parametrize(
     ("verb", "states"),
     [
-        (Verb.ABORT, {"QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"}),
-        (Verb.RETRACT, {"QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"}),
-        (Verb.RESIZE, {"QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"}),
+        (
+            Verb.ABORT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            Verb.RETRACT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            Verb.RESIZE,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
         (Verb.RESUME, set()),
     ],
 )
@@ -269,6 +311,7 @@ def test_every_state_leads_to_an_end() -> None:
         Resolve.SAME: set[State](),
         Resolve.WAIT: set(WAITING),
         Resolve.START: {State.PREFILLING, State.READY},
+        Resolve.HAND_ON: {State.TRANSFERRING, State.READY},
         Resolve.OUTCOME: set(TERMINAL),
     }
     reached = set(TERMINAL)
@@ -302,10 +345,11 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert self.request.__dict__ == before
 
     @precondition(lambda self: self.request.state in WAITING and not self.request.held)
-    @rule()
-    def admitted(self) -> None:
+    @rule(prefills_only=st.booleans())
+    def admitted(self, prefills_only: bool) -> None:
         self.admissions += 1
-        self.tell(admit(self.admissions, self.request.kept_tokens))
+        kept = self.request.kept_tokens
+        self.tell(admit(self.admissions, kept, prefills_only=prefills_only and not kept))
 
     @rule(
         event=st.sampled_from(["staged", "started", "parked", "resized", "finished", "faulted", "released"]),
@@ -321,7 +365,9 @@ class LifecycleMachine(RuleBasedStateMachine):
                 "resized": lambda: messages.Resized(admission, 0, 2),
                 "finished": lambda: messages.Finished(admission, "eos", self.rows.generated),
                 "faulted": lambda: messages.Faulted(admission, "bad row"),
-                "released": lambda: messages.Released(admission, data.draw(st.integers(0, 200)), 0, 0),
+                "released": lambda: messages.Released(
+                    admission, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
+                ),
             }[event]()
         )
 

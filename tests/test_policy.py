@@ -12,12 +12,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.messages import NO_HOT_BUFFER
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from coordinator.scheduling.roster import Drain
-from coordinator.scheduling.sizing import NO_HOT_BUFFER, RESIDENT, Length, Rung, misfit
+from coordinator.scheduling.sizing import RESIDENT, Length, Rung, misfit
 from tests.fakes.fake_cluster import FakeCluster
 
 ROUNDS_MAX = 2_000

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.arrays import Int32Array
-from coordinator.messages import Resize, Sampling
+from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Resize, Sampling
 from kernels.layout import PAGE_TOKENS
 from worker.hot_buffer import HotBuffer
 from worker.output import Output
@@ -71,6 +71,11 @@ class RunningRequest:
         self.prompt_tokens = len(self.prompt)
 
     @property
+    def prefills_only(self) -> bool:
+        """Whether it leaves once its prompt is in host memory."""
+        return self.hot_slots == NO_HOT_BUFFER
+
+    @property
     def rows_wanted(self) -> int:
         """Rows of the whole context: the last token never gets one."""
         return self.prompt_tokens + self.output.max_tokens - 1
@@ -103,3 +108,10 @@ class RunningRequest:
         published = self.output.published
         rows = self.durable_rows if rows is None else rows
         return min(rows, self.prompt_tokens + published - 1) if published and rows >= self.prompt_tokens else 0
+
+    def left_behind(self, rows: int) -> tuple[int, int]:
+        """As `durable`, when it leaves; and the first token if that is needed to go on, being held back."""
+        tokens = self.output.tokens
+        if self.output.published or not tokens or rows < self.prompt_tokens:
+            return self.durable(rows), NO_TOKEN
+        return self.prompt_tokens, tokens[0]

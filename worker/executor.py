@@ -46,7 +46,7 @@ from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.runners.text import Tokenizer
-from worker.seats import Seats, allocate_state, check_admit, check_hot_size
+from worker.seats import Seats, allocate_state, check_admit, check_hot_size, held_back
 from worker.sizing import Sizing
 from worker.streams import Streams
 from worker.swap import Swap
@@ -283,7 +283,8 @@ class Executor:
 
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
-        return Output(generated, admit.sampling, self._runner.info.eos_token_ids, self._tokenizer.detokenizer)
+        eos, detokenizer = self._runner.info.eos_token_ids, self._tokenizer.detokenizer
+        return Output(generated, admit.sampling, eos, detokenizer, held_back(admit))
 
     def _grant(self, request: RunningRequest, grant: Grant) -> None:
         if request.resize is not None:  # granted for the buffer that is to come
@@ -344,11 +345,18 @@ class Executor:
             self._take_token(request, self._prefill.first_token(request.seat))
 
     def _take_over(self, request: RunningRequest) -> None:
-        """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer."""
+        """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer. Or it has been here for
+        its prompt alone, and leaves."""
         request.durable_rows = request.prompt_tokens
-        self._seats.take_over(request)
+        if request.prefills_only:
+            self._seats.free_slab(request)
+        else:
+            self._seats.take_over(request)
         self._report.staged(request, self._clock() - request.since_s)
-        self._join(request)
+        if request.prefills_only:
+            self._leave(request)
+        else:
+            self._join(request)
 
     def _take_loaded(self, request: RunningRequest) -> None:
         for fence in request.fences:
@@ -431,7 +439,8 @@ class Executor:
         rows = request.position if request.prefilled == request.prompt_tokens else 0
         self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.admission], self._waiting[request.admission]
-        self._report.released(request.admission, request.durable(rows), request.hits, request.misses)
+        durable, first_token = request.left_behind(rows)
+        self._report.released(request.admission, durable, request.hits, request.misses, first_token)
 
     # ---------------------------------------------------------------- where a request is
 

@@ -1,8 +1,9 @@
 """One request's output: which tokens are known, which may be published, and when it ends. Pure.
 
 Tokens come from earlier stays (delivered then, forced now) and from steps. Those that may be part of a stop string are
-held back; a new stay draws them again. A request ends with an end-of-sequence token (part of the output), with a stop
-string (not part of it) or with its last allowed token.
+held back; a new stay draws them again, but for the first one, which only prefill can draw: it is handed on. A request
+ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last allowed
+token.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ class Output:
         sampling: Sampling,
         eos_token_ids: Sequence[int],
         detokenizer: Callable[[], Detokenizer],
+        held_back: Sequence[int] = (),
     ) -> None:
+        """`generated` were delivered in earlier stays, `held_back` after them drawn and not published."""
         self.tokens: list[int] = []
-        self.forced = len(generated)
+        self.forced = len(generated) + len(held_back)
         self.published = len(generated)
         self.reason = ""
         self.tail_text = ""
@@ -32,7 +35,7 @@ class Output:
         self._publishable = 0
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._matcher = StopMatcher(sampling.stop, detokenizer()) if sampling.stop else None
-        for token in generated:
+        for token in (*generated, *held_back):
             self.push(token)
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 
 from coordinator.arrays import pack_int64
 from coordinator.messages import (
+    NO_TOKEN,
     Admit,
     Counters,
     Event,
@@ -104,9 +105,11 @@ class Reporter:
         log.warning("request faulted", extra=fields(admission=admission), exc_info=error)
         self._reports.add_event(Faulted(admission, str(error) or type(error).__name__))
 
-    def released(self, admission: int, durable: int, hits: int = 0, misses: int = 0) -> None:
+    def released(
+        self, admission: int, durable: int, hits: int = 0, misses: int = 0, first_token: int = NO_TOKEN
+    ) -> None:
         self._counters.released += 1
-        self._reports.add_event(Released(admission, durable, hits, misses))
+        self._reports.add_event(Released(admission, durable, hits, misses, first_token))
 
     def inventory(self, inventory: Inventory) -> None:
         """What is held, among the events that led to it."""

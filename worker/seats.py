@@ -4,7 +4,9 @@ A request holds one seat, index pages one to one with its host pages, and chunks
 hot buffer afterwards. Verbs launch what the device must do and change the books at once; the host's books are exact
 and the device's tables follow on `compute`.
 
-    open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`
+    open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
+                the buffer can hold them all, else a managed one starts cold
+    free_slab   the staged slab of a prompt that will be decoded elsewhere
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
     resize      another hot buffer
@@ -19,13 +21,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
 from coordinator.errors import BadInput, CapacityError, InternalError
-from coordinator.messages import Admit, Grant, ModelInfo
+from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from kernels.layout import pages_for
 from kernels.seat import clear_seat
 from kernels.state import DeviceState
@@ -69,7 +72,10 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
 def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
     """BadInput, naming the field, when this worker can never carry `admit` out."""
     prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated")
-    for name, ids in (("prompt", prompt), ("generated", generated)):
+    if len(generated) and held_back(admit):
+        raise BadInput("held back behind tokens that were said", field="first_token", value=admit.first_token)
+    named = ("prompt", prompt), ("generated", generated), ("first_token", np.asarray(held_back(admit), dtype=np.int32))
+    for name, ids in named:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
             raise BadInput(f"ids must lie in 0..{info.vocab_size - 1}", field=name, value=ids[:8].tolist())
     tokens, durable = len(prompt), admit.durable_tokens
@@ -80,15 +86,24 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
             field="prompt",
             value=f"{tokens} + {admit.sampling.max_tokens} tokens",
         )
-    if durable and not tokens <= durable < tokens + len(generated):
+    known = len(generated) + len(held_back(admit))
+    if durable and not tokens <= durable < tokens + known:
         raise BadInput(
-            f"a resume builds on {tokens} to {tokens + len(generated) - 1} rows", field="durable_tokens", value=durable
+            f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
         )
     rows = max(tokens, durable)
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
     if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
-    check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
+    if admit.hot_slots != NO_HOT_BUFFER:
+        check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
+    elif durable or admit.hot_chunks:
+        raise BadInput("a stay for the prompt alone has no rows before it and no chunks", field="hot_slots", value=-1)
+
+
+def held_back(admit: Admit) -> tuple[int, ...]:
+    """The first token, if it was drawn in an earlier stay and not said."""
+    return () if admit.first_token == NO_TOKEN else (admit.first_token,)
 
 
 def check_hot_size(hot_slots: int, hot_chunks: int, rows: int, sizing: Sizing) -> None:
@@ -168,6 +183,11 @@ class Seats:
         if resumes:
             self._resume(request)
         return request
+
+    def free_slab(self, request: RunningRequest) -> None:
+        """A prompt seen staged that has no hot buffer here: nothing reads its slab any more."""
+        slab, request.slab = request.slab, []
+        self.chunks.give(slab)
 
     def take_over(self, request: RunningRequest) -> None:
         """The slab of a prompt seen staged becomes the hot buffer."""
@@ -250,10 +270,12 @@ class Seats:
     # ---------------------------------------------------------------- parts
 
     def _resume(self, request: RunningRequest) -> None:
-        kind = SetUp.MANAGED if request.hot_slots else SetUp.RESIDENT
-        self._set_up(request, Change(request.hot, (), kind))
-        keys = self._swap.load_keys(request.index_pages, request.host_pages, request.position)
-        request.fences = (keys,) if request.hot_slots else (keys, self._load_rows(request))
+        hot, rows = request.hot, request.position
+        kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
+        loads = not hot.hot_slots or rows <= hot.hot_slots
+        self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
+        keys = self._swap.load_keys(request.index_pages, request.host_pages, rows)
+        request.fences = (keys, self._load_rows(request)) if loads else (keys,)
         request.note_memory()
 
     def _load_rows(self, request: RunningRequest) -> Fence:

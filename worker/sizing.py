@@ -104,6 +104,7 @@ def size_worker(
             tail_slots=settings.tail_slots,
             overshoot_tokens=settings.lookahead_steps,
             pool_path=pool_path,
+            role=settings.role,
         ),
         context_max_tokens=context,
         max_pages=max_pages,

@@ -14,9 +14,10 @@ hold the whole batch up, and loads would wait behind a staging that waits for it
 
 Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
 computed on the host from page lists and travel with the operation, on its own stream: no stream but `compute` reads the
-seat tables, which only `compute` edits.
+seat tables, which only `compute` edits. A context that returns, or comes prefilled, has its rows loaded too when the
+hot buffer holds them all: its first step misses nothing.
 
-Rejected: staging from the seat tables on the device (a fence more, for edits); loading a managed buffer in advance
+Rejected: staging from the seat tables on the device (a fence more, for edits); loading a part of a context in advance
 (which rows the model will select is not known, and the newest that fit may be none of them: it starts cold).
 """
 

@@ -34,6 +34,7 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker),
         Column("NODE", lambda row: row.node),
+        Column("ROLE", lambda row: row.capacity.role),
         Column("STATE", lambda row: row.state),
         Column("RUNNING", lambda row: str(row.running), True),
         Column("SEATS FREE", lambda row: f"{row.seats_free}/{row.capacity.seats}", True),

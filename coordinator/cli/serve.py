@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from coordinator.cli.common import Setting, with_config
+from coordinator.cli.common import Setting, read_words, with_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.config import Config
 
+#: As messages.ROLES: the command line is up before the protocol is imported.
+ROLES: Final = ("prefill", "decode", "both")
 LOG_SETTINGS: Final = (
     Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
     Setting("--log-format", "cluster.log_format", "logfmt or json."),
@@ -72,6 +74,7 @@ def coordinator(config: Config, die_with: int | None) -> int:
     *WORKER_SETTINGS,
     Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
     Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
+    Setting("--role", "worker.role", "prefill, decode or both."),
     Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
     Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
     *LOG_SETTINGS,
@@ -117,6 +120,13 @@ def http(config: Config, die_with: int | None) -> int:
 @click.command(short_help="Run a coordinator and N workers here.")
 @click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
 @click.option(
+    "--roles",
+    default="",
+    metavar="ROLE,...",
+    help="What each worker is for, in turn: prefill, decode or both.",
+    callback=lambda context, parameter, value: _roles(value),
+)
+@click.option(
     "--deadline",
     default=30.0,
     show_default=True,
@@ -131,7 +141,7 @@ def http(config: Config, die_with: int | None) -> int:
     help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
 )
 @with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *LOG_SETTINGS)
-def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -> int:
+def up(config: Config, workers: int, roles: tuple[str, ...], deadline: float, ready_file: Path | None) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
     What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
@@ -139,7 +149,15 @@ def up(config: Config, workers: int, deadline: float, ready_file: Path | None) -
     """
     from coordinator.cluster.up import run_up
 
-    return run_up(config, workers, deadline_s=deadline, ready_file=ready_file)
+    return run_up(config, workers, roles=roles, deadline_s=deadline, ready_file=ready_file)
+
+
+def _roles(value: str) -> tuple[str, ...]:
+    roles = tuple(read_words([value]))
+    for role in roles:
+        if role not in ROLES:
+            raise click.BadParameter(f"{role!r} is none of {', '.join(ROLES)}", param_hint="--roles")
+    return roles
 
 
 def _die_with(parent_pid: int | None) -> None:

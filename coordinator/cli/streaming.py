@@ -58,7 +58,14 @@ class Follow:
 
 
 def submit_and_follow(
-    follow: Follow, prompt: str | Sequence[int], sampling: Sampling, *, request_id: str, priority: int, detach: bool
+    follow: Follow,
+    prompt: str | Sequence[int],
+    sampling: Sampling,
+    *,
+    request_id: str,
+    priority: int,
+    admission: str,
+    detach: bool,
 ) -> int:
     """Submit `prompt` (text, or ids) and show its output; with `detach` print only its id."""
 
@@ -68,10 +75,12 @@ def submit_and_follow(
         if not ids:
             raise BadInput("empty prompt", field="prompt", value="", remedy="give it at least one token")
         if detach:
-            accepted = await client.submit_detached(ids, sampling, request_id=request_id, priority=priority)
+            accepted = await client.submit_detached(
+                ids, sampling, request_id=request_id, priority=priority, admission=admission
+            )
             write_line(accepted) if follow.output == "table" else write_json({"request_id": accepted})
             return 0
-        stream = await client.submit(ids, sampling, request_id=request_id, priority=priority)
+        stream = await client.submit(ids, sampling, request_id=request_id, priority=priority, admission=admission)
         return await follow.show(stream, tokenizer)
 
     return follow.run(action)

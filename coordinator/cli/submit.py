@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--priority", default=0, show_default=True, help="Higher goes first.")
+@click.option(
+    "--admission",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "staged", "direct"]),
+    help="Prefilled by the worker that decodes it, or by another one directly into its host pages.",
+)
 @click.option("--id", "request_id", default="", metavar="ID", help="Name the request; default: the service does.")
 @click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")
 @click.option("--detach", is_flag=True, help="Print the request's id and leave.")
@@ -42,6 +49,7 @@ def submit(
     output: str,
     request_id: str,
     priority: int,
+    admission: str,
     raw: bool,
     detach: bool,
     **sampling: Any,
@@ -61,6 +69,7 @@ def submit(
         Sampling(**sampling),
         request_id=request_id,
         priority=priority,
+        admission=admission,
         detach=detach,
     )
 

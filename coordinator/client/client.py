@@ -86,16 +86,18 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
+        admission: str = messages.AUTO,
     ) -> Stream:
         """Submit and subscribe. Raises BadInput, WrongState (id of another request), CapacityError or Unavailable.
 
-        With a `request_id` it outlives lost connections, for as long as the client does.
+        With a `request_id` it outlives lost connections, for as long as the client does. `admission`, one of
+        messages.ADMISSIONS, says how the prompt is to come to the worker that decodes it.
         """
         packed = pack_int32(prompt)
         return await self._surely(
             request_id,
             lambda: self._subscribe(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=True), start=0
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, admission), start=0
             ),
         )
 
@@ -106,13 +108,14 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
+        admission: str = messages.AUTO,
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_int32(prompt)
         accepted = await self._surely(
             request_id,
             lambda: self._call(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, subscribe=False),
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, admission),
                 messages.Accepted,
             ),
         )

@@ -48,12 +48,13 @@ CONNECTED: Final = "connected"
 @dataclass
 class Cluster:
     """Running children. `workers` by name; a child that has ended stays listed, and knows its status, until it is
-    restarted."""
+    restarted. `roles` of workers in turn; whoever has none there has that of `config`."""
 
     config: Config
     coordinator: Child
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
+    roles: Sequence[str] = ()
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -64,7 +65,7 @@ class Cluster:
         return self.workers | {COORDINATOR: self.coordinator}
 
     def add_worker(self) -> None:
-        own = _worker_config(self.config, len(self.workers))
+        own = self._worker_config(len(self.workers))
         self.workers[own.worker.name] = _start("worker", own, self.log_dir)
 
     def restart(self, name: str) -> Child:
@@ -73,9 +74,17 @@ class Cluster:
         if name == COORDINATOR:
             self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
         else:
-            own = _worker_config(self.config, list(self.workers).index(name))
+            own = self._worker_config(list(self.workers).index(name))
             self.workers[name] = _start("worker", own, self.log_dir)
         return self.by_name[name]
+
+    def _worker_config(self, index: int) -> Config:
+        """Names w0, w1, ...; a fixed metrics port counts up, any free port and none stay what they are."""
+        settings = self.config.worker
+        port = settings.metrics_port + index if settings.metrics_port > 0 else settings.metrics_port
+        role = self.roles[index] if index < len(self.roles) else settings.role
+        worker = msgspec.structs.replace(settings, name=f"w{index}", metrics_port=port, role=role)
+        return msgspec.structs.replace(self.config, worker=worker)
 
     @property
     def pool(self) -> Path:
@@ -101,9 +110,15 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(
-    config: Config, workers: int, *, log_dir: Path | None = None, start_limit_s: float = START_LIMIT_S
+    config: Config,
+    workers: int,
+    *,
+    roles: Sequence[str] = (),
+    log_dir: Path | None = None,
+    start_limit_s: float = START_LIMIT_S,
 ) -> AsyncIterator[Cluster]:
-    """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool.
+    """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool. Workers
+    take `roles` in turn, the others that of `config`.
 
     Children write to `log_dir`, or to our stderr. Raises WrongState when a coordinator already listens there,
     Unavailable when a child ends during start (the end of its log goes to stderr) or `start_limit_s` passes.
@@ -116,7 +131,7 @@ async def running_cluster(
             value=config.cluster.runtime_dir,
             remedy="stop it, or choose another --runtime-dir",
         )
-    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir), None
+    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
         for _ in range(workers):
@@ -143,13 +158,6 @@ def _start(verb: str, config: Config, log_dir: Path | None) -> Child:
     return Child.start(
         name, command, child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
     )
-
-
-def _worker_config(config: Config, index: int) -> Config:
-    """Names w0, w1, ...; a fixed metrics port counts up, any free port and none stay what they are."""
-    port = config.worker.metrics_port
-    worker = msgspec.structs.replace(config.worker, name=f"w{index}", metrics_port=port + index if port > 0 else port)
-    return msgspec.structs.replace(config, worker=worker)
 
 
 async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
@@ -187,16 +195,18 @@ async def _registered(client: Client, cluster: Cluster) -> bool:
 # ---------------------------------------------------------------- hisparse up
 
 
-def run_up(config: Config, workers: int, *, deadline_s: float, ready_file: Path | None) -> int:
+def run_up(
+    config: Config, workers: int, *, roles: Sequence[str] = (), deadline_s: float, ready_file: Path | None
+) -> int:
     """Run until a signal; the exit code. Raises HiSparseError when the cluster does not start."""
-    return trio.run(_up, config, workers, deadline_s, ready_file)
+    return trio.run(_up, config, workers, roles, deadline_s, ready_file)
 
 
-async def _up(config: Config, workers: int, deadline_s: float, ready_file: Path | None) -> int:
+async def _up(config: Config, workers: int, roles: Sequence[str], deadline_s: float, ready_file: Path | None) -> int:
     interrupts = _Interrupts()
     async with trio.open_nursery() as nursery:
         await nursery.start(interrupts.watch, nursery.cancel_scope)
-        code = await _serve(config, workers, deadline_s, ready_file, interrupts)
+        code = await _serve(config, workers, roles, deadline_s, ready_file, interrupts)
         nursery.cancel_scope.cancel()
     return EXIT_INTERRUPTED if interrupts.forced else code
 
@@ -223,9 +233,14 @@ class _Interrupts:
 
 
 async def _serve(
-    config: Config, workers: int, deadline_s: float, ready_file: Path | None, interrupts: _Interrupts
+    config: Config,
+    workers: int,
+    roles: Sequence[str],
+    deadline_s: float,
+    ready_file: Path | None,
+    interrupts: _Interrupts,
 ) -> int:
-    async with running_cluster(config, workers) as cluster:
+    async with running_cluster(config, workers, roles=roles) as cluster:
         interrupts.is_up = True
         _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
         _say("Ctrl-C drains and stops; a second one exits at once")

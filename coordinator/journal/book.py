@@ -37,8 +37,8 @@ from coordinator.journal.records import (
 from coordinator.memory.changes import apply
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.ledger_image import epochs_of, image_of, ledger_from
+from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN
 from coordinator.scheduling.live import digest
-from coordinator.scheduling.sizing import NO_HOT_BUFFER
 
 
 def no_order(slot: int) -> Ordered:
@@ -57,6 +57,7 @@ class Known:
     stay: Admission | None = None
     on_worker: bool = False
     kept_tokens: int = 0
+    first_token: int = NO_TOKEN
     ended: Ended | None = None
     prompt_digest: bytes = b""
 
@@ -104,10 +105,10 @@ class Book:
             case Ordered():
                 known.ordered = record
             case Admission():
-                known.stay, known.on_worker, known.kept_tokens = record, True, 0
-            case Departed(_, kept_tokens):
+                known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
+            case Departed(_, kept_tokens, first_token):
                 known.stay = known.stay if kept_tokens else None
-                known.on_worker, known.kept_tokens = False, kept_tokens
+                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
             case Ended():
                 known.end(record)
 
@@ -123,7 +124,7 @@ class Book:
         stays = [known.stay for known in self.requests.values() if known.stay is not None]
         left = [known for known in self.requests.values() if known.stay is not None and not known.on_worker]
         ordered = [known.ordered for known in live if known.ordered != no_order(known.ordered.slot)]
-        departed = [Departed(known.accepted.slot, known.kept_tokens) for known in left]
+        departed = [Departed(known.accepted.slot, known.kept_tokens, known.first_token) for known in left]
         records: list[Record] = [
             Summary(self.arrivals, self.admissions, tuple(ordered), tuple(stays), tuple(departed)),
         ]
@@ -177,7 +178,7 @@ def _begin_anew(summary: Summary, book: Book, token_log: TokenLog) -> None:
     book.arrivals, book.admissions = summary.arrivals, summary.admissions
     for slot, known in book.requests.items():
         known.ordered = no_order(slot)
-        known.stay, known.on_worker, known.kept_tokens = None, False, 0
+        known.stay, known.on_worker, known.kept_tokens, known.first_token = None, False, 0, NO_TOKEN
     for ordered in summary.ordered:
         book.note(ordered)
     for stay in summary.stays:

@@ -83,6 +83,8 @@ def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
     dispatch.roster.adopt(entry, hot, Rung(*it.resizing) if it.resizing else None, staged=it.is_staged)
     if it.is_started:
         dispatch.roster.start(entry)
+    elif it.is_staged and entry.prefills_only:
+        dispatch.roster.leave(entry, frees_pages=False)
     grant = None
     if missing:
         pages = ledger.pages_of(entry.admission)[it.host_pages :]

@@ -23,7 +23,7 @@ import msgspec
 
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
-from coordinator.messages import ModelInfo, Sampling, WorkerCapacity
+from coordinator.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -35,7 +35,7 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Accepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids."""
+    seconds since the epoch. `prompt` is int32 token ids; `admission` is how it was asked to come to its worker."""
 
     slot: int
     arrival: int
@@ -45,6 +45,7 @@ class Accepted(JournalEntry, frozen=True):
     prompt: bytes
     sampling: Sampling
     at_s: float
+    admission: str = AUTO
 
 
 class Ordered(JournalEntry, frozen=True):
@@ -66,13 +67,16 @@ class Admission(JournalEntry, frozen=True):
     worker: str
     epoch: int
     durable_tokens: int
+    prefills_only: bool = False
 
 
 class Departed(JournalEntry, frozen=True):
-    """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays."""
+    """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
+    `first_token` belongs to them when nothing of the output was said yet."""
 
     slot: int
     kept_tokens: int
+    first_token: int = NO_TOKEN
 
 
 class Ended(JournalEntry, frozen=True):

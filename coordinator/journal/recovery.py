@@ -22,6 +22,7 @@ from coordinator.journal import records as journal
 from coordinator.journal.book import Book, Known
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
+from coordinator.messages import NO_TOKEN
 from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
 from coordinator.scheduling.events import Ending, Listener, Lost, WorkerPort
 from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
@@ -92,7 +93,8 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     state = _state_of(known, place)
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
-    entry = Entry(accepted.slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens)
+    length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
+    entry = Entry(accepted.slot, rank, *length, accepted.admission)
     live = Live(state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at)
     live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
@@ -111,7 +113,8 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
     rank = -accepted.priority, accepted.arrival
-    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, accepted.sampling.max_tokens, generated)
+    sampling, way = accepted.sampling, accepted.admission
+    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
     state = _state_of(known, place)
     worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
     if worker is not None and stay and worker.epoch != stay.epoch:
@@ -133,8 +136,11 @@ def _restore_waiting(stay: journal.Admission | None, known: Known, live: Live, b
     entry, ordered, kept_tokens = live.entry, known.ordered, known.kept_tokens if stay else 0
     if stay is not None:
         pages = book.ledgers[stay.node].held(stay.admission).host_pages
-        place.dispatch.roster.recover_kept(entry, stay.node, stay.admission, kept_tokens, pages)
-    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=kept_tokens)
+        place.dispatch.roster.recover_kept(
+            entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
+        )
+    prefills_only = stay is not None and stay.prefills_only
+    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=kept_tokens, prefills_only=prefills_only)
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Heard()
@@ -147,9 +153,17 @@ def _restore_stay(
     roster, entry = place.dispatch.roster, live.entry
     ledger = book.ledgers[stay.node]
     memory = ledger.held(stay.admission)
-    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory)
+    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only)
     roster.recover_place(entry, worker)
-    live.state.recover_stay(place.now, stay.admission, stay.worker, staged=not memory.slab_pages, held=ordered.held)
+    staged = not memory.slab_pages
+    live.state.recover_stay(
+        place.now,
+        stay.admission,
+        stay.worker,
+        staged=staged,
+        held=ordered.held,
+        prefills_only=stay.prefills_only,
+    )
     if ordered.outcome:
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:

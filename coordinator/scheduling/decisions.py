@@ -8,12 +8,14 @@ from typing import Final, TypeAlias
 import msgspec
 
 from coordinator.memory.ledger import Memory
+from coordinator.messages import NO_TOKEN
 from coordinator.scheduling.roster import Entry, Worker
 from coordinator.scheduling.sizing import Rung
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first."""
+    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first, and `first_token`
+    with them. `decoder` names the worker for which a prompt is prefilled on another."""
 
     entry: Entry
     worker: Worker
@@ -22,6 +24,8 @@ class Admit(msgspec.Struct, frozen=True):
     durable_tokens: int
     memory: Memory
     rung: Rung
+    first_token: int = NO_TOKEN
+    decoder: str = ""
 
 
 class Grow(msgspec.Struct, frozen=True):

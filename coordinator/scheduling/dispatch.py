@@ -22,7 +22,7 @@ from coordinator.journal import records as journal
 from coordinator.journal.records import Record
 from coordinator.memory.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import Grant, Resize
+from coordinator.messages import NO_TOKEN, Grant, Resize
 from coordinator.scheduling import decisions
 from coordinator.scheduling.events import (
     Demoted,
@@ -84,6 +84,8 @@ class Dispatch:
         match event.stage:
             case Stage.STAGED:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
+                if entry.prefills_only:
+                    self.roster.leave(entry, frees_pages=False)
                 return _heard(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
             case Stage.STARTED:
                 self.roster.start(entry)
@@ -109,17 +111,27 @@ class Dispatch:
             return NOTHING
         self.dirty = True
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
+        first_token = event.first_token if kept_tokens else NO_TOKEN
+        pages = self._pages_kept(entry, kept_tokens)
         step = Step(
             entry.node,
-            Keep(entry.admission, pages_for(kept_tokens)) if kept_tokens else Release(entry.admission),
-            journal.Departed(entry.slot, kept_tokens),
+            Keep(entry.admission, pages) if kept_tokens else Release(entry.admission),
+            journal.Departed(entry.slot, kept_tokens, first_token),
         )
         entry.generated = generated
-        self.roster.depart(entry, kept_tokens, pages_for(kept_tokens))
+        self.roster.depart(entry, kept_tokens, pages, first_token)
         if event.final or entry.ending:
             self.roster.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
+
+    @staticmethod
+    def _pages_kept(entry: Entry, kept_tokens: int) -> int:
+        """Those with rows; of a prompt that is handed over, all that were reserved for decoding it, unless its worker
+        may still write there."""
+        if kept_tokens and entry.prefills_only and not entry.lost:
+            return entry.pages
+        return pages_for(kept_tokens)
 
     def closed(self, slot: int) -> None:
         """The request is over; nothing of it is left anywhere."""
@@ -230,8 +242,9 @@ class Dispatch:
     def step(decision: decisions.Decision) -> Step | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory):
-                stay = journal.Admission(entry.slot, admission, worker.node, worker.name, worker.epoch, durable_tokens)
+            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory, _, _, decoder):
+                key = worker.node, worker.name, worker.epoch
+                stay = journal.Admission(entry.slot, admission, *key, durable_tokens, bool(decoder))
                 return Step(worker.node, Reserve(admission, worker.name, memory, take_over), stay)
             case decisions.Grow(entry, more):
                 return Step(entry.node, Extend(entry.admission, more))

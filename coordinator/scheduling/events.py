@@ -179,7 +179,7 @@ class Starving(msgspec.Struct, frozen=True):
 class Stage(Enum):
     """How far an admission has come, as far as the ledger cares."""
 
-    STAGED = "staged"  # slab pages are free
+    STAGED = "staged"  # slab pages are free; a stay that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
     PARKED = "parked"  # out of granted pages
     LEAVING = "leaving"  # its memory will be released without anybody's asking
@@ -200,12 +200,13 @@ class Resized(msgspec.Struct, frozen=True):
 
 class Departed(msgspec.Struct, frozen=True):
     """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows."""
+    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet."""
 
     slot: int
     admission: int
     durable_tokens: int
     final: bool
+    first_token: int = messages.NO_TOKEN
 
 
 class Closed(msgspec.Struct, frozen=True):

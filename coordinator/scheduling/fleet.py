@@ -7,7 +7,7 @@ says so) is another pool: what was kept in the one before is gone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -16,7 +16,7 @@ import msgspec
 from coordinator.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from coordinator.journal.records import Joined, PoolOpened
 from coordinator.memory.ledger import Ledger
-from coordinator.messages import ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
+from coordinator.messages import ROLES, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.intake import check_name
 from coordinator.scheduling.roster import ON_WORKER, Roster, Worker
@@ -101,9 +101,14 @@ class Fleet:
         return [self._roster.workers[name] for name in dict.fromkeys(names or self._roster.workers)]
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
-        """Of connected workers, equal ones once; while there are none, of those seen last."""
-        connected = {id(worker.capacity): (worker.name, worker.capacity) for worker in self._roster.workers.values()}
-        return [*connected.values()] or [(row.worker, row.capacity) for row in self._gone.values()]
+        """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
+        connected: list[tuple[str, WorkerCapacity]] = []
+        seen: Counter[int] = Counter()
+        for worker in self._roster.workers.values():
+            seen[id(worker.capacity)] += 1
+            if seen[id(worker.capacity)] <= 2:
+                connected.append((worker.name, worker.capacity))
+        return connected or [(row.worker, row.capacity) for row in self._gone.values()]
 
     # ---------------------------------------------------------------- rows
 
@@ -221,5 +226,7 @@ def _check_capacity(capacity: WorkerCapacity) -> None:
     for field, value, low, high in bounds:
         if not low <= value <= high:
             raise ProtocolError(f"must be {low} to {high}", field=field, value=value, remedy="fix the worker")
+    if capacity.role not in ROLES:
+        raise ProtocolError(f"must be one of {', '.join(ROLES)}", field="role", value=capacity.role, remedy="upgrade")
     if list(classes) != sorted(set(classes)):
         raise ProtocolError("must ascend", field="hot_size_classes", value=classes, remedy="fix the worker")

@@ -16,12 +16,12 @@ from coordinator.actor import Actor
 from coordinator.arrays import Int32Array
 from coordinator.errors import ProtocolError
 from coordinator.journal.journal import Journal, check_writes
+from coordinator.messages import NO_HOT_BUFFER
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, Verb, WorkerPort
 from coordinator.scheduling.fleet import Fleet
 from coordinator.scheduling.live import Requests, Swaps
-from coordinator.scheduling.sizing import NO_HOT_BUFFER
 
 #: A worker may not leave less room than this in a Request's mailbox.
 FLOOD_MARGIN: Final = 64

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 from coordinator.arrays import Int32Array, unpack_int32
-from coordinator.errors import BadInput, CapacityError
+from coordinator.errors import BadInput, CapacityError, Unavailable
 from coordinator.messages import (
+    ADMISSIONS,
+    AUTO,
+    BOTH,
+    DECODE,
+    DIRECT,
     NAME_CHARS_MAX,
+    PREFILL,
+    STAGED,
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
     ModelInfo,
@@ -34,6 +41,13 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     _check_tokens(prompt, model)
     _check_sampling(submit.sampling)
     _check_range("priority", submit.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    if submit.admission not in ADMISSIONS:
+        raise BadInput(
+            "no such way to be admitted",
+            field="admission",
+            value=submit.admission[:NAME_CHARS_MAX],
+            remedy=f"use one of {', '.join(ADMISSIONS)}",
+        )
     total = prompt.size + submit.sampling.max_tokens
     if total > model.context_max_tokens:
         raise BadInput(
@@ -46,16 +60,48 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     return prompt
 
 
-def check_fits(length: Length, capacities: Iterable[tuple[str, WorkerCapacity]]) -> None:
-    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone."""
-    misfits = sorted((misfit(length, capacity, worker) for worker, capacity in capacities), key=len)
-    if misfits and misfits[0]:
-        raise CapacityError(
-            "; ".join(misfits[0]),
-            field="prompt",
-            value=f"{length.prompt} tokens, max_tokens {length.max}",
-            remedy="shorten it, or give workers more memory",
+def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], way: str = AUTO) -> None:
+    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
+    (directly) no two of them together. Raise Unavailable when there are no workers for the `way` that it was asked to
+    come."""
+    alone = None if way == DIRECT else _misfit_alone(length, capacities)
+    paired = None if way == STAGED else _misfit_paired(length, capacities, way)
+    known = [misfits for misfits in (alone, paired) if misfits is not None]
+    if not capacities or () in known:
+        return
+    if not known:
+        raise Unavailable(
+            "no worker prefills and decodes" if way == STAGED else "no worker prefills for another to decode",
+            field="admission",
+            value=way,
+            remedy="ask for another way, or retry when workers of these roles are there",
         )
+    raise CapacityError(
+        "; ".join(sorted(known, key=len)[0]),
+        field="prompt",
+        value=f"{length.prompt} tokens, max_tokens {length.max}",
+        remedy="shorten it, or give workers more memory",
+    )
+
+
+def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[str, ...] | None:
+    """Why no worker could prefill and decode it, at best; None: there is none for that."""
+    found = [misfit(length, it, worker) for worker, it in capacities if it.role == BOTH]
+    return sorted(found, key=len)[0] if found else None
+
+
+def _misfit_paired(
+    length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], way: str
+) -> tuple[str, ...] | None:
+    """Likewise of two workers of one node. Unless asked for, only a worker that does nothing else is the first."""
+    found = [
+        misfit(length, one, first, PREFILL) + misfit(length, other, second, DECODE)
+        for first, one in capacities
+        if one.role == PREFILL or (way == DIRECT and one.role == BOTH)
+        for second, other in capacities
+        if other.decodes and first != second and (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
+    ]
+    return sorted(found, key=len)[0] if found else None
 
 
 def check_name(field: str, name: str, *, empty: bool = False) -> None:

@@ -1,13 +1,16 @@
 """The life of one request as a transition table. Pure: events in, actions out; `now` and token counts are arguments.
 
-    QUEUED → PREFILLING → READY → RUNNING → RELEASING → FINISHED | ABORTED | FAILED
-       ▲                    ▲        │
-       │                    │     RETRACTING
-       └───── drop ─────────┴─ RETRACTED ◄─ keep, or held
+    QUEUED → PREFILLING ──────────────► READY → RUNNING → RELEASING → FINISHED | ABORTED | FAILED
+       ▲        │ direct: its worker      ▲        │
+       │        │ will not decode it      │     RETRACTING
+       │   TRANSFERRING → PREFILLED ──────┤        │
+       └───── drop ───────────────────────┴─ RETRACTED ◄─ keep, or held
 
     QUEUED      waits for memory and holds none
     PREFILLING  admitted; prompt computed into the slab and staged to host pages. The worker says only Staged, after
                 both, since nothing is decided in between: there is no state for staging alone
+    TRANSFERRING  prefilled by a worker that will not decode it: it leaves that worker, its rows are handed over
+    PREFILLED   all rows of its prompt are where it will be decoded; waits for a worker to do it
     READY       rows are in host memory; index keys are being loaded or the batch is about to take it in
     RUNNING     decodes. Out of granted pages it waits in place (Parked, in the story)
     RETRACTING  Withdraw sent; the worker's Released is awaited
@@ -32,6 +35,8 @@ from typing import Final, TypeAlias
 class State(StrEnum):
     QUEUED = "QUEUED"
     PREFILLING = "PREFILLING"
+    TRANSFERRING = "TRANSFERRING"
+    PREFILLED = "PREFILLED"
     READY = "READY"
     RUNNING = "RUNNING"
     RETRACTING = "RETRACTING"
@@ -42,8 +47,10 @@ class State(StrEnum):
     FAILED = "FAILED"
 
 
-WAITING: Final = frozenset({State.QUEUED, State.RETRACTED})
-ACTIVE: Final = frozenset({State.PREFILLING, State.READY, State.RUNNING, State.RETRACTING, State.RELEASING})
+WAITING: Final = frozenset({State.QUEUED, State.PREFILLED, State.RETRACTED})
+ACTIVE: Final = frozenset(
+    {State.PREFILLING, State.TRANSFERRING, State.READY, State.RUNNING, State.RETRACTING, State.RELEASING}
+)
 TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
 
 
@@ -74,12 +81,13 @@ class Resolve(Enum):
     """Targets that depend on more than state and event."""
 
     SAME = "same"
-    WAIT = "wait"  # RETRACTED when held or with rows kept, else QUEUED
+    WAIT = "wait"  # RETRACTED when held or with rows kept (PREFILLED: by another worker for it), else QUEUED
     START = "start"  # READY with rows in host pages, else PREFILLING
+    HAND_ON = "hand_on"  # TRANSFERRING when its worker will not decode it, else READY
     OUTCOME = "outcome"
 
 
-SAME, WAIT, START, OUTCOME = Resolve.SAME, Resolve.WAIT, Resolve.START, Resolve.OUTCOME
+SAME, WAIT, START, HAND_ON, OUTCOME = Resolve.SAME, Resolve.WAIT, Resolve.START, Resolve.HAND_ON, Resolve.OUTCOME
 Target: TypeAlias = State | Resolve
 
 _ON_WORKER: Final[dict[Kind, Target]] = {
@@ -118,7 +126,9 @@ _OVER: Final[dict[Kind, Target]] = {
 
 TRANSITIONS: Final[dict[State, dict[Kind, Target]]] = {
     State.QUEUED: _WAITING,
-    State.PREFILLING: {**_ON_WORKER, Kind.STAGED: State.READY},
+    State.PREFILLING: {**_ON_WORKER, Kind.STAGED: HAND_ON},
+    State.TRANSFERRING: _ON_WORKER,
+    State.PREFILLED: _WAITING,
     State.READY: {**_ON_WORKER, Kind.STARTED: State.RUNNING},
     State.RUNNING: {**_ON_WORKER, Kind.STARTED: SAME},
     State.RETRACTING: _LEAVING,

@@ -155,7 +155,8 @@ class Requests:
         found = self.find(submit.request_id)
         live = found.live if isinstance(found, Ended) else found
         is_same_prompt = (live.prompt_digest or digest(live.prompt)) == digest(submit.prompt)
-        if not is_same_prompt or live.sampling != submit.sampling or -live.entry.rank[0] != submit.priority:
+        ours, theirs = (-live.entry.rank[0], live.entry.way), (submit.priority, submit.admission)
+        if not is_same_prompt or live.sampling != submit.sampling or ours != theirs:
             raise WrongState(
                 "is in use by another request",
                 field="request_id",

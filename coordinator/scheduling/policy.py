@@ -16,6 +16,13 @@ Room is made in this order, and only if all of it together suffices (nobody is r
 Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
 never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
 
+Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
+Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
+been retracted. The pair is admitted at once or not at all: host pages and the first worker's memory are reserved, the
+second worker's are *promised* until the prompt is there, that is, subtracted at the request's place in the order of
+rank. So only a better-ranked request can come between, and a coordinator that restarts has no promise to look after.
+Asked for neither, a request goes directly while there is a worker that does nothing but prefill, else staged.
+
 Hot buffers. Resident while chunks suffice, else the largest class that fits. Grown lazily, smallest first, while
 nobody waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes effect
 once its chunks are free, and policy leaves it alone.
@@ -25,9 +32,10 @@ highest-ranked request that is not held gets all it needs as soon as its inferio
 then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
 room for the remaining growth of those ahead of it (`_with_margin`), so they will not displace it again.
 
-Rejected: fair sharing of decode time between requests that do not fit together (each switch costs an index reload);
-letting small requests overtake a large waiting one (it starves); retracting for a request's possible length at
-admission (most end long before max_tokens).
+Rejected: reserving the second worker's memory in the ledger (a second stay of one request at the same time, known to
+every room, for the second that a prompt takes); fair sharing of decode time between requests that do not fit together
+(each switch costs an index reload); letting small requests overtake a large waiting one (it starves); retracting for a
+request's possible length at admission (most end long before max_tokens).
 """
 
 from __future__ import annotations
@@ -37,10 +45,12 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import Ledger, Memory
+from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract
-from coordinator.scheduling.room import Needs, find_remedy, is_pinned, next_lower
+from coordinator.scheduling.room import Needs, Remedy, find_remedy, is_pinned, next_lower
 from coordinator.scheduling.roster import Entry, Phase, Rank, Roster, Worker
 from coordinator.scheduling.sizing import (
+    NO_RUNG,
     RESIDENT,
     Rung,
     first_memory,
@@ -75,12 +85,27 @@ assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 class _Ask(NamedTuple):
     """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
-    own but left for those ahead of it."""
+    own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
+    prefills; the host pages are in that."""
 
+    worker: Worker
     pages: int
     rungs: list[Rung]
     need: Needs
     spare_chunks: int = 0
+    decoder: _Ask | None = None
+
+    @property
+    def parts(self) -> tuple[_Ask, ...]:
+        return (self,) if self.decoder is None else (self, self.decoder)
+
+
+class _Shape(NamedTuple):
+    """What a request asks of any worker of one capacity."""
+
+    pages: int
+    rungs: list[Rung]
+    need: Needs
 
 
 class Policy:
@@ -129,11 +154,13 @@ class _Plan:
     # ---------------------------------------------------------------- demands, by rank
 
     def meet_demands(self) -> None:
-        """Serve starving and waiting requests, best rank first."""
-        at = 0
-        for entry in sorted(self.roster.starving.values(), key=lambda entry: entry.rank):
+        """Serve starving and waiting requests, and those to whom memory is promised, best rank first."""
+        at, demands = 0, self.roster.starving | self.roster.promised
+        for entry in sorted(demands.values(), key=lambda entry: entry.rank):
             at = self._admit_until(at, entry.rank)
-            if entry.phase is Phase.RUNNING and entry.resizing is None:
+            if entry.decoder:
+                self._promise(entry)
+            elif entry.phase is Phase.RUNNING and entry.resizing is None:
                 self._feed(entry, self.roster.workers[entry.worker])
         self._admit_until(at, None)
 
@@ -148,16 +175,13 @@ class _Plan:
     def _consider(self, entry: Entry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
         all_asks = self._asks(entry)
-        asks = [(worker, ask) for worker, ask in all_asks if self._may_join(entry, worker)]
-        best = max(
-            ((self._preference(worker, ask), at) for at, (worker, ask) in enumerate(asks) if self._fits(worker, ask)),
-            default=None,
-        )
+        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)]
+        best = max(((self._preference(ask), at) for at, ask in enumerate(asks) if self._fits(ask)), default=None)
         made = asks[best[1]] if best is not None else self._make_room(entry, asks)
-        if made is not None and self._fits(*made):
-            self._admit(entry, *made)
+        if made is not None and self._fits(made):
+            self._admit(entry, made)
             return True
-        self.blocked.update(worker.node for worker, _ in all_asks)
+        self.blocked.update(ask.worker.node for ask in all_asks)
         return False
 
     def _may_join(self, entry: Entry, worker: Worker) -> bool:
@@ -165,38 +189,72 @@ class _Plan:
         suspects = self.roster.suspects
         return not suspects or suspects.may_join(entry, self.roster.on(worker.name))
 
-    def _asks(self, entry: Entry) -> list[tuple[Worker, _Ask]]:
-        """Workers that could take `entry` on if they were empty, and what it would need there at its smallest size."""
-        shapes: dict[int, _Ask | None] = {}  # by identity of the capacity: most workers of a group share one
-        asks: list[tuple[Worker, _Ask]] = []
+    def _asks(self, entry: Entry) -> list[_Ask]:
+        """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
+        if entry.pages:
+            return self._asks_of(entry, DECODE)
+        asks = self._asks_of(entry, BOTH) if entry.way != DIRECT else []
+        return asks if entry.way == STAGED else asks + self._pairs(entry)
+
+    def _asks_of(self, entry: Entry, part: str) -> list[_Ask]:
+        """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
+        shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
+        asks: list[_Ask] = []
         for worker in self.roster.workers.values():
             if not worker.takes or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
-            shape = id(worker.capacity)
-            if shape not in shapes:
-                shapes[shape] = self._ask(entry, worker)
-            if ask := shapes[shape]:
-                asks.append((worker, self._with_margin(entry, worker, ask) if entry.displaced else ask))
+            if worker.capacity.role not in (part, BOTH):
+                continue
+            key = id(worker.capacity)
+            if key not in shapes:
+                shapes[key] = self._shape(entry, worker, part)
+            if shape := shapes[key]:
+                ask = _Ask(worker, *shape)
+                asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
 
-    def _ask(self, entry: Entry, worker: Worker) -> _Ask | None:
-        if misfit(entry.length, worker.capacity, worker.name):
+    def _pairs(self, entry: Entry) -> list[_Ask]:
+        """Two workers of a node, one to prefill and one to decode: for each of the first the best of the second."""
+        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.way == DIRECT or not ask.worker.decodes]
+        if not first:
+            return []
+        second = self._asks_of(entry, DECODE)
+        second.sort(key=lambda ask: (self._fits(ask), self._preference(ask)), reverse=True)
+        pairs: list[_Ask] = []
+        for ask in first:
+            worker = ask.worker
+            other = next((it for it in second if it.worker.node == worker.node and it.worker is not worker), None)
+            if other is not None:
+                need = ask.need._replace(chunks=0, host_pages=0)
+                pairs.append(_Ask(worker, other.pages, [NO_RUNG], need._replace(index_pages=other.pages), 0, other))
+        return pairs
+
+    def _shape(self, entry: Entry, worker: Worker, part: str) -> _Shape | None:
+        if misfit(entry.length, worker.capacity, worker.name, part):
             return None
         pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
         rungs = self._rungs(entry, pages, worker)
         memory = first_memory(entry.length, pages, entry.pages, rungs[0])
-        return _Ask(pages, rungs, _needs(memory))
+        return _Shape(pages, rungs, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
-    def _fits(self, worker: Worker, ask: _Ask) -> bool:
-        return self.spaces[worker.name].covers(ask.need)
+    def _fits(self, ask: _Ask) -> bool:
+        return all(self.spaces[part.worker.name].covers(part.need) for part in ask.parts)
+
+    def _promise(self, entry: Entry) -> None:
+        """What a prompt under way was promised counts as taken by everybody after it."""
+        worker = self.roster.workers.get(entry.decoder)
+        shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
+        if worker is not None and shape is not None:
+            self.spaces[worker.name].promise(shape.need)
 
     def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
         if is_pinned(entry, worker):
             return [forced_rung(entry.forced_slots, pages)]
         return ladder(pages, worker.capacity)
 
-    def _with_margin(self, entry: Entry, target: Worker, ask: _Ask) -> _Ask:
+    def _with_margin(self, entry: Entry, ask: _Ask) -> _Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
+        target = ask.worker
         chunks = index_pages = host_pages = 0
         for worker in self.roster.of_node(target.node):
             for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
@@ -209,19 +267,28 @@ class _Plan:
         margin = Needs(0, chunks, index_pages, 0, host_pages)
         return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
 
-    def _preference(self, worker: Worker, ask: _Ask) -> tuple[bool, int, int]:
-        """Rather where it can be resident, then where chunks are plenty, then where seats are."""
-        space = self.spaces[worker.name]
-        return ask.rungs[-1].hot_chunks <= space.chunks, space.chunks, space.seats
+    def _preference(self, ask: _Ask) -> tuple[bool, bool, int, int, int]:
+        """Rather directly; rather where it can be resident, then where chunks are plenty, then where seats are, first
+        those of the worker that decodes."""
+        last = ask.decoder or ask
+        space = self.spaces[last.worker.name]
+        is_resident = last.rungs[-1].hot_chunks <= space.chunks
+        return ask.decoder is not None, is_resident, space.chunks, space.seats, self.spaces[ask.worker.name].seats
 
-    def _admit(self, entry: Entry, worker: Worker, ask: _Ask) -> None:
+    def _admit(self, entry: Entry, ask: _Ask) -> None:
+        worker = ask.worker
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, rung)
         take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
-        admission = self.roster.admit(entry, worker, memory, rung)
+        first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
+        admission = self.roster.admit(entry, worker, memory, rung, decoder)
         self.spaces[worker.name].take(_needs(memory))
-        self.decisions.append(Admit(entry, worker, admission, take_over, durable_tokens, memory, rung))
+        if ask.decoder:
+            self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=0))
+        self.decisions.append(
+            Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder)
+        )
 
     # ---------------------------------------------------------------- growth
 
@@ -245,10 +312,10 @@ class _Plan:
         return None
 
     def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
-        ask = _Ask(pages, [], _growth(entry, pages))
+        ask = _Ask(worker, pages, [], _growth(entry, pages))
         if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
             return
-        if self._make_room(entry, [(worker, ask)]) and self._fits(worker, ask):
+        if self._make_room(entry, [ask]) and self._fits(ask):
             self._grow(entry, worker, pages)
 
     def _grow(self, entry: Entry, worker: Worker, pages: int) -> None:
@@ -273,20 +340,31 @@ class _Plan:
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: Entry, asks: list[tuple[Worker, _Ask]]) -> tuple[Worker, _Ask] | None:
+    def _make_room(self, entry: Entry, asks: list[_Ask]) -> _Ask | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
         found = [
-            (remedy.cost, at, remedy)
-            for at, (worker, ask) in enumerate(asks)
-            if (
-                remedy := find_remedy(self.roster, worker, self.spaces[worker.name].free(), ask.need, entry, self.frees)
-            )
+            (_cost(remedies), at, remedies) for at, ask in enumerate(asks) if (remedies := self._remedies(entry, ask))
         ]
         if not found:
             return None
-        _, at, remedy = min(found, key=lambda it: it[:2])
-        worker, ask = asks[at]
-        whom = f"a request of priority {-entry.rank[0]}"
+        _, at, remedies = min(found, key=lambda it: it[:2])
+        for part, remedy in zip(asks[at].parts, remedies, strict=True):
+            self._carry_out(entry, part, remedy)
+        return asks[at]
+
+    def _remedies(self, entry: Entry, ask: _Ask) -> list[Remedy]:
+        """One for each worker concerned; none when one of them has none."""
+        remedies: list[Remedy] = []
+        for part in ask.parts:
+            free = self.spaces[part.worker.name].free()
+            remedy = find_remedy(self.roster, part.worker, free, part.need, entry, self.frees)
+            if remedy is None:
+                return []
+            remedies.append(remedy)
+        return remedies
+
+    def _carry_out(self, entry: Entry, ask: _Ask, remedy: Remedy) -> None:
+        worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
         for victim in remedy.drop:
@@ -295,9 +373,8 @@ class _Plan:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
         for shrunk, rung in remedy.shrink:
             self._resize(shrunk, worker, rung)
-        if not self._fits(worker, ask):
+        if not self.spaces[worker.name].covers(ask.need):
             self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
-        return worker, ask
 
     def _demote(self, entry: Entry, reason: str) -> None:
         self.hosts[entry.node].pages += self.frees(entry)
@@ -338,11 +415,8 @@ class _Plan:
 
     def _hand_over(self, entry: Entry, worker: Worker) -> bool:
         """Nobody is retracted for it; shrinking is left to its admission, which follows."""
-        for target in self.roster.of_node(worker.node):
-            ask = self._ask(entry, target) if target.takes else None
-            if ask is None:
-                continue
-            ask = self._with_margin(entry, target, ask) if entry.displaced else ask
+        for ask in self._asks_of(entry, DECODE):
+            target = ask.worker
             space = self.spaces[target.name]
             remedy = find_remedy(self.roster, target, space.free(), ask.need, entry, self.frees)
             if remedy is not None and not any(remedy.cost[:3]):
@@ -390,10 +464,22 @@ class _Plan:
                 self._demote(entry, f"no worker on {entry.node} for {STRANDED_LIMIT_S:g} s")
 
     def _could_go_elsewhere(self, entry: Entry) -> bool:
-        return any(
-            worker.takes and worker.node != entry.node and self._ask(entry, worker)
-            for worker in self.roster.workers.values()
+        """Whether workers of another node could take it on from its prompt."""
+
+        def able(part: str) -> list[Worker]:
+            others = [it for it in self.roster.workers.values() if it.takes and it.node != entry.node]
+            return [it for it in others if it.capacity.role in (part, BOTH) and self._shape(entry, it, part)]
+
+        if entry.way != DIRECT and able(BOTH):
+            return True
+        pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
+        return entry.way != STAGED and any(
+            one.node == other.node and (entry.way == DIRECT or not one.decodes) for one, other in pairs
         )
+
+
+def _cost(remedies: list[Remedy]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(remedy.cost for remedy in remedies), strict=True)))
 
 
 def _needs(memory: Memory) -> Needs:

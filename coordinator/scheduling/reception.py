@@ -59,18 +59,19 @@ class Reception:
             raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
         prompt = check_submit(submit, self.fleet.model)
         length = Length(prompt.size, 0, sampling.max_tokens)
-        check_fits(length, self.fleet.capacities())
+        check_fits(length, self.fleet.capacities(), submit.admission)
         roster = self.dispatch.roster
         self.requests.check_room(len(roster.waiting))
         request_id = submit.request_id or self._new_id()
         slot = self.token_log.open(sampling.max_tokens)
         self.token_log.times.submitted(slot, now)
-        entry = roster.add(slot, submit.priority, length.prompt, length.max)
+        entry = roster.add(slot, submit.priority, length.prompt, length.max, submit.admission)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
         self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now))
         at_s = now + self.wall_offset_s
-        accepted = Accepted(slot, entry.rank[1], request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s)
+        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, submit.admission
+        accepted = Accepted(slot, entry.rank[1], *about)
         return Handle(request_id, slot), self.journal.append([accepted])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:

@@ -30,6 +30,7 @@ from coordinator.scheduling.events import (
 from coordinator.scheduling.lifecycle import (
     ACTIVE,
     BY_WORKER,
+    HAND_ON,
     OF_ADMISSION,
     OUTCOME,
     SAME,
@@ -93,6 +94,7 @@ class RequestState:
         self.admission = 0  # 0: on no worker
         self.worker = ""
         self.kept_tokens = 0
+        self.prefills_only = False  # this stay, or the last one: its worker does not decode it
         self.retractions = 0
         # what the worker has yet to say in this admission; said twice, it is heard once
         self.staging = False
@@ -109,17 +111,24 @@ class RequestState:
 
     # ---------------------------------------------------------------- from the journal
 
-    def recover_waiting(self, now: float, *, held: bool, kept_tokens: int) -> None:
+    def recover_waiting(self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False) -> None:
         """It was on no worker when the coordinator stopped."""
-        self.held, self.kept_tokens = held, kept_tokens
+        self.held, self.kept_tokens, self.prefills_only = held, kept_tokens, prefills_only
         self._move(WAIT, now, "recovered", f"{kept_tokens} rows kept" if kept_tokens else "")
 
-    def recover_stay(self, now: float, admission: int, worker: str, *, staged: bool, held: bool) -> None:
+    def recover_stay(
+        self, now: float, admission: int, worker: str, *, staged: bool, held: bool, prefills_only: bool = False
+    ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
         earlier life, it is leaving."""
         self.admission, self.worker, self.keep, self.held, self.staging = admission, worker, True, held, not staged
-        state = State.RETRACTING if held else State.READY if staged else State.PREFILLING
-        self._move(state, now, "recovered", f"on {worker}, which is awaited")
+        self.prefills_only = prefills_only
+        self._move(
+            State.RETRACTING if held else HAND_ON if staged else State.PREFILLING,
+            now,
+            "recovered",
+            f"on {worker}, which is awaited",
+        )
 
     def recover_ending(self, now: float, outcome: str, reason: str) -> None:
         """Besides, its end was decided."""
@@ -167,6 +176,7 @@ class RequestState:
             "on a worker exactly when active": (self.admission != 0) == (self.state in ACTIVE),
             "held only while it could be resumed": not self.held or self.state in WAITING | {State.RETRACTING},
             "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
+            "PREFILLED keeps rows": self.state is not State.PREFILLED or self.kept_tokens > 0,
             "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or self.kept_tokens),
             "kept rows can be resumed": not self.kept_tokens or self.kept_tokens >= self.prompt_tokens,
         }
@@ -237,7 +247,8 @@ class RequestState:
         return [self._progressed(Stage.LEAVING)]
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
-        return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now)
+        first_token = messages.NO_TOKEN if rows.generated else event.first_token
+        return self._depart(Kind.RELEASED, target, event.durable_tokens, rows, now, first_token=first_token)
 
     def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
         """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
@@ -246,12 +257,22 @@ class RequestState:
         return self._depart(Kind.LOST, target, durable, rows, now, event.reason)
 
     def _depart(
-        self, kind: Kind, target: Target, durable: int, rows: Rows, now: float, reason: str = ""
+        self,
+        kind: Kind,
+        target: Target,
+        durable: int,
+        rows: Rows,
+        now: float,
+        reason: str = "",
+        first_token: int = messages.NO_TOKEN,
     ) -> list[Action]:
-        """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after."""
-        kept = min(durable, self.prompt_tokens + rows.generated - 1)
+        """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it
+        one that was said or `first_token`."""
+        known = rows.generated or int(first_token != messages.NO_TOKEN)
+        kept = min(durable, self.prompt_tokens + known - 1)
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
-        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME)
+        first_token = first_token if self.kept_tokens else messages.NO_TOKEN
+        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token)
         self.admission, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:
@@ -265,13 +286,14 @@ class RequestState:
         if self.state in (State.RETRACTING, State.RELEASING):
             self._note(now, Kind.ADOPTED, f"leaves {self.worker}")
             return [messages.Withdraw(self.admission)]
-        state = State.RUNNING if event.is_started else State.READY if event.is_staged else State.PREFILLING
-        self._move(state, now, Kind.ADOPTED, f"on {self.worker}")
+        staged = HAND_ON if event.is_staged else State.PREFILLING
+        self._move(State.RUNNING if event.is_started else staged, now, Kind.ADOPTED, f"on {self.worker}")
         return [] if event.grant is None else [event.grant]
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.admission, self.worker, self.keep = event.command.admission, event.worker, True
         self.staging, self.parked, self.resize = not self.kept_tokens, False, None
+        self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         self._move(target, now, Kind.ADMITTED, event.reason)
         self.kept_tokens = 0
         return [event.command]
@@ -340,9 +362,12 @@ class RequestState:
             case State():
                 self.state = target
             case Resolve.WAIT:
-                self.state = State.RETRACTED if self.held or self.kept_tokens else State.QUEUED
+                kept = State.PREFILLED if self.prefills_only else State.RETRACTED
+                self.state = State.RETRACTED if self.held else kept if self.kept_tokens else State.QUEUED
             case Resolve.START:
                 self.state = State.READY if self.kept_tokens else State.PREFILLING
+            case Resolve.HAND_ON:
+                self.state = State.TRANSFERRING if self.prefills_only else State.READY
             case Resolve.OUTCOME:
                 self.state = self.outcome
         self._note(now, event, reason)
@@ -362,6 +387,8 @@ class RequestState:
 
 
 def describe_size(hot_slots: int) -> str:
+    if hot_slots == messages.NO_HOT_BUFFER:
+        return "for its prompt alone"
     return f"{hot_slots} hot slots" if hot_slots else "resident"
 
 

@@ -12,8 +12,9 @@ from heapq import heapify, heapreplace
 from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
+from coordinator.messages import NO_HOT_BUFFER
 from coordinator.scheduling.roster import Entry, Phase, Roster, Worker
-from coordinator.scheduling.sizing import NO_HOT_BUFFER, Rung, can_force, ladder
+from coordinator.scheduling.sizing import Rung, can_force, ladder
 
 
 class Needs(NamedTuple):
@@ -78,7 +79,8 @@ def find_remedy(
     """
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at everybody on it
-    lower = sorted(_lower(roster, worker, asker), key=lambda entry: entry.rank, reverse=True)
+    lower = [entry for entry in _lower(roster, worker, asker) if not entry.prefills_only]
+    lower.sort(key=lambda entry: entry.rank, reverse=True)
     remedy = Remedy(worker, free.plus(_on_its_way(roster, worker, frees)))
     victims = _relieve_gpu(roster, remedy, need, lower, asker)
     if victims is None or not _relieve_host(roster, remedy, need, victims, asker, frees):
@@ -88,15 +90,17 @@ def find_remedy(
 
 
 def _on_its_way(roster: Roster, worker: Worker, frees: Frees) -> Needs:
-    """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages."""
+    """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
+    they are there for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
     starting = [entry for entry in _active(roster, worker) if entry.phase is Phase.STARTING]
+    passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker).hot_chunks for entry in starting)
     return Needs(
-        seats=len(leaving),
+        seats=len(leaving) + len(passing),
         chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
-        index_pages=sum(entry.pages for entry in leaving),
+        index_pages=sum(entry.pages for entry in (*leaving, *passing)),
         slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
         host_pages=sum(
             frees(entry)

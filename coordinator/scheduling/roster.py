@@ -23,9 +23,9 @@ from typing import TypeAlias
 
 from coordinator.errors import InternalError
 from coordinator.memory.ledger import Ledger, Memory
-from coordinator.messages import ModelInfo, WorkerCapacity
+from coordinator.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
 from coordinator.scheduling.events import WorkerPort
-from coordinator.scheduling.sizing import NO_HOT_BUFFER, NO_RUNG, RESIDENT, Length, Rung
+from coordinator.scheduling.sizing import NO_RUNG, RESIDENT, Length, Rung
 from coordinator.scheduling.suspicion import Suspects
 
 #: Lower sorts first and is better: (-priority, arrival).
@@ -52,6 +52,7 @@ class Entry:
     prompt_tokens: int
     max_tokens: int
     generated: int = 0
+    way: str = AUTO  # how its prompt is to come to where it is decoded: messages.ADMISSIONS
     phase: Phase = Phase.WAITING
     held: bool = False
     forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's
@@ -67,6 +68,8 @@ class Entry:
     hot: Rung = NO_RUNG
     resizing: Rung | None = None
     kept_tokens: int = 0
+    first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
+    decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
     ending: bool = False  # leaving: its end was asked for, so it will not wait again
@@ -76,6 +79,11 @@ class Entry:
     @property
     def length(self) -> Length:
         return Length(self.prompt_tokens, self.generated, self.max_tokens)
+
+    @property
+    def prefills_only(self) -> bool:
+        """Whether it is on a worker that will not decode it."""
+        return self.phase in ON_WORKER and self.hot.hot_slots == NO_HOT_BUFFER
 
     @property
     def chunks(self) -> int:
@@ -122,6 +130,10 @@ class Worker:
         """Whether anybody may be admitted to it, or grow his hot buffer there."""
         return self.drain is None and not self.awaited
 
+    @property
+    def decodes(self) -> bool:
+        return self.capacity.decodes
+
 
 class Roster:
     """All live requests and workers."""
@@ -134,16 +146,17 @@ class Roster:
         self.starving: dict[int, Entry] = {}
         self.kept: dict[int, Entry] = {}  # off their workers, with host pages
         self.forcing: dict[int, Entry] = {}  # an operator's hot size has yet to be applied
+        self.promised: dict[int, Entry] = {}  # on one worker for their prompt, with a `decoder`
         self.suspects = Suspects()
         self._arrivals = 0
         self._admissions = 0
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, slot: int, priority: int, prompt_tokens: int, max_tokens: int) -> Entry:
+    def add(self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, way: str = AUTO) -> Entry:
         """A new request, waiting."""
         self._arrivals += 1
-        entry = Entry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens)
+        entry = Entry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, way=way)
         self.entries[slot] = self.by_rank[entry.rank] = entry
         insort(self.waiting, entry.rank)
         return entry
@@ -152,15 +165,20 @@ class Roster:
         """The request is over and holds nothing."""
         self._unlist(entry)
         self.forcing.pop(entry.slot, None)
+        self.promised.pop(entry.slot, None)
         self.suspects.forget(entry)
         del self.entries[entry.slot], self.by_rank[entry.rank]
 
-    def admit(self, entry: Entry, worker: Worker, memory: Memory, rung: Rung) -> int:
-        """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission."""
+    def admit(self, entry: Entry, worker: Worker, memory: Memory, rung: Rung, decoder: str = "") -> int:
+        """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
+        `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
         self._admissions += 1
         entry.phase, entry.worker, entry.node = Phase.STARTING, worker.name, worker.node
         entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
+        entry.first_token, entry.decoder = NO_TOKEN, decoder
+        if decoder:
+            self.promised[entry.slot] = entry
         entry.came_with = entry.generated
         if entry.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.slot] = entry
@@ -207,9 +225,11 @@ class Roster:
         if worker := self.workers.get(entry.worker):
             worker.leaving[entry.slot] = entry
 
-    def depart(self, entry: Entry, kept_tokens: int, kept_pages: int) -> None:
+    def depart(self, entry: Entry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
         """It is off its worker and waits again, on its node if it keeps pages."""
         self._unlist(entry)
+        self.promised.pop(entry.slot, None)
+        entry.first_token, entry.decoder = first_token, ""
         entry.phase, entry.worker, entry.hot, entry.resizing = Phase.WAITING, "", NO_RUNG, None
         entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
         entry.frees_pages = entry.lost = False
@@ -224,7 +244,7 @@ class Roster:
         """A waiting request gives its kept pages up."""
         del self.kept[entry.slot]
         entry.pages = entry.kept_tokens = entry.admission = 0
-        entry.node, entry.stranded_at = "", None
+        entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
     def hold(self, entry: Entry, held: bool) -> None:
         if entry.phase is Phase.WAITING and held != entry.held:
@@ -261,7 +281,7 @@ class Roster:
 
     def _note_size(self, entry: Entry, worker: Worker) -> None:
         worker.managed.pop(entry.slot, None)
-        if entry.hot.hot_slots != RESIDENT:
+        if entry.hot.hot_slots > RESIDENT:
             worker.managed[entry.slot] = entry
 
     # ---------------------------------------------------------------- from the journal
@@ -270,26 +290,33 @@ class Roster:
         """These were the highest numbers of an earlier life."""
         self._arrivals, self._admissions = arrivals, admissions
 
-    def recover(self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int) -> Entry:
+    def recover(
+        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, way: str = AUTO
+    ) -> Entry:
         """A request of an earlier life, waiting."""
-        entry = Entry(slot, rank, prompt_tokens, max_tokens, generated)
+        entry = Entry(slot, rank, prompt_tokens, max_tokens, generated, way)
         self.entries[slot] = self.by_rank[rank] = entry
         insort(self.waiting, rank)
         return entry
 
-    def recover_kept(self, entry: Entry, node: str, admission: int, kept_tokens: int, pages: int) -> None:
+    def recover_kept(
+        self, entry: Entry, node: str, admission: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+    ) -> None:
         """It keeps pages of a departed admission."""
         entry.node, entry.admission, entry.kept_tokens, entry.pages = node, admission, kept_tokens, pages
+        entry.first_token = first_token
         self.kept[entry.slot] = entry
 
-    def recover_stay(self, entry: Entry, node: str, worker: str, admission: int, memory: Memory) -> None:
+    def recover_stay(
+        self, entry: Entry, node: str, worker: str, admission: int, memory: Memory, *, prefills_only: bool = False
+    ) -> None:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
         entry.phase, entry.node, entry.worker, entry.admission = Phase.STARTING, node, worker, admission
         entry.pages, entry.slab_pages, entry.hot = (
             memory.host_pages,
             memory.slab_pages,
-            Rung(RESIDENT, memory.hot_chunks),
+            NO_RUNG if prefills_only else Rung(RESIDENT, memory.hot_chunks),
         )
 
     def recover_place(self, entry: Entry, worker: Worker | None) -> None:
@@ -362,7 +389,7 @@ class Roster:
                 "on its worker": phase in (Phase.STARTING, Phase.RUNNING),
                 "leaving": phase is Phase.LEAVING and not entry.lost,
                 "kept": phase is Phase.WAITING and entry.pages > 0,
-                "managed": phase in (Phase.STARTING, Phase.RUNNING) and entry.hot.hot_slots != RESIDENT,
+                "managed": phase in (Phase.STARTING, Phase.RUNNING) and entry.hot.hot_slots > RESIDENT,
             }
             holds = bool(entry.node) and ledger_of(entry.node).held(entry.admission)
             if listed != expected or (holds and holds != entry.memory):

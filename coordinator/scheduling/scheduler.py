@@ -383,8 +383,10 @@ class Scheduler(Front):
             slab_pages=decision.memory.slab_pages,
             hot_slots=rung.hot_slots,
             hot_chunks=rung.hot_chunks,
+            first_token=decision.first_token,
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
+        reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
 
     def _begin_admission(self, entry: Entry, durable_tokens: int) -> None:

@@ -16,15 +16,14 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import Memory
-from coordinator.messages import WorkerCapacity
+from coordinator.messages import BOTH, DECODE, NO_HOT_BUFFER, PREFILL, WorkerCapacity
 from kernels.layout import managed_chunks, pages_for
 
 RESIDENT: Final = 0
-NO_HOT_BUFFER: Final = -1
 
 
 class Rung(NamedTuple):
-    """`hot_slots` 0 is resident."""
+    """`hot_slots` 0 is resident; NO_HOT_BUFFER for a stay that only computes the prompt."""
 
     hot_slots: int
     hot_chunks: int
@@ -88,15 +87,18 @@ def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
     return smallest_chunks(page_limit(length, capacity), capacity.hot_size_classes)
 
 
-def misfit(length: Length, capacity: WorkerCapacity, worker: str) -> tuple[str, ...]:
-    """Why a request could not run on an otherwise empty worker, with the arithmetic; empty: it could."""
+def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[str, ...]:
+    """Why an otherwise empty worker could not do `part` of a request, with the arithmetic; empty: it could."""
     pages = page_limit(length, capacity)
-    rows = (
+    rows = [
         ("host pages", pages, "pool", capacity.host_pages),
-        ("slab pages", pages_for(length.prompt), worker, capacity.slab_pages),
         ("index pages", pages, worker, capacity.index_pages),
-        ("hot chunks at the smallest hot size", least_chunks(length, capacity), worker, capacity.hot_chunks),
-    )
+    ]
+    if part != DECODE:
+        rows.insert(1, ("slab pages", pages_for(length.prompt), worker, capacity.slab_pages))
+    if part != PREFILL:
+        chunks = least_chunks(length, capacity)
+        rows.append(("hot chunks at the smallest hot size", chunks, worker, capacity.hot_chunks))
     return tuple(f"needs {needed} {what}, {place} has {total}" for what, needed, place, total in rows if needed > total)
 
 

@@ -43,6 +43,11 @@ class Space:
     def take(self, need: Needs) -> None:
         self._set(self.free().minus(need))
 
+    def promise(self, need: Needs) -> None:
+        """As much of `need` as is free may be used by nobody else."""
+        free = self.free()
+        self._set(free.minus(need.at_most(free)))
+
     def claim(self, left: Needs) -> None:
         """No more of what is free may be used than will be `left`."""
         self._set(self.free().at_most(left))

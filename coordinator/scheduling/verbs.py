@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from coordinator.errors import BadInput, CapacityError, WrongState
-from coordinator.messages import WorkerCapacity
+from coordinator.messages import NO_HOT_BUFFER, WorkerCapacity
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Verb, VerbAsk
 from coordinator.scheduling.live import Ended, Live, Requests
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.sizing import NO_HOT_BUFFER, RESIDENT, can_force
+from coordinator.scheduling.sizing import RESIDENT, can_force
 
 #: Requests named in one verb.
 IDS_MAX: Final = 20_000
@@ -77,6 +77,7 @@ def _promise(ask: VerbAsk, live: Live) -> str:
 
 
 def _check_size(hot_slots: int, live: Live, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
+    capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
     classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):
         raise BadInput(

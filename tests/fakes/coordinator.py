@@ -16,6 +16,8 @@ import torch
 
 from coordinator.arrays import pack_int32
 from coordinator.messages import (
+    NO_HOT_BUFFER,
+    NO_TOKEN,
     Admit,
     Command,
     Event,
@@ -58,6 +60,7 @@ class Life:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     durable: int = 0
+    first_token: int = NO_TOKEN
     host_pages: list[int] = field(default_factory=list)
     admission: int = 0  # 0: not on the worker
     hot_slots: int = 0
@@ -117,7 +120,7 @@ class FakeCoordinator:
         pages = max(len(life.host_pages), min(pages_for(rows + self.ahead_tokens), pages_for(life.rows_wanted)))
         new_pages = pages - len(life.host_pages)
         slab = 0 if life.durable else pages_for(len(life.prompt))
-        chunks = managed_chunks(hot_slots) if hot_slots else pages
+        chunks = 0 if hot_slots == NO_HOT_BUFFER else managed_chunks(hot_slots) if hot_slots else pages
         short = (
             self.seats < 1
             or len(self.host_pages) < new_pages
@@ -195,8 +198,9 @@ class FakeCoordinator:
         match event:
             case Staged():
                 life = self._by_admission[event.admission]
-                assert life.tokens, "the first token comes before Staged: prefill's logits are lost afterwards"
-                assert life.durable >= len(life.prompt)
+                is_said = bool(life.tokens) or bool(life.sampling.stop)
+                assert is_said, "the first token comes before Staged: prefill's logits are lost afterwards"
+                assert life.durable >= len(life.prompt) or not life.tokens
                 life.staged = True
                 self._free_slab(life)
             case Parked():
@@ -236,7 +240,7 @@ class FakeCoordinator:
         life.hits += event.hits
         life.misses += event.misses
         life.admission = life.hot_chunks = life.index_pages = 0
-        life.durable = event.durable_tokens
+        life.durable, life.first_token = event.durable_tokens, event.first_token
         if life.leaving == "abort" and not life.outcome:
             life.outcome = "aborted"
         if life.outcome or life.leaving == "drop" or not life.durable:
@@ -261,6 +265,7 @@ class FakeCoordinator:
             slab_pages=life.slab_pages,
             hot_slots=life.hot_slots,
             hot_chunks=life.hot_chunks,
+            first_token=NO_TOKEN if life.tokens else life.first_token,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

@@ -37,7 +37,7 @@ from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_o
 AHEAD_TOKENS = 96
 
 
-def capacity(**counts: int) -> messages.WorkerCapacity:
+def capacity(role: str = messages.BOTH, **counts: int) -> messages.WorkerCapacity:
     """A small worker: 3 or 5 chunks make a managed hot buffer."""
     defaults = {"seats": 3, "hot_chunks": 14, "index_pages": 26, "slab_pages": 8, "host_pages": 32}
     return messages.WorkerCapacity(
@@ -47,6 +47,7 @@ def capacity(**counts: int) -> messages.WorkerCapacity:
         tail_slots=4,
         overshoot_tokens=2,
         pool_path="pool",
+        role=role,
     )
 
 
@@ -96,9 +97,9 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- workers
 
-    def add_worker(self, name: str, node: str, **counts: int) -> None:
+    def add_worker(self, name: str, node: str, role: str = messages.BOTH, **counts: int) -> None:
         self.epochs[name] = self.epochs.get(name, 0) + 1
-        epoch, size = self.epochs[name], capacity(host_pages=self.ledgers[node].pages_total, **counts)
+        epoch, size = self.epochs[name], capacity(role, host_pages=self.ledgers[node].pages_total, **counts)
         uplink: deque[object] = deque()
         fake = FakeWorker(
             name, node, epoch, size, self.pools[node], uplink.append, lambda *said: uplink.append(said), self.rng
@@ -154,10 +155,19 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- requests
 
-    def submit(self, slot: int, prompt_tokens: int, max_tokens: int, priority: int = 0, *, full: bool = False) -> None:
+    def submit(
+        self,
+        slot: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        *,
+        full: bool = False,
+        way: str = messages.AUTO,
+    ) -> None:
         """`full`: it will use all of its `max_tokens`."""
         request_id = f"r{slot}" + "!" * full
-        self.dispatch.roster.add(slot, priority, prompt_tokens, max_tokens)
+        self.dispatch.roster.add(slot, priority, prompt_tokens, max_tokens, way)
         self.live[slot] = FakeLive(
             RequestState(request_id, slot, prompt_tokens, now=self.now),
             messages.Sampling(max_tokens=max_tokens),
@@ -237,6 +247,7 @@ class FakeCluster:
             decision.memory.slab_pages,
             decision.rung.hot_slots,
             decision.rung.hot_chunks,
+            decision.first_token,
         )
         return self.tell(entry.slot, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 

@@ -117,7 +117,8 @@ class FakeWorker:
         prompt, generated = len(admit.prompt) // 4, len(admit.generated) // 4
         pages = unpack_int32(admit.host_pages, "host_pages").tolist()
         cold = admit.durable_tokens == 0
-        assert cold or prompt <= admit.durable_tokens <= prompt + generated - 1, "rows to go on from"
+        known = generated or int(admit.first_token != messages.NO_TOKEN)
+        assert cold or prompt <= admit.durable_tokens <= prompt + known - 1, "rows to go on from"
         assert (admit.slab_pages == pages_for(prompt)) if cold else admit.slab_pages == 0
         assert len(pages) >= pages_for(max(prompt, admit.durable_tokens))
         run = FakeRun(
@@ -173,6 +174,8 @@ class FakeWorker:
                 run.phase, run.slab_pages, run.durable = "staged", 0, run.prompt_tokens
                 self._publish(run, 1)
                 self.emit(messages.Staged(admission, 1.0, 1.0, 0))
+                if run.hot_slots == messages.NO_HOT_BUFFER:
+                    run.phase = "leaving"
             case "staged":
                 run.phase = "running"
                 self.emit(messages.Started(admission))
@@ -241,6 +244,9 @@ class FakeWorker:
         assert sum(run.slab_pages for run in runs) <= capacity.slab_pages
         for run in runs:
             assert run.index_pages == len(run.pages)
-            assert run.hot_chunks == (managed_chunks(run.hot_slots) if run.hot_slots else len(run.pages))
+            managed = managed_chunks(run.hot_slots) if run.hot_slots > 0 else 0
+            assert run.hot_chunks == (managed if run.hot_slots else len(run.pages))
+            assert capacity.decodes or run.hot_slots == messages.NO_HOT_BUFFER, "it only prefills"
+            assert capacity.prefills or run.admit.durable_tokens, "it only decodes"
             limit = run.prompt_tokens + run.admit.sampling.max_tokens + capacity.overshoot_tokens
             assert len(run.pages) <= pages_for(limit), "never granted beyond what can be used"

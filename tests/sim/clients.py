@@ -87,7 +87,11 @@ class SimClient:
         if not pending.is_acknowledged:
             try:
                 stream = await client.submit(
-                    truth.prompt, truth.sampling, request_id=truth.request_id, priority=truth.priority
+                    truth.prompt,
+                    truth.sampling,
+                    request_id=truth.request_id,
+                    priority=truth.priority,
+                    admission=truth.way,
                 )
             except WrongState:  # an earlier submit was carried out, and its answer lost
                 pending.is_acknowledged = True

@@ -87,17 +87,35 @@ SETTINGS: Final = CoordinatorSettings(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a seed's cluster looks like: workers by name with their nodes, and the memory of each."""
+    """What a seed's cluster looks like: workers by name with their nodes, the memory of each, and the roles of those
+    that do not do everything."""
 
     workers: dict[str, str]
     capacity: WorkerCapacity
     settings: CoordinatorSettings
+    roles: dict[str, str] = field(default_factory=dict)
+
+    def capacity_of(self, worker: str) -> WorkerCapacity:
+        return msgspec.structs.replace(self.capacity, role=self.roles.get(worker, messages.BOTH))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether one worker can prefill for another."""
+        return any(
+            self.capacity_of(one).prefills
+            and self.capacity_of(other).decodes
+            and one != other
+            and node == self.workers[other]
+            for one, node in self.workers.items()
+            for other in self.workers
+        )
 
     @classmethod
     def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:
         """`roomy`: with memory for everybody at once, so that nobody is ever in another's way."""
         if roomy:
-            return cls({"w0": "n0", "w1": "n0"}, _capacity(12, 100, 100, 60, 200), SETTINGS)
+            roles = rng.choice(({}, {"w0": messages.PREFILL, "w1": messages.DECODE}))
+            return cls({"w0": "n0", "w1": "n0"}, _capacity(12, 100, 100, 60, 200), SETTINGS, roles)
         nodes = rng.choice((["n0"], ["n0", "n0"], ["n0", "n0"], ["n0", "n1"], ["n0", "n0", "n1"]))
         capacity = _capacity(
             rng.randint(2, 4), rng.randint(6, 14), rng.randint(9, 16), rng.randint(4, 8), rng.randint(9, 24)
@@ -107,7 +125,16 @@ class Shape:
             grant_ahead_tokens=rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS)),
             journal=rng.choices((SETTINGS.journal, NO_JOURNAL), (4, 1))[0],
         )
-        return cls({f"w{i}": node for i, node in enumerate(nodes)}, capacity, settings)
+        names = {f"w{i}": node for i, node in enumerate(nodes)}
+        return cls(names, capacity, settings, _draw_roles(rng, nodes))
+
+
+def _draw_roles(rng: random.Random, nodes: list[str]) -> dict[str, str]:
+    """In half of the clusters with two workers on a node: what each of the two is for."""
+    if nodes.count("n0") < 2 or rng.random() < 0.5:
+        return {}
+    first = rng.choice((messages.PREFILL, messages.PREFILL, messages.BOTH))
+    return {"w0": first, "w1": rng.choice((messages.DECODE, messages.DECODE, messages.BOTH))}
 
 
 def _capacity(seats: int, hot_chunks: int, index_pages: int, slab_pages: int, host_pages: int) -> WorkerCapacity:
@@ -160,14 +187,14 @@ class WorkerProcess:
         self.gate = Gate()
         self.exited = trio.Event()
         checker = cluster.checker
-        capacity = msgspec.structs.replace(cluster.shape.capacity, pool_id=cluster.pools[node].id)
+        capacity = msgspec.structs.replace(cluster.shape.capacity_of(name), pool_id=cluster.pools[node].id)
         identity = Identity(name, node, pid, MODEL, capacity)
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
         self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)
         self.executor = FakeExecutor(
             pid,
-            cluster.shape.capacity,
+            capacity,
             cluster.pools[node],
             self.outbox,
             self.gate,

@@ -29,6 +29,8 @@ import trio
 
 from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.messages import (
+    NO_HOT_BUFFER,
+    NO_TOKEN,
     Admit,
     Audit,
     Command,
@@ -207,6 +209,13 @@ class Run:
         published, prompt = self.output.published, len(self.prompt)
         return min(rows, prompt + published - 1) if published and rows >= prompt else 0
 
+    def left_behind(self, rows: int) -> tuple[int, int]:
+        """As `durable`, when it leaves; and the first token, if only that is known of what follows the prompt."""
+        tokens = self.output.tokens
+        if self.output.published or not tokens or rows < len(self.prompt):
+            return self.durable(rows), NO_TOKEN
+        return len(self.prompt), tokens[0]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -310,13 +319,14 @@ class FakeExecutor:
             raise Violation("I4", f"admission {admit.admission} came twice to one worker")
         self.admitted.add(admit.admission)
         prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
-        output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER)
+        held_back = () if admit.first_token == NO_TOKEN else (admit.first_token,)
+        output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
         if output.finished:
             self._reports.add_event(Finished(admit.admission, output.reason, output.generated_tokens, output.tail_text))
             self._reports.add_event(Released(admit.admission, admit.durable_tokens, 0, 0))
             return
         durable = admit.durable_tokens
-        if durable and not len(prompt) <= durable < len(prompt) + len(generated):
+        if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
             raise Violation(
                 "I3",
                 f"admission {admit.admission} resumes at {durable} rows: "
@@ -411,7 +421,10 @@ class FakeExecutor:
         run.slab_pages = 0
         self._report_durable(run)
         self._reports.add_event(Staged(run.admission, 1.0, 1.0, 0))
-        self._join(run)
+        if run.hot_slots == NO_HOT_BUFFER:
+            self._leave(run)
+        else:
+            self._join(run)
 
     def _join(self, run: Run) -> None:
         run.status = "running"
@@ -422,7 +435,8 @@ class FakeExecutor:
     def _release(self, run: Run) -> None:
         rows = run.position if run.prefilled == len(run.prompt) else 0
         del self.runs[run.admission]
-        self._reports.add_event(Released(run.admission, run.durable(rows), 0, 0))
+        durable, first_token = run.left_behind(rows)
+        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token))
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
@@ -535,6 +549,10 @@ class FakeExecutor:
             if given > total:
                 raise Violation("I2", f"{given} {what} were handed out, there are {total}")
         for run in runs:
+            if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
+                raise Violation("I2", f"admission {run.admission} is to be decoded by a worker that only prefills")
+            if not (capacity.prefills or run.admit.durable_tokens):
+                raise Violation("I2", f"admission {run.admission} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
                 raise Violation("I1", f"admission {run.admission} has pages {run.pages}, {run.index_pages} index pages")
 

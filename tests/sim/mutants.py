@@ -235,6 +235,34 @@ def resume_beyond_the_durable_length() -> Plan:
     yield RequestState, "_depart", depart
 
 
+# ---------------------------------------------------------------- prefill for another worker
+
+
+@plant
+def take_the_prompt_of_a_worker_that_may_live() -> Plan:
+    """Its rows are durable, the last page's too, and prompts do not change."""
+    original = RequestState._lost
+
+    def lost(self: RequestState, event: events.Lost, target: Any, rows: Any, now: float) -> list[Any]:
+        if not self.prefills_only:
+            return original(self, event, target, rows, now)
+        return self._depart(Kind.LOST, target, rows.durable, rows, now, event.reason)
+
+    yield _HANDLERS, events.Lost, (Kind.LOST, lost)
+
+
+@plant
+def keep_the_reserve_behind_a_lost_prompt() -> Plan:
+    """The pages that wait for decoding are empty: why lose them with the worker?"""
+
+    def pages_kept(entry: Any, kept_tokens: int) -> int:
+        is_handed_over = kept_tokens and entry.prefills_only
+        pages: int = entry.pages if is_handed_over else layout.pages_for(kept_tokens)
+        return pages
+
+    yield dispatch.Dispatch, "_pages_kept", staticmethod(pages_kept)
+
+
 # ---------------------------------------------------------------- clients
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.arrays import Int32Array
-from coordinator.messages import ModelInfo, Sampling
+from coordinator.messages import AUTO, ModelInfo, Sampling
 
 Rows = npt.NDArray[np.uint64]
 
@@ -77,6 +77,7 @@ class Truth:
     prompt: Int32Array
     sampling: Sampling
     priority: int = 0
+    way: str = AUTO
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     rows: Rows = field(init=False)

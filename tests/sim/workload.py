@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.messages import Sampling
+from coordinator.messages import AUTO, BOTH, DIRECT, STAGED, Sampling
 from coordinator.scheduling.sizing import Length, misfit
 from tests.sim.clients import Operator, Pending, SimClient, Workload
 from tests.sim.cluster import Cluster
@@ -34,6 +34,15 @@ def draw(cluster: Cluster) -> Workload:
     return Workload(clients, Operator(cluster))
 
 
+def _draw_way(cluster: Cluster, rng: random.Random) -> str:
+    """One that its workers make possible while all are there."""
+    shape = cluster.shape
+    ways = [AUTO]
+    ways += [DIRECT, DIRECT] if shape.pairs else []
+    ways += [STAGED] if any(shape.capacity_of(name).role == BOTH for name in shape.workers) else []
+    return rng.choice(ways)
+
+
 def _draw_request(cluster: Cluster, rng: random.Random, request_id: str) -> Truth:
     for _ in range(TRIES_MAX):
         prompt = np.array([rng.randint(32, 126) for _ in range(rng.choice((1, 5, 8, 9, 14, 25)))], np.int32)
@@ -43,5 +52,5 @@ def _draw_request(cluster: Cluster, rng: random.Random, request_id: str) -> Trut
             ignore_eos=rng.random() < 0.5,
         )
         if not misfit(Length(len(prompt), 0, sampling.max_tokens), cluster.shape.capacity, ""):
-            return Truth(request_id, prompt, sampling, rng.choice((0, 0, 0, 1)))
+            return Truth(request_id, prompt, sampling, rng.choice((0, 0, 0, 1)), _draw_way(cluster, rng))
     raise AssertionError("no request fits this cluster")
