@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfer --dir /dev/shm [--engines shared nixl mooncake] [--netns] [--pages 128] [--rounds 5]
 
-Sender and receiver are processes of their own. `--netns` (root) puts them into two network namespaces with a veth pair
-between them, as two nodes have it; without it they talk over loopback. In each round the limit and every engine take
+Sender and receiver are processes of their own. `--netns` (root) puts them into two network namespaces with addresses of
+their own, joined by a bridge; without it they talk over loopback. In each round the limit and every engine take
 their turn, so that all see the same neighbours; shares are of the limit of the same round, and the median is printed.
 
     limit tcp     one connection, sendall out of the pool, recv_into the pool: no checksum, no control messages
@@ -25,14 +25,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from kernels.layout import Geometry
+from tests.netns_rig import namespaces
 from tests.transfer_rig import MODEL, make_pool
 from worker.transfer import Arrived, Delivered, Layout, PoolMemory, open_receiver, open_sender
 from worker.transfer.checksum import checksum, copy_with_checksum
@@ -40,8 +39,6 @@ from worker.transfer.checksum import checksum, copy_with_checksum
 RESULTS = Path(__file__).with_name("results")
 #: DeepSeek-V3.2 with bf16 rows: a page is 5.0 MB.
 GEOMETRY = Geometry(61, 1_152, tuple(range(61)), 132, 2_048)
-NAMES: Final = ("hisparse-p", "hisparse-d")
-ADDRESSES: Final = ("10.123.0.1", "10.123.0.2")
 LOOPBACK: Final = "127.0.0.1"
 WAIT_S: Final = 120.0
 
@@ -59,30 +56,13 @@ def main() -> None:
         serve(options)
         return
     if options.netns:
-        with namespaces():
-            report(options, ADDRESSES[1], [["ip", "netns", "exec", name] for name in NAMES])
+        with namespaces(2) as nodes:
+            report(options, nodes[1].address, [node.prefix for node in nodes])
     else:
         report(options, LOOPBACK, [[], []])
 
 
 # ---------------------------------------------------------------- both processes
-
-
-@contextmanager
-def namespaces() -> Iterator[None]:
-    """Two of them, and a veth pair between."""
-    run = [f"ip netns add {name}" for name in NAMES]
-    run.append(f"ip link add veth-p netns {NAMES[0]} type veth peer name veth-d netns {NAMES[1]}")
-    for name, device, address in zip(NAMES, ("veth-p", "veth-d"), ADDRESSES, strict=True):
-        run += [f"ip -n {name} addr add {address}/24 dev {device}", f"ip -n {name} link set {device} up"]
-        run.append(f"ip -n {name} link set lo up")
-    try:
-        for command in run:
-            subprocess.run(command.split(), check=True)
-        yield
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 class Process:
@@ -142,7 +122,7 @@ def summarize(options: argparse.Namespace, host: str, rounds: list[dict[str, Any
     def share(name: str, limit: str) -> float:
         return statistics.median(row[name]["gbps"] / row[limit]["gbps"] for row in rounds)
 
-    between = "two network namespaces, veth" if host == ADDRESSES[1] else "loopback"
+    between = "loopback" if host == LOOPBACK else "two network namespaces"
     print(
         f"{options.pages} pages of {GEOMETRY.page_bytes} bytes, {options.rounds} rounds, {between}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
@@ -156,7 +136,7 @@ def summarize(options: argparse.Namespace, host: str, rounds: list[dict[str, Any
     RESULTS.mkdir(exist_ok=True)
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "cpu": platform.processor() or platform.machine()}
     what = {"between": between, "page_bytes": GEOMETRY.page_bytes, "pages": options.pages, "machine": machine}
-    name = "netns" if host == ADDRESSES[1] else "loopback"
+    name = "loopback" if host == LOOPBACK else "netns"
     (RESULTS / f"transfer-{name}.json").write_text(json.dumps(what | {"rounds": rounds}, indent=1) + "\n")
 
 

@@ -30,8 +30,8 @@ from worker.transfer.engines.base import Jobs
 TICK_S: Final = 0.02
 #: Pause between two looks at an engine that works by being looked at; a socket buffers this long at 10 GB/s.
 PROGRESS_S: Final = 0.0001
-#: Threads that take checksums, and copy.
-JOB_THREADS: Final = 2
+#: Threads that take checksums, and copy; few, since the decode loop of the process wants its core.
+JOB_THREADS: Final = min(4, len(os.sched_getaffinity(0)))
 #: How long `close` waits for the thread.
 CLOSE_LIMIT_S: Final = 10.0
 

@@ -1,0 +1,63 @@
+"""Network namespaces joined by a bridge: nodes with addresses of their own, on one machine. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+SUBNET: Final = "10.123.0"
+NAMESPACES_MAX: Final = 16
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """`prefix` goes before the command of a process that is to live there."""
+
+    name: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name]
+
+
+def why_not() -> str:
+    """Empty where namespaces can be made."""
+    if os.geteuid() or not shutil.which("ip"):
+        return "network namespaces need root and iproute2"
+    with ExitStack() as stack:
+        probe = f"hsprobe{os.getpid()}"
+        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+        stack.callback(subprocess.run, ["ip", "netns", "del", probe], capture_output=True, check=False)
+        return made.stderr.strip()
+
+
+@contextmanager
+def namespaces(count: int) -> Iterator[list[Namespace]]:
+    """`count` of them, at most NAMESPACES_MAX, each of which reaches each other; gone at the end."""
+    assert count <= NAMESPACES_MAX
+    switch = f"hs{os.getpid()}s"
+    nodes = [Namespace(f"hs{os.getpid()}n{number}", f"{SUBNET}.{number}") for number in range(1, count + 1)]
+    with ExitStack() as stack:
+        for name in (switch, *(node.name for node in nodes)):
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "del", name)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, node in enumerate(nodes, 1):
+            port = f"port{number}"
+            _ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
+            _ip("-n", node.name, "link", "set", "eth0", "up")
+            _ip("-n", node.name, "link", "set", "lo", "up")
+        yield nodes
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=30)
