@@ -50,9 +50,7 @@ class ClusterSettings(Settings, frozen=True):
     admin_endpoint: str = ""
     worker_endpoint: str = ""
     keys_dir: str = ""  # key files (`hisparse keys`); tcp:// endpoints want them
-    insecure: bool = (
-        False  # tcp:// without keys: whoever reaches the port may use it, and whoever is on the way reads it
-    )
+    insecure: bool = False  # tcp:// without keys: whoever reaches the port may do anything, and read what others send
     log_level: str = "info"
     log_format: str = "logfmt"  # or json
 
@@ -115,6 +113,10 @@ class HttpSettings(Settings, frozen=True):
     reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # 0: any free port, printed at start; -1: off
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 class Config(Settings, frozen=True):
@@ -236,6 +238,15 @@ def _tmpfs_dir(runtime_dir: str) -> str:
 
 def _default_runtime_dir(facts: HostFacts) -> str:
     return f"{facts.xdg_runtime_dir}/hisparse" if facts.xdg_runtime_dir else f"/tmp/hisparse-{facts.uid}"
+
+
+def listening_at(config: Config, host: str, port: int) -> Config:
+    """`config` with the HTTP front there. Raises ConfigError."""
+    from coordinator.config_checks import check
+
+    changed = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, host=host, port=port))
+    check(changed)
+    return changed
 
 
 def to_environ(config: Config) -> dict[str, str]:

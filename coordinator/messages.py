@@ -260,6 +260,14 @@ class AuditWorkers(Message, frozen=True):
     tag: int
 
 
+class ReleaseQuarantine(Message, frozen=True):
+    """The operator vouches that the processes of these workers' lost epochs are gone, which nothing else can prove:
+    pages that they might still have written are free again. A worker that does live writes into what others own."""
+
+    tag: int
+    workers: tuple[str, ...]
+
+
 class StopCoordinator(Message, frozen=True):
     """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
 
@@ -288,6 +296,7 @@ AdminMessage: TypeAlias = (
     | DrainWorkers
     | UndrainWorkers
     | AuditWorkers
+    | ReleaseQuarantine
     | StopCoordinator
 )
 
@@ -743,7 +752,7 @@ class Inventory(Part, frozen=True, tag=True):
     one have happened.
 
     Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
-    page ids as int32, -1: not looked at), int32 `host_pages` (how many), `index_pages`, `hot_chunks` (granted) and
+    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks` (granted) and
     `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
     """
 

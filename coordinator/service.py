@@ -79,7 +79,7 @@ def run_coordinator(config: Config) -> int:
     """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     counters = CoordinatorCounters()
-    with _zap_handler(config, counters) as zap, _sockets(config) as sockets:
+    with open_zap(config, counters) as zap, open_sockets(config) as sockets:
         return trio.run(Coordinator(config, *sockets, zap=zap, counters=counters).serve)
 
 
@@ -342,7 +342,7 @@ def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> Door | Insecur
 
 
 @contextmanager
-def _zap_handler(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandler | None]:
+def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandler | None]:
     """Who is let in over tcp; None when every endpoint is ipc, or the operator wants no keys. Raises ConfigError."""
     cluster = config.cluster
     endpoints = (cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint)
@@ -359,7 +359,7 @@ def _zap_handler(config: Config, counters: CoordinatorCounters) -> Iterator[ZapH
 
 
 @contextmanager
-def _sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, RouterSocket]]:
+def open_sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, RouterSocket]]:
     """Client, admin and worker sockets, bound and locked. Raises ConfigError or Unavailable; nothing stays behind."""
     cluster = config.cluster
     make_private_dir(cluster.runtime_dir)

@@ -34,6 +34,7 @@ ADMIN_SEEDS: tuple[messages.Message, ...] = (
     messages.ResizeRequests(12, ("fuzz",), 128),
     messages.DrainWorkers(13, ("fuzz",), True, 5.0),
     messages.UndrainWorkers(14, ("fuzz",)),
+    messages.ReleaseQuarantine(15, ("fuzz",)),
 )
 #: As they are they speak for slot 0 and admission 1, which are the victim's.
 WORKER_SEEDS: tuple[messages.Message, ...] = (

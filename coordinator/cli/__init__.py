@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from coordinator.cli import demo, fleet, model, requests, serve, size, submit, top
+from coordinator.cli import demo, fleet, keys, model, requests, serve, size, submit, top
 from coordinator.cli.common import RootGroup, exit_code_lines, show_version
 
 
@@ -36,7 +36,8 @@ def _root() -> RootGroup:
         *(serve.up, serve.coordinator, serve.worker, serve.http, demo.demo, model.model, size.size),
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
-        *(top.top, fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.stop),
+        *(top.top, fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.release_quarantine),
+        *(fleet.stop, keys.keys),
     ):
         root.add_command(command)
     return root

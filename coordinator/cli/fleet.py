@@ -152,6 +152,25 @@ def audit(config: Config, output: str) -> int:
     return EXIT_FAILED if found.differences or not all(row.answered for row in found.audited) else 0
 
 
+@click.command(name="release-quarantine", short_help="Vouch that a lost worker's process is gone.")
+@click.argument("names", nargs=-1, required=True, metavar="WORKER...")
+@click.option("--i-am-sure", "is_sure", is_flag=True, help="Its process is gone, or its machine is.")
+@output_option
+@with_config()
+def release_quarantine(config: Config, output: str, names: tuple[str, ...], is_sure: bool) -> None:
+    """Free the host pages that a lost worker might still write.
+
+    Only for a worker whose process the coordinator cannot see (over tcp, or in another pid namespace): everybody else's
+    exit is proved by itself. If the process lives, it writes into pages that others own by then, and their outputs are
+    wrong.
+    """
+    from coordinator.cli.session import tell
+
+    if not is_sure:
+        raise click.UsageError("look at the machine, then say --i-am-sure", click.get_current_context())
+    tell(config, "admin", output, lambda client: client.release_quarantine(names))
+
+
 @click.command(short_help="Drain the coordinator, then exit.")
 @click.option(
     "--deadline",

@@ -11,6 +11,7 @@ import trio
 from coordinator.cli.output import emit_one, note, write_json
 from coordinator.client.client import RECONNECT_LIMIT_S, Client, open_client, run_client
 from coordinator.errors import NotFound, Unavailable
+from coordinator.transport.keys import access
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -28,14 +29,16 @@ def connected(
     """A connected client of `role`, "client" or "admin". Raises HiSparseError."""
     cluster = config.cluster
     endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
-    return open_client(endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s)
+    return open_client(
+        endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s, key=access(cluster, role, endpoint)
+    )
 
 
 def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) -> T:
     """Await `action(client)` on a connection of `role`, "client" or "admin". Raises HiSparseError."""
     cluster = config.cluster
     endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
-    return run_client(endpoint, action, role=role, name="hisparse")
+    return run_client(endpoint, action, role=role, name="hisparse", key=access(cluster, role, endpoint))
 
 
 def tell(config: Config, role: str, output: str, verb: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from coordinator.cli.common import EXIT_FAILED, EXIT_INTERRUPTED
 from coordinator.cli.output import note, write_json, write_line
 from coordinator.client.client import Client, run_client
 from coordinator.client.token_stream import Stream
-from coordinator.client.tokenizer_cache import cache_dir, read_cached, write_cached
+from coordinator.client.tokenizer_cache import fetch_tokenizer
 from coordinator.errors import BadInput, InternalError
 from coordinator.messages import Ended, Sampling
-from worker.runners.text import Tokenizer, make_tokenizer
+from coordinator.transport.keys import Insecure, PeerKey
+from worker.runners.text import Tokenizer
 
 FINISHED: Final = "FINISHED"
 
@@ -28,12 +28,13 @@ class Follow:
     endpoint: str
     output: str
     raw: bool = False
+    key: PeerKey | Insecure | None = None
     stream: Stream | None = None
 
     def run(self, action: Callable[[Client], Awaitable[int]]) -> int:
         """The exit code of `action`; after Ctrl-C, how to go on."""
         try:
-            return run_client(self.endpoint, action, name="hisparse")
+            return run_client(self.endpoint, action, name="hisparse", key=self.key)
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id
@@ -94,21 +95,6 @@ def attach_and_follow(follow: Follow, request_id: str, offset: int) -> int:
         return await follow.show(await client.attach(request_id, offset), tokenizer)
 
     return follow.run(action)
-
-
-async def fetch_tokenizer(client: Client) -> Tokenizer:
-    """The served model's tokenizer: from the user's cache by its hash, else through the coordinator.
-
-    Raises Unavailable before a worker has sent it, ConfigError when its library is not installed.
-    """
-    model = await client.model()
-    directory = cache_dir(os.environ)
-    data = read_cached(directory, model.tokenizer_hash) if model.tokenizer_hash else b""
-    if data is None:
-        fetched = await client.tokenizer()
-        data = fetched.data
-        write_cached(directory, fetched.hash, data)
-    return make_tokenizer(model.tokenizer_kind, data)
 
 
 # ---------------------------------------------------------------- sinks

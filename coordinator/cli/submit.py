@@ -11,6 +11,7 @@ import click
 from coordinator.cli.common import output_option, read_words, with_config
 
 if TYPE_CHECKING:
+    from coordinator.cli.streaming import Follow
     from coordinator.config import Config
 
 
@@ -58,13 +59,12 @@ def submit(
 
     Ctrl-C leaves the request running; `hisparse attach` shows the rest, `hisparse abort` ends it.
     """
-    from coordinator.cli.streaming import Follow, submit_and_follow
+    from coordinator.cli.streaming import submit_and_follow
     from coordinator.messages import Sampling
 
     text = _prompt_text(prompt, file)
-    follow = Follow(config.cluster.client_endpoint, output, raw=raw)
     return submit_and_follow(
-        follow,
+        _follow(config, output, raw=raw),
         [_token(word) for word in read_words([text])] if raw else text,
         Sampling(**sampling),
         request_id=request_id,
@@ -90,9 +90,17 @@ def submit(
 @with_config()
 def attach(config: Config, request_id: str, offset: int, raw: bool, output: str) -> int:
     """Stream the output of a request that runs or has lately ended."""
-    from coordinator.cli.streaming import Follow, attach_and_follow
+    from coordinator.cli.streaming import attach_and_follow
 
-    return attach_and_follow(Follow(config.cluster.client_endpoint, output, raw=raw), request_id, offset)
+    return attach_and_follow(_follow(config, output, raw=raw), request_id, offset)
+
+
+def _follow(config: Config, output: str, *, raw: bool) -> Follow:
+    from coordinator.cli.streaming import Follow
+    from coordinator.transport.keys import access
+
+    endpoint = config.cluster.client_endpoint
+    return Follow(endpoint, output, raw=raw, key=access(config.cluster, "client", endpoint))
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

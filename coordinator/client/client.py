@@ -195,6 +195,10 @@ class Client:
     async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
         return await self._do(lambda tag: messages.UndrainWorkers(tag, tuple(workers)))
 
+    async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:
+        """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine."""
+        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, tuple(workers)))
+
     async def audit(self) -> messages.AuditRows:
         """Compare what all workers hold with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)

@@ -21,6 +21,9 @@ from coordinator.transport.sockets import Sent
 #: Replies that wait for a client whose socket is full.
 OUTBOX_MESSAGES_MAX: Final = 4_096
 OUTBOX_BYTES_MAX: Final = 64 * 1024 * 1024
+#: Roles, by which a connection may do more or less.
+CLIENT: Final = "client"
+ADMIN: Final = "admin"
 
 
 class Router(Protocol):
@@ -44,6 +47,11 @@ class Connection:
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     is_gone: bool = False
+
+    @property
+    def sees(self) -> str | None:
+        """Whose requests it may see and touch; None: everybody's."""
+        return None if self.role == ADMIN else self.user
 
     @property
     def owner(self) -> str:

@@ -20,7 +20,7 @@ import trio
 
 from coordinator import messages
 from coordinator.errors import BadInput, CapacityError, HiSparseError, ProtocolError
-from coordinator.gateway.connections import Connection
+from coordinator.gateway.connections import ADMIN, CLIENT, Connection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.token_log import TokenLog
 from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
@@ -41,20 +41,17 @@ ROWS_MAX: Final = 20_000
 #: Longest deadline of a drain.
 DEADLINE_MAX_S: Final = 7 * 24 * 3600.0
 
-CLIENT: Final = "client"
-ADMIN: Final = "admin"
-
 
 Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-Verb: TypeAlias = Callable[[str, Any], Awaitable[tuple[str, ...]]]
+Verb: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
     """What the gateway needs of coordinator.scheduling.scheduler.Scheduler."""
 
-    async def submit(self, submit: messages.Submit, owner: str) -> Handle: ...
-    async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
-    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
+    async def submit(self, submit: messages.Submit, owner: str, user: str) -> Handle: ...
+    async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None) -> tuple[str, ...]: ...
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None) -> tuple[str, ...]: ...
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]: ...
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]: ...
@@ -63,11 +60,14 @@ class SchedulerFacade(Protocol):
     ) -> tuple[str, ...]: ...
     async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]: ...
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
     async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]: ...
-    def lookup(self, request_id: str) -> int: ...
+    def lookup(self, request_id: str, user: str | None) -> int: ...
     def model(self) -> messages.ModelInfo | None: ...
-    def request_rows(self, limit: int) -> list[messages.RequestRow]: ...
-    def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
+    def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
+    def describe(
+        self, request_id: str, user: str | None
+    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
     def worker_rows(self) -> list[messages.WorkerRow]: ...
     def pool_rows(self) -> list[messages.PoolRow]: ...
 
@@ -223,7 +223,7 @@ class Gateway:
         nursery.start_soon(self._carry_out, connection, message, tag)
 
     def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
-        slot = self._scheduler.lookup(attach.request_id)
+        slot = self._scheduler.lookup(attach.request_id, connection.sees)
         length = int(self._log.committed[slot])
         if not 0 <= attach.offset <= length:
             raise BadInput(
@@ -237,7 +237,7 @@ class Gateway:
         )
 
     def _detach(self, connection: Connection, detach: messages.Detach) -> messages.Done:
-        self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id))
+        self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id, connection.sees))
         return messages.Done(detach.tag)
 
     async def _carry_out(self, connection: Connection, message: AdminMessage, tag: int) -> None:
@@ -247,7 +247,7 @@ class Gateway:
             elif isinstance(message, messages.AuditWorkers):
                 reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
             else:
-                reply = messages.Done(tag, await self._verbs[type(message)](connection.owner, message))
+                reply = messages.Done(tag, await self._verbs[type(message)](connection, message))
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
@@ -255,7 +255,7 @@ class Gateway:
         self._deliveries.say(connection, reply)
 
     async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
-        request_id, slot = await self._scheduler.submit(submit, connection.owner)
+        request_id, slot = await self._scheduler.submit(submit, connection.owner, connection.user)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4
         handle = -1
@@ -271,14 +271,16 @@ class Gateway:
 def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[type, Answer]:
     """What is answered at once, from state that this task may read."""
 
-    def requests(_: Connection, ask: messages.ListRequests) -> messages.RequestRows:
+    def requests(who: Connection, ask: messages.ListRequests) -> messages.RequestRows:
         limit = min(max(ask.limit, 1), ROWS_MAX)
-        rows = scheduler.request_rows(limit + 1)
+        rows = scheduler.request_rows(limit + 1, who.sees)
         return messages.RequestRows(ask.tag, tuple(rows[:limit]), truncated=len(rows) > limit)
 
     return {
         messages.ListRequests: requests,
-        messages.DescribeRequest: lambda _, m: messages.RequestDetail(m.tag, *scheduler.describe(m.request_id)),
+        messages.DescribeRequest: lambda who, m: messages.RequestDetail(
+            m.tag, *scheduler.describe(m.request_id, who.sees)
+        ),
         messages.ListWorkers: lambda _, m: messages.WorkerRows(m.tag, tuple(scheduler.worker_rows())),
         messages.ListPools: lambda _, m: messages.PoolRows(m.tag, tuple(scheduler.pool_rows())),
         messages.FetchTokenizer: lambda _, m: messages.TokenizerData(m.tag, *tokenizers.tokenizer(scheduler.model())),
@@ -289,16 +291,17 @@ def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {
-        messages.AbortRequests: lambda owner, m: it.abort(m.request_ids, owner),
-        messages.AcknowledgeOutputs: lambda owner, m: it.acknowledge(m.request_ids, owner),
-        messages.RetractRequests: lambda owner, m: it.retract(m.request_ids, owner, keep=m.keep, hold=m.hold),
-        messages.ResumeRequests: lambda owner, m: it.resume(m.request_ids, owner),
-        messages.ResizeRequests: lambda owner, m: it.resize(m.request_ids, owner, hot_slots=m.hot_slots),
-        messages.DrainWorkers: lambda owner, m: it.drain(
-            m.workers, owner, handover=m.handover, deadline_s=_deadline(m.deadline_s)
+        messages.AbortRequests: lambda who, m: it.abort(m.request_ids, who.owner, who.sees),
+        messages.AcknowledgeOutputs: lambda who, m: it.acknowledge(m.request_ids, who.owner, who.sees),
+        messages.RetractRequests: lambda who, m: it.retract(m.request_ids, who.owner, keep=m.keep, hold=m.hold),
+        messages.ResumeRequests: lambda who, m: it.resume(m.request_ids, who.owner),
+        messages.ResizeRequests: lambda who, m: it.resize(m.request_ids, who.owner, hot_slots=m.hot_slots),
+        messages.DrainWorkers: lambda who, m: it.drain(
+            m.workers, who.owner, handover=m.handover, deadline_s=_deadline(m.deadline_s)
         ),
-        messages.UndrainWorkers: lambda owner, m: it.undrain(m.workers, owner),
-        messages.StopCoordinator: lambda owner, m: it.stop(_deadline(m.deadline_s), owner),
+        messages.UndrainWorkers: lambda who, m: it.undrain(m.workers, who.owner),
+        messages.ReleaseQuarantine: lambda who, m: it.release_quarantine(m.workers, who.owner),
+        messages.StopCoordinator: lambda who, m: it.stop(_deadline(m.deadline_s), who.owner),
     }
 
 

@@ -35,7 +35,8 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Accepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids; `admission` is how it was asked to come to its worker."""
+    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `admission`
+    is how it was asked to come to its worker."""
 
     slot: int
     arrival: int
@@ -45,6 +46,7 @@ class Accepted(JournalEntry, frozen=True):
     prompt: bytes
     sampling: Sampling
     at_s: float
+    user: str = ""
     admission: str = AUTO
 
 

@@ -95,7 +95,9 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
     entry = Entry(accepted.slot, rank, *length, accepted.admission)
-    live = Live(state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at)
+    live = Live(
+        state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
+    )
     live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
     if known.stay is None or not _is_held(known.stay, book):
@@ -120,7 +122,7 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at)
+    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
     place.requests.add(live)
     if stay and known.on_worker:
         heard = _restore_stay(stay, ordered, live, worker, book, place)

@@ -215,6 +215,11 @@ class Ledger:
         budget.lost, budget.exited = True, proved_exit
         self._forget_if_empty(budget)
 
+    def unproved(self, worker: str) -> tuple[int, ...]:
+        """Lost epochs of `worker` whose processes are not proved gone, and that have something here."""
+        lost = {epoch for (name, epoch), it in self._budgets.items() if name == worker and it.lost and not it.exited}
+        return tuple(sorted(lost | {epoch for name, epoch in self._quarantines if name == worker}))
+
     def prove_exit(self, worker: str, epoch: int) -> int:
         """The process of a lost epoch is gone: free what only its quarantine held. Returns pages freed. Idempotent."""
         budget = self._budgets.get((worker, epoch))

@@ -94,14 +94,17 @@ class Verb(Enum):
 
 
 class SubmitAsk(msgspec.Struct, frozen=True):
+    """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to."""
+
     submit: messages.Submit
     owner: str
     reply: Reply[Handle]
+    user: str = ""
 
 
 class VerbAsk(msgspec.Struct, frozen=True):
     """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
-    RESIZE."""
+    RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
 
     verb: Verb
     request_ids: tuple[str, ...]
@@ -110,13 +113,15 @@ class VerbAsk(msgspec.Struct, frozen=True):
     keep: bool = True
     hold: bool = True
     hot_slots: int = -1
+    user: str | None = None
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more."""
+    """Ended requests whose outputs nobody needs any more. `user` as in VerbAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]
+    user: str | None = None
 
 
 class DrainAsk(msgspec.Struct, frozen=True):
@@ -128,6 +133,14 @@ class DrainAsk(msgspec.Struct, frozen=True):
     handover: bool = False
     deadline_s: float = 0.0
     undrain: bool = False
+
+
+class ReleaseAsk(msgspec.Struct, frozen=True):
+    """An operator's word that the processes of these workers' lost epochs are gone."""
+
+    workers: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
 
 
 class StopAsk(msgspec.Struct, frozen=True):

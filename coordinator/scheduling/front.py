@@ -31,6 +31,7 @@ Message: TypeAlias = (
     | events.VerbAsk
     | events.ForgetAsk
     | events.DrainAsk
+    | events.ReleaseAsk
     | events.StopAsk
     | events.WorkerUp
     | events.WorkerBack
@@ -59,7 +60,9 @@ class Front(Actor[Message]):
 
     # ---------------------------------------------------------------- for the gateway
 
-    async def submit(self, submit: messages.Submit, owner: str) -> Handle:
+    # `user` is whose key was shown; requests of others are not found. None: an operator, to whom all belong.
+
+    async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
 
         The same submission under the same id is the same request: whoever lost the answer may ask again. Raises
@@ -68,11 +71,11 @@ class Front(Actor[Message]):
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
         check_writes(self._journal)
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply))
+        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user))
 
-    async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(Verb.ABORT, request_ids, owner)
+        return await self._verb(Verb.ABORT, request_ids, owner, user=user)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
@@ -86,9 +89,9 @@ class Front(Actor[Message]):
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
         return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
 
-    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
-        return await self.ask(lambda reply: events.ForgetAsk(request_ids, reply))
+        return await self.ask(lambda reply: events.ForgetAsk(request_ids, reply, user))
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -107,25 +110,33 @@ class Front(Actor[Message]):
         """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
         return await self.ask(lambda reply: events.AuditAsk(owner, reply))
 
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Take the operator's word that the lost epochs of these workers are gone, all or none. See
+        messages.ReleaseQuarantine. Raises NotFound for a worker without such an epoch."""
+        check_writes(self._journal)
+        return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, reply))
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
         return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
 
-    def lookup(self, request_id: str) -> int:
+    def lookup(self, request_id: str, user: str | None = None) -> int:
         """The slot of a live or recently ended request. Raises NotFound."""
-        return self._requests.slot(request_id)
+        return self._requests.slot(request_id, user)
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
         return self._fleet.model
 
-    def request_rows(self, limit: int) -> list[messages.RequestRow]:
+    def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         """Live requests in rank order, then ended ones, latest first; at most `limit`."""
-        return self._requests.rows(limit, self._clock())
+        return self._requests.rows(limit, self._clock(), user)
 
-    def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
+    def describe(
+        self, request_id: str, user: str | None = None
+    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
         """One request and its story. Raises NotFound."""
-        return self._requests.describe(request_id, self._clock())
+        return self._requests.describe(request_id, self._clock(), user)
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
@@ -208,8 +219,11 @@ class Front(Actor[Message]):
         keep: bool = True,
         hold: bool = True,
         hot_slots: int = NO_HOT_BUFFER,
+        user: str | None = None,
     ) -> tuple[str, ...]:
         check_writes(self._journal)
         return await self.ask(
-            lambda reply: events.VerbAsk(verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots)
+            lambda reply: events.VerbAsk(
+                verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
+            )
         )

@@ -50,6 +50,7 @@ class Live:
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier admissions
     swaps: Swaps = NO_SWAPS  # of this one, so far
+    user: str = ""  # whose key submitted it
 
 
 class Ended(NamedTuple):
@@ -112,12 +113,14 @@ class Requests:
             slots.append(self.ended.popitem(last=False)[1].live.entry.slot)
         return slots
 
-    def forget(self, request_ids: tuple[str, ...]) -> list[int]:
+    def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
         """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
 
-        Raises WrongState for a live one.
+        Raises WrongState for a live one, NotFound for another user's.
         """
         for request_id in request_ids:
+            if self.knows(request_id):
+                self.find(request_id, user)
             if request_id in self.live:
                 raise WrongState(
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
@@ -144,19 +147,18 @@ class Requests:
         live = self.by_admission.get(admission)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
-    def slot(self, request_id: str) -> int:
+    def slot(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        if (live := self.live.get(request_id)) is not None:
-            return live.entry.slot
-        return self._ended(request_id).live.entry.slot
+        return _live(self.find(request_id, user)).entry.slot
 
-    def slot_of_same(self, submit: Submit) -> int:
-        """The slot of the request whose id `submit` bears. Raises WrongState when it is another request."""
-        found = self.find(submit.request_id)
-        live = found.live if isinstance(found, Ended) else found
+    def slot_of_same(self, submit: Submit, user: str) -> int:
+        """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
+        user's."""
+        live = _live(self.find(submit.request_id))
         is_same_prompt = (live.prompt_digest or digest(live.prompt)) == digest(submit.prompt)
-        ours, theirs = (-live.entry.rank[0], live.entry.way), (submit.priority, submit.admission)
-        if not is_same_prompt or live.sampling != submit.sampling or ours != theirs:
+        asked = user, submit.sampling, submit.priority, submit.admission
+        known = live.user, live.sampling, -live.entry.rank[0], live.entry.way
+        if not is_same_prompt or asked != known:
             raise WrongState(
                 "is in use by another request",
                 field="request_id",
@@ -168,36 +170,36 @@ class Requests:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str) -> Live | Ended:
-        """Raises NotFound."""
-        return self.live.get(request_id) or self._ended(request_id)
-
-    def _ended(self, request_id: str) -> Ended:
-        ended = self.ended.get(request_id)
-        if ended is None:
+    def find(self, request_id: str, user: str | None = None) -> Live | Ended:
+        """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
+        found = self.live.get(request_id) or self.ended.get(request_id)
+        if found is None or user not in (None, _live(found).user):
             raise NotFound(
                 "no request of this id, or it ended too long ago",
                 field="request_id",
                 value=request_id[:128],
                 remedy="list requests",
             )
-        return ended
+        return found
 
     # ---------------------------------------------------------------- rows
 
-    def rows(self, limit: int, now: float) -> list[RequestRow]:
-        """Live requests in rank order, then ended ones, latest first."""
-        live = sorted(self.live.values(), key=lambda it: it.entry.rank)[: max(limit, 0)]
-        rows = [self.row(it, now) for it in live]
+    def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
+        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
+        live = (it for it in self.live.values() if user in (None, it.user))
+        rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.entry.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
-            rows.append(self.row(*ended))
+            if user in (None, ended.live.user):
+                rows.append(self.row(*ended))
         return rows
 
-    def describe(self, request_id: str, now: float) -> tuple[RequestRow, tuple[StoryLine, ...]]:
+    def describe(
+        self, request_id: str, now: float, user: str | None = None
+    ) -> tuple[RequestRow, tuple[StoryLine, ...]]:
         """Raises NotFound."""
-        found = self.find(request_id)
+        found = self.find(request_id, user)
         live, at = found if isinstance(found, Ended) else (found, now)
         return self.row(live, at), self.story(live)
 
@@ -233,6 +235,10 @@ class Requests:
 
     def count_held(self) -> int:
         return sum(live.state.held for live in self.live.values())
+
+
+def _live(found: Live | Ended) -> Live:
+    return found.live if isinstance(found, Ended) else found
 
 
 def digest(prompt: bytes) -> bytes:

@@ -51,7 +51,7 @@ class Reception:
         """
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self.requests.knows(submit.request_id):
-            slot = self.requests.slot_of_same(submit)
+            slot = self.requests.slot_of_same(submit, ask.user)
             return Handle(submit.request_id, slot), self.journal.append(())
         if stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
@@ -68,9 +68,9 @@ class Reception:
         entry = roster.add(slot, submit.priority, length.prompt, length.max, submit.admission)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
-        self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now))
+        self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
-        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, submit.admission
+        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.admission
         accepted = Accepted(slot, entry.rank[1], *about)
         return Handle(request_id, slot), self.journal.append([accepted])
 

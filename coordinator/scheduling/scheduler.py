@@ -42,7 +42,7 @@ from coordinator.scheduling.reception import Reception
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.roster import Drain, Entry
 from coordinator.scheduling.sizing import page_limit
-from coordinator.scheduling.verbs import carry_out
+from coordinator.scheduling.verbs import carry_out, release_quarantine
 from kernels.layout import PAGE_TOKENS
 from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters
@@ -73,6 +73,7 @@ class _Turn:
     steps: list[Step] = field(default_factory=list)
     tells: list[Tell] = field(default_factory=list)
     joined: list[Reply[None]] = field(default_factory=list)
+    released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
 
     def take(self, heard: Heard) -> None:
         self.steps += heard.steps
@@ -189,6 +190,8 @@ class Scheduler(Front):
             self._tell(tell)
         for reply in turn.joined:
             reply.set(None)
+        for told, lines in turn.released:
+            self._journal.append(()).answer(told, lines, "the quarantine was released")
         if tick:
             self._auditor.tick(now)
             self._reception.forget(self._requests.forget_old(now))
@@ -224,6 +227,7 @@ class Scheduler(Front):
                 | events.VerbAsk()
                 | events.ForgetAsk()
                 | events.DrainAsk()
+                | events.ReleaseAsk()
                 | events.StopAsk()
                 | events.WorkerUp()
                 | events.WorkerBack()
@@ -240,6 +244,7 @@ class Scheduler(Front):
         | events.VerbAsk
         | events.ForgetAsk
         | events.DrainAsk
+        | events.ReleaseAsk
         | events.StopAsk
         | events.WorkerUp
         | events.WorkerBack
@@ -260,11 +265,17 @@ class Scheduler(Front):
                     turn.take(each)
                 self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
             case events.ForgetAsk(request_ids):
-                commit = self._reception.forget(self._requests.forget(request_ids))
+                commit = self._reception.forget(self._requests.forget(request_ids, ask.user))
                 lines = tuple(f"{it}: forgotten" for it in request_ids)
                 commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():
                 ask.reply.set(self._drain(ask, now))
+            case events.ReleaseAsk():
+                heard, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
+                for each in heard:
+                    turn.take(each)
+                turn.released.append((ask.reply, lines))
+                log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
             case events.StopAsk():
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from coordinator.errors import BadInput, CapacityError, WrongState
-from coordinator.messages import NO_HOT_BUFFER, WorkerCapacity
+from coordinator.errors import BadInput, CapacityError, NotFound, WrongState
+from coordinator.memory.ledger import Ledger
+from coordinator.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Verb, VerbAsk
 from coordinator.scheduling.live import Ended, Live, Requests
@@ -29,6 +30,24 @@ def carry_out(
     return heard, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
 
 
+def release_quarantine(
+    workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch
+) -> tuple[list[Heard], tuple[str, ...]]:
+    """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
+
+    No evidence against requests follows: nobody saw a process die. Raises NotFound, with nothing done.
+    """
+    names = tuple(dict.fromkeys(workers))
+    epochs = {name: sorted({epoch for it in ledgers.values() for epoch in it.unproved(name)}) for name in names}
+    for name in names:
+        if not epochs[name]:
+            raise NotFound(
+                "has nothing in quarantine", field="worker", value=name[:NAME_CHARS_MAX], remedy="see: hisparse pool"
+            )
+    heard = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
+    return heard, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
+
+
 def find(ask: VerbAsk, requests: Requests) -> list[Live]:
     """The live requests named, each once, all of which may be asked for `ask.verb` now."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
@@ -36,7 +55,7 @@ def find(ask: VerbAsk, requests: Requests) -> list[Live]:
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")
     lives: list[Live] = []
     for request_id in dict.fromkeys(ask.request_ids):
-        found = requests.find(request_id)
+        found = requests.find(request_id, ask.user)
         if isinstance(found, Ended):
             raise WrongState(
                 f"cannot {ask.verb.value} a request that is {found.live.state.state}",

@@ -36,7 +36,7 @@ class Gate:
         """Whether to read `received`. The rate is that of its user, who may have several connections; without keys
         that of its connection."""
         sender = received.user.encode() or received.peer
-        match self._meter.judge(sender, cost_of(len(received.frame)), now):
+        match self._meter.judge(sender, received.peer, cost_of(len(received.frame)), now):
             case Verdict.TAKE:
                 return True
             case Verdict.REFUSE:
@@ -46,7 +46,6 @@ class Gate:
                 self._dropped.note(RATE, received.peer, "still too many messages", now)
             case Verdict.CUT:
                 self._dropped.note(CUT, received.peer, "went on sending too many messages", now)
-                self._meter.forgive(sender)
                 self._socket.cut(received)
         return False
 

@@ -1,29 +1,32 @@
-"""How much each peer of a door may say: token buckets. Pure.
+"""How much each sender may say at a door: token buckets. Pure.
 
-A bucket holds `burst` tokens and gains `per_s` of them a second; a message takes what it costs. What a peer says past
-an empty bucket is not read: it is told so once, and what follows is only counted, since answering a flood feeds it.
-One that goes on regardless for CUT_AFTER messages is cut off.
+A bucket holds `burst` tokens and gains `per_s` of them a second; a message takes what it costs. A bucket is a user's,
+whatever the number of his connections, or a connection's where nobody knows users. What a connection says past an empty
+bucket is not read: it is told so once, and what follows is only counted, since answering a flood feeds it. One that
+goes on regardless for CUT_AFTER messages is cut off.
 
-    TAKE     within its rate
-    REFUSE   the first beyond it: tell the peer
+    TAKE     within the rate
+    REFUSE   the first beyond it: tell the connection
     IGNORE   more of the same
-    CUT      CUT_AFTER of them: end its connection
+    CUT      CUT_AFTER of them: end the connection
 
-A bucket counts as recovered, so that its peer would be told again, when it is half full.
+A connection that is heard again when its bucket is half full is told anew the next time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, TypeVar
 
-#: Peers whose buckets are remembered; past it the one not heard for longest starts afresh.
-PEERS_MAX: Final = 8_192
+#: Senders and connections that are remembered; past it the one not heard for longest starts afresh.
+SENDERS_MAX: Final = 8_192
 #: Messages past an empty bucket until the connection is ended.
 CUT_AFTER: Final = 1_000
 #: One more token for each piece of this size, so that a few large messages count like many small ones.
 BYTES_PER_TOKEN: Final = 64 * 1024
+
+T = TypeVar("T")
 
 
 class Verdict(Enum):
@@ -41,40 +44,42 @@ def cost_of(message_bytes: int) -> float:
 class _Bucket:
     level: float
     at: float
-    excess: int = 0
 
 
 class Meter:
-    """The buckets of one door, by peer. Times are seconds of any clock that does not go back."""
+    """The buckets of one door. Times are seconds of any clock that does not go back."""
 
-    def __init__(self, per_s: float, burst: float, peers_max: int = PEERS_MAX) -> None:
+    def __init__(self, per_s: float, burst: float, senders_max: int = SENDERS_MAX) -> None:
         self.per_s = per_s
         self.burst = burst
-        self._peers_max = peers_max
+        self._senders_max = senders_max
         self._buckets: dict[bytes, _Bucket] = {}
+        self._excess: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return max(len(self._buckets), len(self._excess))
 
-    def judge(self, peer: bytes, cost: float, now: float) -> Verdict:
-        """What to do with a message of `peer` that costs so much. One dearer than a whole bucket takes a full one."""
-        bucket = self._buckets.pop(peer, None) or _Bucket(self.burst, now)
-        if len(self._buckets) >= self._peers_max:
-            del self._buckets[next(iter(self._buckets))]
-        self._buckets[peer] = bucket
+    def judge(self, sender: bytes, connection: bytes, cost: float, now: float) -> Verdict:
+        """What to do with a message that costs so much. One dearer than a whole bucket takes a full one."""
+        bucket = self._buckets.pop(sender, None) or _Bucket(self.burst, now)
+        self._remember(self._buckets, sender, bucket)
         bucket.level = min(self.burst, bucket.level + (now - bucket.at) * self.per_s)
         bucket.at = now
         if bucket.level >= self.burst / 2:
-            bucket.excess = 0
+            self._excess.pop(connection, None)
         if bucket.level >= min(cost, self.burst):
             bucket.level -= min(cost, self.burst)
             return Verdict.TAKE
-        bucket.excess += 1
-        if bucket.excess == 1:
-            return Verdict.REFUSE
-        return Verdict.CUT if bucket.excess > CUT_AFTER else Verdict.IGNORE
+        return self._exceed(connection)
 
-    def forgive(self, peer: bytes) -> None:
-        """Count its excess from nothing again; its bucket stays as empty as it is."""
-        if (bucket := self._buckets.get(peer)) is not None:
-            bucket.excess = 0
+    def _exceed(self, connection: bytes) -> Verdict:
+        excess = self._excess.pop(connection, 0) + 1
+        if excess > CUT_AFTER:
+            return Verdict.CUT
+        self._remember(self._excess, connection, excess)
+        return Verdict.REFUSE if excess == 1 else Verdict.IGNORE
+
+    def _remember(self, known: dict[bytes, T], key: bytes, value: T) -> None:
+        if len(known) >= self._senders_max:
+            del known[next(iter(known))]
+        known[key] = value

@@ -54,8 +54,9 @@ class AllowList:
         user = self._users.get((role, public), "")
         if not user:
             return Answer.REFUSED, ""
-        knocks = self._knocks.judge(f"{role} {public}".encode(), 1.0, now)
-        return (Answer.WELCOME, user) if knocks is Verdict.TAKE else (Answer.PUT_OFF, "")
+        bearer = f"{role} {public}".encode()
+        is_calm = self._knocks.judge(bearer, bearer, 1.0, now) is Verdict.TAKE
+        return (Answer.WELCOME, user) if is_calm else (Answer.PUT_OFF, "")
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:
         """Another list from now on; returns the users who have lost a key."""

@@ -48,7 +48,7 @@ class FakeScheduler:
 
     # ------------------------------------------------------------ the facade
 
-    async def submit(self, submit: messages.Submit, owner: str) -> Handle:
+    async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         self._record("submit", submit)
         if not submit.prompt:
             raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
@@ -63,12 +63,12 @@ class FakeScheduler:
         self.owners[request_id] = owner
         return Handle(request_id, slot)
 
-    async def abort(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         if self.never_answers:
             await trio.sleep_forever()
         return self._verb("abort", request_ids)
 
-    async def acknowledge(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         return self._verb("acknowledge", request_ids)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
@@ -90,6 +90,10 @@ class FakeScheduler:
         self._record("undrain", workers)
         return workers
 
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        self._record("release_quarantine", workers)
+        return workers
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         self._record("stop", deadline_s)
         self.on_stop()
@@ -100,7 +104,7 @@ class FakeScheduler:
         self._record("audit", owner)
         return (messages.AuditedRow("w", 1, True, 2, 3, 0),), ()
 
-    def lookup(self, request_id: str) -> int:
+    def lookup(self, request_id: str, user: str | None = None) -> int:
         slot = self.slots.get(request_id)
         if slot is None:
             raise NotFound("no such request", field="request_id", value=request_id, remedy="hisparse requests")
@@ -109,10 +113,12 @@ class FakeScheduler:
     def model(self) -> messages.ModelInfo | None:
         return self.served
 
-    def request_rows(self, limit: int) -> list[messages.RequestRow]:
+    def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         return [self._row(request_id) for request_id in self.slots][:limit]
 
-    def describe(self, request_id: str) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
+    def describe(
+        self, request_id: str, user: str | None = None
+    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
         self.lookup(request_id)
         return self._row(request_id), (messages.StoryLine(1.0, "submitted", "QUEUED", ""),)
 

@@ -10,6 +10,7 @@ import trio
 
 from coordinator import messages
 from coordinator.messages import PROTOCOL_VERSION, CoordinatorMessage
+from coordinator.transport.keys import PeerKey
 from coordinator.transport.sockets import DealerSocket
 from tests.fakes.scheduler import MODEL
 
@@ -53,8 +54,8 @@ class FakeWorker:
         self._heard: list[CoordinatorMessage] = []
 
     @classmethod
-    async def connect(cls, endpoint: str, epoch: int = 1) -> FakeWorker:
-        return cls(await DealerSocket.connect(endpoint, message_bytes_max=1 << 30), epoch)
+    async def connect(cls, endpoint: str, epoch: int = 1, key: PeerKey | None = None) -> FakeWorker:
+        return cls(await DealerSocket.connect(endpoint, message_bytes_max=1 << 30, key=key), epoch)
 
     async def say(self, message: messages.WorkerMessage | bytes) -> None:
         await self.dealer.send(message if isinstance(message, bytes) else messages.encode(message))
