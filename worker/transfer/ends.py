@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
+from urllib.parse import urlsplit
 
 from coordinator.errors import ConfigError
 from worker.transfer.control import ReceiverControl
@@ -16,6 +17,7 @@ from worker.transfer.receiver import PageReceiver
 from worker.transfer.sender import PageSender
 
 ENGINES: Final = ("shared", "nixl", "mooncake")
+EVERY_ADDRESS: Final = ("0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ def open_receiver(
     unknown or not installed, or the address cannot be had.
     """
     _check(pool, layout, name)
+    if urlsplit(address).hostname in EVERY_ADDRESS:
+        raise ConfigError(
+            "senders are told this address, and it is nobody's",
+            field="transfer.address",
+            value=address,
+            remedy="name the address of this node that prefill nodes reach",
+        )
     control = ReceiverControl(address)
     try:
         target = _target(engine, pool, name, control.host, options)
