@@ -182,8 +182,7 @@ def _index_bytes(
     pages = pages_for(target + settings.lookahead_steps)
     index = pages * geometry.index_page_bytes
     whole = index + smallest_chunks(pages, classes) * geometry.chunk_bytes
-    requests, rest = divmod(left, whole)
-    return requests * index + rest * index // whole
+    return left * index // whole
 
 
 def _require_room(
