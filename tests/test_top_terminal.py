@@ -110,6 +110,14 @@ def test_it_outlives_the_coordinator(cluster: Cluster, tty: Tty) -> None:
     assert tty.process.poll() is None
 
 
+def test_a_coordinator_that_says_nothing_is_as_good_as_gone(cluster: Cluster, tty: Tty) -> None:
+    """One that hangs keeps its connections."""
+    cluster.gateway.on(messages.ListPools, lambda _: [])
+    tty.until("DISCONNECTED", "no answer within 5 s", ">r1")
+    cluster.gateway.on(messages.ListPools, lambda m: [messages.PoolRows(tag_of(m), (POOL,))])
+    tty.until("  connected")
+
+
 def test_it_starts_before_there_is_a_coordinator(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path)}) as tty:
         tty.until("DISCONNECTED, trying again")
