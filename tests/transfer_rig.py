@@ -30,6 +30,7 @@ SMALL: Final = Geometry(layers=4, row_bytes=96, group_of_layer=(0, 0, 1, 1), ind
 LARGE: Final = Geometry(layers=4, row_bytes=65_536, group_of_layer=(0, 0, 0, 0), index_row_bytes=0, topk=64)
 GEOMETRIES: Final = {"small": SMALL, "large": LARGE}
 WAIT_S: Final = 30.0
+MARK: Final = b"said: "
 
 
 def make_pool(path: Path, geometry: Geometry, pages: int) -> PoolMemory:
@@ -73,14 +74,17 @@ def arrivals(events: Iterable[ReceiverEvent]) -> set[int]:
 class Peer:
     """The process of a sender, and what it said."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
+        self._unread = b""
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
 
     def said(self) -> list[str]:
+        """Whole lines of its own; engines print others."""
         assert self.process.stdout is not None
-        return [line.strip() for line in self.process.stdout.readlines()]
+        *lines, self._unread = (self._unread + (self.process.stdout.read() or b"")).split(b"\n")
+        return [line[len(MARK) :].decode() for line in lines if line.startswith(MARK)]
 
     def kill(self) -> None:
         """Returns when its exit is proved."""
@@ -95,10 +99,10 @@ def sender_process(folder: Path, **order: Any) -> Iterator[Peer]:
         [sys.executable, "-m", "tests.transfer_rig", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
     )
     assert process.stdin is not None
-    print(json.dumps(order), file=process.stdin, flush=True)
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    process.stdin.flush()
     try:
         yield Peer(process)
     finally:
@@ -145,7 +149,7 @@ def main(folder: Path) -> None:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    print(MARK.decode() + line, flush=True)
 
 
 def plant(fault: str, times: int, pool: PoolMemory, flipped: int) -> None:
