@@ -70,7 +70,8 @@ class Auditor:
         """Ask whom it is time to ask; answer those who waited for it."""
         live = self._live()
         for key, number in self._rounds.due(live, now):
-            self._at_ask[key] = self._ledgers[live[key].node].admissions_of(key)
+            given = self._ledgers[live[key].node].admissions_of(key)
+            self._at_ask[key] = {admission for admission in given if not self._is_to_come(admission)}
             live[key].port.send(Audit(number))
         self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
@@ -113,6 +114,11 @@ class Auditor:
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
                 steps += self._tell(worker.node, worker.node, None, difference)
         return Heard(tuple(steps))
+
+    def _is_to_come(self, admission: int) -> bool:
+        """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
+        live = self._requests.by_admission.get(admission)
+        return live is not None and live.state.admission != admission
 
     def _is_resizing(self, admission: int) -> bool:
         live = self._requests.by_admission.get(admission)
