@@ -180,7 +180,7 @@ _WORKER: Final = (
             "hisparse_worker_fence_wait_seconds_total",
             "fence",
             "seconds",
-            "Time waited for a fence, as far as it was measured; on CUDA alone.",
+            "Time waited for a fence, as far as it was measured; inline streams never wait.",
             "What does a step wait for: the host, copies, compute?",
         ),
         (

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from time import perf_counter
 from typing import Final, Literal
 
 from worker.streams.fences import (
@@ -79,9 +80,11 @@ class SimulatedFence(Fence):
         check_wait(HOST, self.name)
         if self.name in self._streams.omit:
             return
+        began = perf_counter()
         while not self.complete:
             if not self._streams.run_one():
                 raise FenceError(f"the host waits for {self} and nothing can run: {self._streams.describe()}")
+        self._streams.waits.observe(self.name, perf_counter() - began)
 
 
 class SimulatedStream(Stream):
