@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import pytest
 import yaml
 
-from coordinator.config import HostFacts, build, load
+from coordinator.config import Config, HostFacts, build, load
+from coordinator.transport.keys import ALLOWED_FILE, SERVER_FILE
 from tests.process_rig import ROOT
 
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -22,8 +24,11 @@ DEFAULTS: Final = dict(
 )
 OURS: Final = {name for name, service in SERVICES.items() if service["image"].startswith("hisparse-")}
 WORKERS: Final = {name for name in OURS if name.startswith("worker-")}
-#: Those that work until they are stopped.
-LASTING: Final = sorted(SERVICES.keys() - {"model"})
+#: Those that make something and end, and those that work until they are stopped.
+MAKERS: Final = {"keys", "model"}
+LASTING: Final = sorted(SERVICES.keys() - MAKERS)
+#: Where the container runtime puts secrets.
+SECRETS_DIR: Final = "/run/secrets"
 
 
 def filled(value: object) -> str:
@@ -62,17 +67,26 @@ def test_a_service_that_lasts_is_watched_bounded_and_restarted(name: str) -> Non
     assert service["deploy"]["resources"]["limits"].keys() >= {"cpus", "memory"}
 
 
-@pytest.mark.parametrize("name", sorted(OURS - {"model"}))
-def test_settings_of_a_process_are_accepted(name: str) -> None:
+def settings(name: str) -> Config:
     """By the very code that will read them, with the defaults of .env."""
     environ = {key: filled(value) for key, value in SERVICES[name]["environment"].items()}
-    config = build({}, environ, {}, HostFacts("host", 1, 10001))
-    assert config.cluster.runtime_dir in _mounts(name)
+    return build({}, environ, {}, HostFacts("host", 1, 10001))
+
+
+@pytest.mark.parametrize("name", sorted(OURS - MAKERS))
+def test_settings_of_a_process_are_accepted(name: str) -> None:
+    config = settings(name)
     assert not config.cluster.insecure
     if name == "coordinator":
+        assert config.cluster.runtime_dir in _mounts(name)
         assert str(PurePosixPath(config.coordinator.journal).parent) in _mounts(name)
         port = config.coordinator.metrics_port
+    elif name == "http":
+        assert PurePosixPath(config.http.api_keys_file).parent == PurePosixPath(SECRETS_DIR)
+        assert SERVICES[name]["ports"] == [f"127.0.0.1:{config.http.port}:{config.http.port}"]
+        port = config.http.metrics_port
     else:
+        assert config.cluster.runtime_dir in _mounts(name)
         assert config.worker.name == name
         assert {config.worker.pool_dir, config.worker.model} <= _mounts(name).keys()
         assert config.worker.device == ("cuda" if SERVICES[name]["profiles"] == ["gpu"] else "cpu")
@@ -88,7 +102,7 @@ def _mounts(name: str) -> dict[str, str]:
 def test_workers_share_node_sockets_and_pool() -> None:
     environments = [SERVICES[name]["environment"] for name in WORKERS]
     assert len({it["HISPARSE_WORKER_NODE"] for it in environments}) == 1
-    assert {_mounts(name)["/run/hisparse"] for name in OURS - {"model"}} == {"run"}
+    assert {_mounts(name)["/run/hisparse"] for name in {"coordinator", *WORKERS}} == {"run"}
     assert {_mounts(name)["/var/pool"] for name in WORKERS} == {"pool"}
     assert COMPOSE["volumes"]["pool"]["driver_opts"]["type"] == "tmpfs"
 
@@ -102,6 +116,42 @@ def _bytes(text: str) -> int:
     from coordinator.config import parse_size
 
     return parse_size(text, "size")
+
+
+def _secrets(name: str) -> dict[str, str]:
+    """Secret by the name of its file in the container."""
+    given = SERVICES[name].get("secrets", ())
+    return {it: it if isinstance(it, str) else it["source"] for it in given if isinstance(it, str)} | {
+        it["target"]: it["source"] for it in given if not isinstance(it, str)
+    }
+
+
+def test_each_process_is_given_the_keys_that_it_needs_and_no_others() -> None:
+    assert _secrets("coordinator").keys() == {SERVER_FILE, ALLOWED_FILE, "client.key"}
+    assert _secrets("http") == {"client.key": "client.http.key", "api.keys": "api.keys"}
+    assert all(not _secrets(name) for name in {*WORKERS, "prometheus", "grafana"})
+    for name in ("coordinator", "http"):
+        cluster = settings(name).cluster
+        assert cluster.keys_dir == SECRETS_DIR
+        assert cluster.client_endpoint.startswith("tcp://")
+        assert cluster.admin_endpoint.startswith("ipc://")
+        assert cluster.worker_endpoint.startswith("ipc://")
+
+
+def test_every_secret_is_made_by_the_service_that_makes_keys(tmp_path: Path) -> None:
+    (script,) = SERVICES["keys"]["command"]
+    python = f'#!/bin/sh\nexec {sys.executable} -m coordinator.cli "$@"\n'
+    (tmp_path / "hisparse").write_text(python)
+    (tmp_path / "hisparse").chmod(0o755)
+    directory = tmp_path / "keys"
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environ["HISPARSE_CLUSTER_KEYS_DIR"] = str(directory)
+    subprocess.run(["sh", "-euc", script.replace("/keys/", f"{directory}/")], env=environ, check=True)
+    made = {path.name for path in directory.iterdir()}
+    wanted = {PurePosixPath(secret["file"]).name for secret in COMPOSE["secrets"].values()}
+    assert wanted <= made
+    assert {(directory / name).stat().st_mode & 0o777 for name in made} == {0o600}
+    assert {source for name in SERVICES for source in _secrets(name).values()} == COMPOSE["secrets"].keys()
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
@@ -126,7 +176,9 @@ def test_files_that_are_mounted_or_built_exist() -> None:
     for service in SERVICES.values():
         for volume in service.get("volumes", ()):
             source = filled(volume).split(":")[0]
-            assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
+            assert source == "./keys" or (
+                (ROOT / source).exists() if source[0] == "." else source in COMPOSE["volumes"]
+            )
         if "build" in service:
             assert f" AS {service['build']['target']}\n" in DOCKERFILE
 
@@ -139,10 +191,28 @@ def test_images_run_as_the_user_that_owns_their_volumes() -> None:
     assert {SERVICES[name]["user"] for name in OURS} == set(re.findall(r"^USER (\S+)", DOCKERFILE, re.MULTILINE))
 
 
-def test_the_coordinator_image_installs_no_torch() -> None:
-    stage = DOCKERFILE.split(" AS build\n")[1].split("\nFROM ")[0]
-    assert "pip install --no-cache-dir --constraint constraints.txt .\n" in stage
-    assert "FROM python AS coordinator\nCOPY --from=build " in DOCKERFILE
+def _stage(name: str) -> str:
+    return DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
+
+
+def test_images_of_coordinator_and_front_install_no_torch() -> None:
+    assert "--requirement coordinator.txt" in _stage("requirements")
+    assert "--requirement http.txt" in _stage("requirements-http")
+    for name, requirements in (("coordinator", "requirements"), ("http", "requirements-http")):
+        assert _stage(name).startswith(f"COPY --from={requirements} ")
+        assert "worker" not in _stage(requirements).replace("'worker', 'cuda'", "")
+
+
+def test_a_change_of_code_installs_nothing_but_that_code() -> None:
+    """Only one stage sees the code, and only the last layer of an image what it makes."""
+    assert [name for name in re.findall(r" AS ([\w-]+)\n", DOCKERFILE) if "COPY . ." in _stage(name)] == ["package"]
+    assert "--no-deps --root /package ." in _stage("package")
+    for name in {service["build"]["target"] for service in SERVICES.values() if "build" in service}:
+        copied = re.findall(r"^COPY --from=(\S+) ", _stage(name), re.MULTILINE)
+        assert copied[-1] == "package"
+        assert len(copied) == 2
+        assert copied[0].startswith("requirements")
+        assert "pip" not in _stage(name)
 
 
 def test_what_the_build_needs_passes_the_dockerignore() -> None:

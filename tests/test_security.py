@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from coordinator.transport.keys import Insecure
 from coordinator.transport.sockets import DealerSocket
 from tests.gateway_rig import hear, say
 from tests.guarded_rig import Guarded, guarded, new_keys, next_command
+from tests.process_rig import ROOT
 
 #: An answer that takes longer is an endless wait.
 SOON_S = 4.0
@@ -322,3 +325,63 @@ def test_a_door_without_its_doorkeeper_stays_shut(tmp_path: Path) -> None:
 
 def test_zmq_has_what_this_rests_on() -> None:
     assert zmq.has("curve")
+
+
+# ---------------------------------------------------------------- refused at start
+
+
+def start_coordinator(directory: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("HISPARSE_")}
+    environ |= {f"HISPARSE_CLUSTER_{name.upper()}": value for name, value in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", "coordinator"],
+        cwd=ROOT,
+        env=environ | {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{directory}/run"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("role", ["client", "admin", "worker"])
+def test_tcp_without_keys_is_refused_at_start(tmp_path: Path, role: str) -> None:
+    done = start_coordinator(tmp_path, **{f"{role}_endpoint": "tcp://127.0.0.1:0"})
+    assert done.returncode == 8
+    assert f"cluster.{role}_endpoint=tcp://127.0.0.1:0" in done.stderr
+    assert "hisparse keys init" in done.stderr
+    assert "--insecure" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["server.key", "allowed.keys"])
+def test_keys_that_others_can_reach_are_refused_at_start(tmp_path: Path, name: str) -> None:
+    keys = new_keys(tmp_path)
+    (keys / name).chmod(0o666)
+    done = start_coordinator(tmp_path, client_endpoint="tcp://127.0.0.1:0", keys_dir=str(keys))
+    assert done.returncode == 8
+    assert f"{keys}/{name}" in done.stderr
+    assert "mode 0666" in done.stderr
+
+
+@pytest.mark.process
+def test_a_runtime_directory_that_others_can_enter_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(0o755)
+    done = start_coordinator(tmp_path)
+    assert done.returncode == 8
+    assert "others could reach the sockets" in done.stderr
+
+
+async def test_a_client_does_not_speak_to_a_directory_that_is_not_his_alone(tmp_path: Path) -> None:
+    """Somebody else may have made the directory, and listen there."""
+    shared = tmp_path / "shared"
+    shared.mkdir(0o777)
+    shared.chmod(0o777)
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").mkdir(0o700)
+    for directory in (shared, linked):
+        with trio.fail_after(SOON_S), pytest.raises(ConfigError) as caught:
+            await DealerSocket.connect(f"ipc://{directory}/client.sock", message_bytes_max=1)
+        assert caught.value.value == str(directory)

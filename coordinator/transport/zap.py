@@ -29,6 +29,7 @@ from coordinator.transport.meter import Meter, Verdict
 from coordinator.transport.sockets import ZAP_ENDPOINT, Watched, router_context
 
 VERSION: Final = b"1.0"
+KEY_BYTES: Final = 32
 #: Handshakes per key, and how many at once: a fleet of clients under one key that comes back together is no attack.
 KNOCKS_PER_S: Final = 50.0
 KNOCKS_BURST: Final = 500
@@ -89,14 +90,14 @@ class ZapHandler:
         """Version, number, domain, address, routing id, mechanism, and its credentials: for CURVE the 32 bytes of a
         public key. Anything else is refused."""
         match question:
-            case [bytes(version), number, domain, address, _, b"CURVE", bytes(public)] if version == VERSION:
-                answer, user = self.allowed.judge(domain.decode(), z85.encode(public).decode(), now)
+            case [b"1.0", number, domain, address, _, b"CURVE", bytes(public)] if len(public) == KEY_BYTES:
+                answer, user = self.allowed.judge(_text(domain), z85.encode(public).decode(), now)
             case [_, number, domain, address, *_]:
                 answer, user = Answer.REFUSED, ""
             case _:
                 return [VERSION, b"", Answer.REFUSED.value, b"", b"", b""]
         if answer is not Answer.WELCOME:
-            self._note(domain.decode(errors="replace"), answer, address, now)
+            self._note(_text(domain), answer, address, now)
         return [VERSION, number, answer.value, answer.name.encode(), user.encode(), b""]
 
     def _note(self, role: str, answer: Answer, address: bytes, now: float) -> None:
@@ -108,3 +109,7 @@ class ZapHandler:
         """Unbound first: a closed socket gives its inproc address up some time later, to the next life's surprise."""
         self._socket.unbind(ZAP_ENDPOINT)
         self._watched.close()
+
+
+def _text(domain: bytes) -> str:
+    return domain.decode(errors="replace")
