@@ -119,6 +119,16 @@ def test_the_largest_hot_buffer_that_costs_no_place_is_chosen() -> None:
     assert [choice.batch for choice in plenty.choices] == sorted((c.batch for c in plenty.choices), reverse=True)
 
 
+def test_a_worker_that_only_decodes_spends_no_memory_on_prompts() -> None:
+    """Its slab is one page, whatever `slab_tokens` the prefill workers are given with the same settings."""
+    capacity = sized(role="decode", slab_tokens=131_072).capacity
+    assert capacity.slab_pages == 1
+    alone, both = planned(131_072, role="decode"), planned(131_072)
+    assert alone.prompt_max_tokens == 0
+    assert alone.recommended.batch > both.recommended.batch + 3
+    assert both.prompt_max_tokens == 131_072
+
+
 def test_larger_classes_than_the_context_are_left_out() -> None:
     assert [choice.hot_slots for choice in planned(6_000).choices] == [4096, 0]
     assert [choice.hot_slots for choice in planned(2_000).choices] == [0]

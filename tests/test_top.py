@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import messages
+from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.top.draw import HEIGHT_MIN, WIDTH_MIN, clean, draw
 from coordinator.top.keys import SEQUENCE_BYTES_MAX, SEQUENCES, KeyDecoder
 from coordinator.top.sample import WINDOW_S, History, Sample
-from coordinator.top.screen import FILTER_CHARS_MAX, NOTICE_S, ORDERS, Ask, Mode, Screen, Verb
+from coordinator.top.screen import ENDED, FILTER_CHARS_MAX, NOTICE_S, ORDERS, STATES, Ask, Mode, Screen, Verb
 
 CAPACITY = messages.WorkerCapacity(16, 100, 1000, 128, 4000, 98_304, (192,), 8, 1, "/tmp/p")
 WORKER = messages.WorkerRow(
@@ -182,6 +183,12 @@ def test_every_order_puts_first_what_it_is_for() -> None:
     assert first == {"state": "cold", "tokens": "long", "hit rate": "cold", "priority": "high", "age": "done"}
     assert last["state"] == "done"
     assert last["hit rate"] == "fresh"
+
+
+def test_every_state_has_its_place() -> None:
+    assert set(STATES) == {state.value for state in State}
+    assert {state.value for state in TERMINAL} == ENDED
+    assert max(map(len, STATES)) <= 12, "the width of their column"
 
 
 def test_finding_narrows_by_id_state_worker_and_held() -> None:

@@ -61,7 +61,7 @@ class Plan:
     requests_by_host: int
     index_bytes_per_request: int
     slab_bytes: int
-    prompt_max_tokens: int
+    prompt_max_tokens: int  # 0: prompts are computed by other workers
     miss_bytes_per_step: int
     resident: int
     choices: tuple[Choice, ...]
@@ -148,7 +148,7 @@ def _report(
         requests_by_host=capacity.host_pages // pages,
         index_bytes_per_request=pages * geometry.index_page_bytes,
         slab_bytes=capacity.slab_pages * geometry.chunk_bytes,
-        prompt_max_tokens=min(settings.context_max_tokens, capacity.slab_pages * PAGE_TOKENS),
+        prompt_max_tokens=min(settings.context_max_tokens, capacity.slab_pages * PAGE_TOKENS) * capacity.prefills,
         miss_bytes_per_step=geometry.topk * geometry.layers * geometry.row_bytes,
         resident=min(sizing.device_bytes // (pages_for(settings.context_max_tokens) * geometry.page_bytes), SEATS_MAX),
         choices=choices,

@@ -3,7 +3,8 @@
 Host memory is host pages and nothing else. Device memory (`device_mem`, the budget for KV) is cut in this order:
 
     bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
-    prefill slab   room for `slab_tokens`; by default one longest prompt, at most half of what is left
+    prefill slab   room for `slab_tokens`; by default one longest prompt, at most half of what is left. A worker of role
+                   decode computes no prompts and has one page, since none would be no worker's
     index pages    as many as host pages or seats can use, at most their share of what is left: without its index keys a
                    context in host memory cannot be decoded
     hot chunks     the rest, at most `hot_chunks_max`
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 from coordinator.config import AUTO, WorkerSettings, parse_size
 from coordinator.errors import ConfigError
-from coordinator.messages import ModelInfo, WorkerCapacity
+from coordinator.messages import DECODE, ModelInfo, WorkerCapacity
 from coordinator.scheduling.sizing import smallest_chunks
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
 
@@ -160,6 +161,8 @@ def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: 
 
 
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
+    if settings.role == DECODE:
+        return 1
     if settings.slab_tokens:
         return min(pages_for(settings.slab_tokens), max_pages)
     return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.chunk_bytes)

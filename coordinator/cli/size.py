@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: What is printed to start workers with: those settings that sizes follow from.
 PRINTED: Final = (
     *("seats", "device_mem", "host_mem", "kv_dtype", "context_max_tokens", "context_target_tokens"),
-    "hot_size_classes",
+    *("hot_size_classes", "role"),
 )
 
 
@@ -38,6 +38,7 @@ PRINTED: Final = (
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
 @click.option("--slab-tokens", type=click.IntRange(1), help="Prefill slab; default: room for one longest prompt.")
+@click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Most requests in one decode batch; default: as many as fit.")
 @output_option
 def size(
@@ -104,7 +105,8 @@ def _lines(plan: Plan, model: str, kind: str) -> Iterator[str]:
     yield f"  host pool       {plan.host_pages} pages hold {plan.requests_by_host}{each}"
     yield f"  index pages     {size_text(plan.index_bytes_per_request)} on the GPU"
     yield f"  swap-in         {size_text(plan.miss_bytes_per_step)} in a step without any hit"
-    yield f"  prefill slab    {size_text(plan.slab_bytes)}, for prompts up to {plan.prompt_max_tokens} tokens"
+    if plan.prompt_max_tokens:
+        yield f"  prefill slab    {size_text(plan.slab_bytes)}, for prompts up to {plan.prompt_max_tokens} tokens"
     yield "Requests at once on one GPU:"
 
 

@@ -17,8 +17,8 @@ from coordinator.top.sample import History, Sample
 ENDED: Final = frozenset({"FINISHED", "ABORTED", "FAILED"})
 #: Where a request stands, from at work to over: the order of sorting by state.
 STATES: Final = (
-    *("RUNNING", "READY", "TRANSFERRING", "PREFILLING", "QUEUED", "RETRACTING", "RETRACTED", "RELEASING"),
-    *("FAILED", "ABORTED", "FINISHED"),
+    *("RUNNING", "READY", "PREFILLED", "TRANSFERRING", "PREFILLING", "QUEUED"),
+    *("RETRACTING", "RETRACTED", "RELEASING", "FAILED", "ABORTED", "FINISHED"),
 )
 #: How long a notice stays.
 NOTICE_S: Final = 8.0
