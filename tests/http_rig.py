@@ -53,7 +53,8 @@ def write_chat_model(path: Path) -> Path:
     """A tiny checkpoint with a tokenizer.json and a chat template."""
     write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048)
     (path / "tokenizer.json").write_bytes(byte_tokenizer_json())
-    settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE}
+    eos = {"__type": "AddedToken", "content": "<eos>"}
+    settings = {"bos_token": "<bos>", "eos_token": eos, "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 

@@ -13,6 +13,7 @@ import trio
 from coordinator.cluster.children import Child
 from coordinator.cluster.keeper import (
     COORDINATOR,
+    HTTP,
     RESTART_PAUSE_MAX_S,
     RESTARTS_MAX,
     STABLE_LIFE_S,
@@ -159,6 +160,7 @@ async def test_the_dead_are_restarted_the_dismissed_are_not_and_the_last_one_end
         COORDINATOR: [SLEEP],
         "w0": ["exit(3)", "exit(0)"],
         "w1": ["import os; os.kill(os.getpid(), 9)", "exit(0)"],
+        HTTP: [SLEEP],  # without workers it is of no use
     }
     said: list[str] = []
     changes: list[int] = []

@@ -41,10 +41,11 @@ WORKER_SETTINGS: Final = (
     Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
 )
 
+API_KEYS: Final = Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line.")
 HTTP_SETTINGS: Final = (
     Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
     Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
-    Setting("--api-keys", "http.api_keys_file", "File of API keys, one a line."),
+    API_KEYS,
     Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
 )
 
@@ -117,6 +118,15 @@ def http(config: Config, die_with: int | None) -> int:
     return run_http(config)
 
 
+def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    if value is None:
+        return None
+    host, _, port = value.rpartition(":")
+    if not (host and port.isdecimal() and int(port)):
+        raise click.BadParameter(f"{value!r} is not HOST:PORT", ctx=context, param=parameter)
+    return host.strip("[]"), int(port)
+
+
 @click.command(short_help="Run a coordinator and N workers here.")
 @click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
 @click.option(
@@ -140,16 +150,27 @@ def http(config: Config, die_with: int | None) -> int:
     metavar="FILE",
     help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
 )
-@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *LOG_SETTINGS)
-def up(config: Config, workers: int, roles: tuple[str, ...], deadline: float, ready_file: Path | None) -> int:
+@click.option("--http", metavar="HOST:PORT", callback=_address, help="Serve OpenAI's API there, too.")
+@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, API_KEYS, *LOG_SETTINGS)
+def up(
+    config: Config,
+    workers: int,
+    roles: tuple[str, ...],
+    deadline: float,
+    ready_file: Path | None,
+    http: tuple[str, int] | None,
+) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
     What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
     stops; a second Ctrl-C exits at once. The host pool is removed at the end.
     """
     from coordinator.cluster.up import run_up
+    from coordinator.config import listening_at
 
-    return run_up(config, workers, roles=roles, deadline_s=deadline, ready_file=ready_file)
+    if http is not None:
+        config = listening_at(config, *http)
+    return run_up(config, workers, roles=roles, http=http is not None, deadline_s=deadline, ready_file=ready_file)
 
 
 def _roles(value: str) -> tuple[str, ...]:

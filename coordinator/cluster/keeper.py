@@ -46,6 +46,7 @@ COORDINATOR_HUNG_LIMITS: Final = 4
 #: How often the coordinator is asked who is connected.
 WATCH_INTERVAL_S: Final = 0.5
 COORDINATOR: Final = "coordinator"
+HTTP: Final = "http"
 CONNECTED: Final = frozenset({"connected", "draining", "drained"})
 
 assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
@@ -181,7 +182,7 @@ class Keeper:
 
     def _let_go(self, name: str, child: Child) -> None:
         self._left.discard(name)
-        if name == COORDINATOR or self._left <= {COORDINATOR}:
+        if name == COORDINATOR or self._left <= {COORDINATOR, HTTP}:
             self._last = child
             self._scope.cancel()
 

@@ -1,9 +1,11 @@
-"""A whole cluster on one machine: a coordinator and N workers as children, one host pool, one runtime directory.
+"""A whole cluster on one machine: a coordinator, N workers and, if asked for, an HTTP front as children, one host pool,
+one runtime directory.
 
 Order, and why:
 
     start   nobody may be listening in the runtime directory: the workers would join that cluster and share its pool
-            coordinator first, workers once it answers; ready when all of them have registered
+            coordinator first, workers once it answers, the HTTP front once all of them have registered; ready when it
+            listens
     run     until a signal, `hisparse stop`, or the end of a child that is needed and was given up; what dies is
             restarted and what hangs is killed (coordinator.cluster.keeper)
     stop    drain the coordinator (running requests may finish until the deadline), then SIGTERM, then SIGKILL
@@ -30,7 +32,7 @@ import trio
 
 from coordinator.client.client import Client
 from coordinator.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
-from coordinator.cluster.keeper import COORDINATOR, Keeper, open_admin
+from coordinator.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import HiSparseError, Unavailable, WrongState
 from worker.pool_file import keep_pool, remove_pool
@@ -54,25 +56,32 @@ class Cluster:
     coordinator: Child
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
+    http: Child | None = None
     roles: Sequence[str] = ()
 
     @property
     def children(self) -> tuple[Child, ...]:
-        return (*self.workers.values(), self.coordinator)
+        return tuple(self.by_name.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
-        return self.workers | {COORDINATOR: self.coordinator}
+        front = {HTTP: self.http} if self.http is not None else {}
+        return self.workers | front | {COORDINATOR: self.coordinator}
 
     def add_worker(self) -> None:
         own = self._worker_config(len(self.workers))
         self.workers[own.worker.name] = _start("worker", own, self.log_dir)
+
+    def add_http(self) -> None:
+        self.http = _start(HTTP, self.config, self.log_dir)
 
     def restart(self, name: str) -> Child:
         """Start a child that has ended once more, under its name and with its settings."""
         self.by_name[name].close()
         if name == COORDINATOR:
             self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
+        elif name == HTTP:
+            self.add_http()
         else:
             own = self._worker_config(list(self.workers).index(name))
             self.workers[name] = _start("worker", own, self.log_dir)
@@ -97,6 +106,7 @@ class Cluster:
     def describe(self) -> dict[str, object]:
         """What a script needs to use the cluster; the content of `--ready-file`."""
         settings = self.config.cluster
+        front = {"http": {"pid": self.http.pid, "url": self.config.http.url}} if self.http is not None else {}
         return {
             "pid": os.getpid(),
             "client_endpoint": settings.client_endpoint,
@@ -105,6 +115,7 @@ class Cluster:
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
             "pool": str(self.pool),
+            **front,
         }
 
 
@@ -114,11 +125,14 @@ async def running_cluster(
     workers: int,
     *,
     roles: Sequence[str] = (),
+    http: bool = False,
     log_dir: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> AsyncIterator[Cluster]:
     """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool. Workers
     take `roles` in turn, the others that of `config`.
+
+    With `http` there is a front at config.http, too, and it listens.
 
     Children write to `log_dir`, or to our stderr. Raises WrongState when a coordinator already listens there,
     Unavailable when a child ends during start (the end of its log goes to stderr) or `start_limit_s` passes.
@@ -138,6 +152,9 @@ async def running_cluster(
             cluster.add_worker()
         async with cluster.client("hisparse up") as client:
             await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+        if http:
+            cluster.add_http()
+            await _started(cluster.children, lambda: _listens(config), start_limit_s)
         kept = keep_pool(cluster.pool)
         yield cluster
     finally:
@@ -187,6 +204,14 @@ async def _answers(config: Config) -> bool:
         return False
 
 
+async def _listens(config: Config) -> bool:
+    try:
+        await (await trio.open_tcp_stream(config.http.host, config.http.port)).aclose()
+    except OSError:
+        return False
+    return True
+
+
 async def _registered(client: Client, cluster: Cluster) -> bool:
     states = {row.worker: row.state for row in await client.workers()}
     return all(states.get(name) == CONNECTED for name in cluster.workers)
@@ -196,17 +221,25 @@ async def _registered(client: Client, cluster: Cluster) -> bool:
 
 
 def run_up(
-    config: Config, workers: int, *, roles: Sequence[str] = (), deadline_s: float, ready_file: Path | None
+    config: Config,
+    workers: int,
+    *,
+    roles: Sequence[str] = (),
+    http: bool,
+    deadline_s: float,
+    ready_file: Path | None,
 ) -> int:
     """Run until a signal; the exit code. Raises HiSparseError when the cluster does not start."""
-    return trio.run(_up, config, workers, roles, deadline_s, ready_file)
+    return trio.run(_up, config, workers, roles, http, deadline_s, ready_file)
 
 
-async def _up(config: Config, workers: int, roles: Sequence[str], deadline_s: float, ready_file: Path | None) -> int:
+async def _up(
+    config: Config, workers: int, roles: Sequence[str], http: bool, deadline_s: float, ready_file: Path | None
+) -> int:
     interrupts = _Interrupts()
     async with trio.open_nursery() as nursery:
         await nursery.start(interrupts.watch, nursery.cancel_scope)
-        code = await _serve(config, workers, roles, deadline_s, ready_file, interrupts)
+        code = await _serve(config, workers, roles, http, deadline_s, ready_file, interrupts)
         nursery.cancel_scope.cancel()
     return EXIT_INTERRUPTED if interrupts.forced else code
 
@@ -236,13 +269,16 @@ async def _serve(
     config: Config,
     workers: int,
     roles: Sequence[str],
+    http: bool,
     deadline_s: float,
     ready_file: Path | None,
     interrupts: _Interrupts,
 ) -> int:
-    async with running_cluster(config, workers, roles=roles) as cluster:
+    async with running_cluster(config, workers, roles=roles, http=http) as cluster:
         interrupts.is_up = True
         _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
+        if http:
+            _say(f"OpenAI's API at {config.http.url}/v1")
         _say("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, ready_file) as publish:
             ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)

@@ -70,7 +70,6 @@ def run_http(config: Config) -> int:
 
 async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None:
     counters, stopping = HttpCounters(), trio.Event()
-    endpoint = config.cluster.client_endpoint
     link = Link(lambda: _connect(config))
     exporter = _serve_metrics(config, counters, link, stopping)
     try:
@@ -79,7 +78,7 @@ async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None
             nursery.start_soon(link.run)
             outputs = Outputs(nursery, link, counters)
             front = Front(config.http, keys, link, outputs, counters)
-            _announce(listener, exporter, endpoint)
+            _announce(config, listener, exporter)
             await hypercorn.trio.serve(
                 front,  # type: ignore[arg-type]  # its scopes are the keys that we read
                 _server_config(listener),
@@ -103,7 +102,7 @@ def _connect(config: Config) -> AbstractAsyncContextManager[Client]:
 
 def _server_config(listener: socket.socket) -> hypercorn.Config:
     config = hypercorn.Config()
-    config.bind = [f"fd://{listener.fileno()}"]
+    config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes it
     config.backlog = BACKLOG
     config.errorlog = logging.getLogger("hisparse.http.server")
     config.graceful_timeout = STOP_DEADLINE_S
@@ -150,11 +149,11 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _announce(listener: socket.socket, exporter: Exporter | None, endpoint: str) -> None:
+def _announce(config: Config, listener: socket.socket, exporter: Exporter | None) -> None:
+    coordinator = config.cluster.client_endpoint
+    log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=coordinator))
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=endpoint))
-    log.info("listening", extra=fields(url=f"http://{shown}:{port}"))
+    log.info("listening", extra=fields(url=HttpSettings(host=host, port=port).url))
     if exporter is not None:
         log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
