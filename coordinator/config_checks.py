@@ -18,6 +18,7 @@ from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOT
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("logfmt", "json")
+SPEAKERS: Final = ("client", "admin")
 STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
 KV_DTYPES: Final = (*DTYPES, "fp8")
@@ -56,6 +57,7 @@ def _all_checks(config: Config) -> Iterator[Check]:
 def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
     yield _one_of("cluster.log_level", cluster.log_level, LOG_LEVELS)
     yield _one_of("cluster.log_format", cluster.log_format, LOG_FORMATS)
+    yield _one_of("cluster.speak_as", cluster.speak_as, SPEAKERS)
     yield _name("cluster.name", cluster.name)
     endpoints = {
         "cluster.client_endpoint": cluster.client_endpoint,

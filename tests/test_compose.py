@@ -127,7 +127,8 @@ def _secrets(name: str) -> dict[str, str]:
 
 
 def test_each_process_is_given_the_keys_that_it_needs_and_no_others() -> None:
-    assert _secrets("coordinator").keys() == {SERVER_FILE, ALLOWED_FILE, "client.key"}
+    assert _secrets("coordinator").keys() == {SERVER_FILE, ALLOWED_FILE}
+    assert settings("coordinator").cluster.speak_as == "admin", "and so needs no key of a client"
     assert _secrets("http") == {"client.key": "client.http.key", "api.keys": "api.keys"}
     assert all(not _secrets(name) for name in {*WORKERS, "prometheus", "grafana"})
     for name in ("coordinator", "http"):
@@ -161,7 +162,8 @@ def test_prometheus_scrapes_exactly_the_processes_of_a_profile(profile: str) -> 
     assert {target for group in groups for target in group["targets"]} == {f"{name}:9400" for name in started}
     scraped = yaml.safe_load((ROOT / "metrics" / "prometheus.yml").read_text())["scrape_configs"]
     assert scraped[0]["static_configs"] == [{"targets": ["coordinator:9400"]}]
-    assert {it["job_name"] for it in scraped} == {"hisparse-coordinator", "hisparse-worker"}
+    assert scraped[1]["static_configs"] == [{"targets": ["http:9400"]}]
+    assert [it["job_name"] for it in scraped] == ["hisparse-coordinator", "hisparse-http", "hisparse-worker"]
 
 
 def test_a_gpu_worker_may_pin_memory_and_has_a_device() -> None:

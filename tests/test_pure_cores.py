@@ -40,6 +40,8 @@ PURE = [
     "scheduling/space",
     "scheduling/suspicion",
     "scheduling/verbs",
+    "transport/lobby",
+    "transport/meter",
     "scheduling/waits",
     "workers/command_log",
     "workers/tokenizer_store",

@@ -143,6 +143,7 @@ EVERYWHERE: Final = (
     Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
     Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
     Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
+    Setting("--as", "cluster.speak_as", "client, or admin: who sees everybody's requests."),
 )
 
 

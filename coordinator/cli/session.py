@@ -11,7 +11,7 @@ import trio
 from coordinator.cli.output import emit_one, note, write_json
 from coordinator.client.client import RECONNECT_LIMIT_S, Client, open_client, run_client
 from coordinator.errors import NotFound, Unavailable
-from coordinator.transport.keys import access
+from coordinator.transport.keys import Insecure, PeerKey, access
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -23,22 +23,27 @@ WAIT_MARGIN_S: Final = 10.0
 DRAINED: Final = "drained"
 
 
+def door(config: Config, role: str) -> tuple[str, str, PeerKey | Insecure | None]:
+    """Role, endpoint and key for what a `role` may do; what clients may, admins may too. Raises ConfigError."""
+    cluster = config.cluster
+    if role == "client":
+        role = cluster.speak_as
+    endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
+    return role, endpoint, access(cluster, role, endpoint)
+
+
 def connected(
     config: Config, role: str, *, reconnect_limit_s: float = RECONNECT_LIMIT_S
 ) -> AbstractAsyncContextManager[Client]:
     """A connected client of `role`, "client" or "admin". Raises HiSparseError."""
-    cluster = config.cluster
-    endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
-    return open_client(
-        endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s, key=access(cluster, role, endpoint)
-    )
+    role, endpoint, key = door(config, role)
+    return open_client(endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s, key=key)
 
 
 def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) -> T:
     """Await `action(client)` on a connection of `role`, "client" or "admin". Raises HiSparseError."""
-    cluster = config.cluster
-    endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
-    return run_client(endpoint, action, role=role, name="hisparse", key=access(cluster, role, endpoint))
+    role, endpoint, key = door(config, role)
+    return run_client(endpoint, action, role=role, name="hisparse", key=key)
 
 
 def tell(config: Config, role: str, output: str, verb: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:

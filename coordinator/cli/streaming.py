@@ -28,13 +28,14 @@ class Follow:
     endpoint: str
     output: str
     raw: bool = False
+    role: str = "client"
     key: PeerKey | Insecure | None = None
     stream: Stream | None = None
 
     def run(self, action: Callable[[Client], Awaitable[int]]) -> int:
         """The exit code of `action`; after Ctrl-C, how to go on."""
         try:
-            return run_client(self.endpoint, action, name="hisparse", key=self.key)
+            return run_client(self.endpoint, action, role=self.role, name="hisparse", key=self.key)
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id

@@ -96,11 +96,11 @@ def attach(config: Config, request_id: str, offset: int, raw: bool, output: str)
 
 
 def _follow(config: Config, output: str, *, raw: bool) -> Follow:
+    from coordinator.cli.session import door
     from coordinator.cli.streaming import Follow
-    from coordinator.transport.keys import access
 
-    endpoint = config.cluster.client_endpoint
-    return Follow(endpoint, output, raw=raw, key=access(config.cluster, "client", endpoint))
+    role, endpoint, key = door(config, "client")
+    return Follow(endpoint, output, raw=raw, role=role, key=key)
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
