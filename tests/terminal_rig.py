@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import pyte
 
@@ -28,6 +28,7 @@ class Tty:
         self.process = process
         self.raw = b""
         self._master = master
+        self._is_there = True
         self._emulator = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._emulator)
         self._lock = threading.Lock()
@@ -59,6 +60,12 @@ class Tty:
             assert time.monotonic() < give_up_at, f"no {texts} in:\n{self.text}"
             time.sleep(0.02)
 
+    def vanish(self) -> None:
+        """As when an ssh connection dies."""
+        if self._is_there:
+            os.close(self._master)
+        self._is_there = False
+
     def modes(self) -> list[Any]:
         """Of the terminal, as its user would find them."""
         return termios.tcgetattr(self._master)
@@ -77,8 +84,10 @@ class Tty:
 
 
 @contextmanager
-def on_a_terminal(command: Sequence[str], environ: dict[str, str], columns: int = 80, lines: int = 24) -> Iterator[Tty]:
-    """Run `python -m coordinator.cli COMMAND`; killed at the end if it is still there."""
+def on_a_terminal(
+    command: Sequence[str], environ: dict[str, str], columns: int = 80, lines: int = 24, stderr: IO[bytes] | None = None
+) -> Iterator[Tty]:
+    """Run `python -m coordinator.cli COMMAND`; killed at the end. `stderr` is the terminal by default."""
     master, slave = os.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     process = subprocess.Popen(
@@ -87,7 +96,7 @@ def on_a_terminal(command: Sequence[str], environ: dict[str, str], columns: int 
         env=os.environ | {"TERM": "xterm-256color"} | environ,
         stdin=slave,
         stdout=slave,
-        stderr=slave,
+        stderr=slave if stderr is None else stderr,
         start_new_session=True,
     )
     tty = Tty(master, process, columns, lines)
@@ -97,4 +106,4 @@ def on_a_terminal(command: Sequence[str], environ: dict[str, str], columns: int 
         process.kill()
         process.wait()
         os.close(slave)
-        os.close(master)
+        tty.vanish()

@@ -153,6 +153,16 @@ def test_however_it_ends_the_terminal_is_as_before(cluster: Cluster, how: object
         assert tty.raw.endswith(b"\x1b[?25h\x1b[?1049l")
 
 
+def test_when_the_terminal_vanishes_it_leaves_without_a_word(cluster: Cluster, tmp_path: Path) -> None:
+    environ = {"HISPARSE_CLUSTER_RUNTIME_DIR": str(cluster.runtime_dir)}
+    with (tmp_path / "stderr").open("w+b") as stderr, on_a_terminal(["top"], environ, stderr=stderr) as tty:
+        tty.until("connected")
+        tty.vanish()
+        assert tty.process.wait(10) == 0
+        stderr.seek(0)
+        assert stderr.read() == b""
+
+
 def test_stopped_and_continued_it_gives_the_terminal_back_and_takes_it_again(tty: Tty) -> None:
     tty.process.send_signal(signal.SIGTSTP)
     deadline = time.monotonic() + 10

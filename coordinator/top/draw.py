@@ -162,6 +162,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
         Column("H2D/S", 5, swapped),
         Column("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
+        Column("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
         Column("NODE", 16, lambda row: row.node, right=False, from_width=120),
         Column("SEEN", 5, lambda row: duration_text(row.link_age_s)),
     ]

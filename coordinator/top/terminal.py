@@ -2,6 +2,8 @@
 
 On entering: the alternate screen, no cursor, keys at once and without echo (signals by key stay). On leaving: all of it
 undone. Between, only lines that differ from what is there are written: a quiet cluster costs a slow link nothing.
+
+A terminal may go at any time (the ssh connection dies). Then `read` says so, and nothing that is done with it fails.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 import termios
 import tty
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 from rich.console import Console
@@ -35,10 +38,11 @@ class Terminal:
                 remedy="use: hisparse requests --watch",
             )
         self.descriptor = source.fileno()
-        self._target = target
+        self._target = target.fileno()
         self._console = Console(file=target, highlight=False, legacy_windows=False)
         self._before: list[Any] = []
         self._shown: list[Text] = []
+        self._size = (80, 24)
 
     def __enter__(self) -> Terminal:
         self.enter()
@@ -55,12 +59,15 @@ class Terminal:
 
     def leave(self) -> None:
         self._write(LEAVE)
-        termios.tcsetattr(self.descriptor, termios.TCSADRAIN, self._before)
+        with suppress(OSError, termios.error):
+            termios.tcsetattr(self.descriptor, termios.TCSADRAIN, self._before)
 
     def size(self) -> tuple[int, int]:
         """Columns and lines."""
-        columns, lines = os.get_terminal_size(self._target.fileno())
-        return columns, lines
+        with suppress(OSError):
+            columns, lines = os.get_terminal_size(self._target)
+            self._size = columns, lines
+        return self._size
 
     def read(self) -> bytes:
         """What was typed; b"" when the terminal is gone. Waits when nothing was."""
@@ -92,5 +99,7 @@ class Terminal:
         return captured.get()
 
     def _write(self, text: str) -> None:
-        self._target.write(text)
-        self._target.flush()
+        data = text.encode(errors="replace")
+        with suppress(OSError):
+            while data:
+                data = data[os.write(self._target, data) :]
