@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
 from kernels.layout import Geometry
-from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, sender_process, wait_for
+from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, peer_process, wait_for
 from worker.transfer import (
     Arrived,
     Description,
@@ -67,7 +67,7 @@ def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
     targets = np.random.default_rng(3).permutation(64)[:40].tolist()
     receiver.open(1, targets)
     part_ends = [int(SMALL.page_bytes * part) for part in parts]
-    with sender_process(tmp_path, **order(receiver, 40, part_ends=part_ends)) as sender:
+    with peer_process(tmp_path, **order(receiver, 40, part_ends=part_ends)) as sender:
         events = wait_for(receiver.poll, has_all(40))
         wait_for(sender.said, lambda said: len(said) == 40)
     assert arrivals(events) == set(range(40))
@@ -82,14 +82,14 @@ def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
 def test_one_page_travels(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     """A prompt of one token, or of exactly one page: the unit is the page."""
     receiver.open(1, [9])
-    with sender_process(tmp_path, **order(receiver, 1)):
+    with peer_process(tmp_path, **order(receiver, 1)):
         assert wait_for(receiver.poll, has_all(1)) == [Arrived(1, 0)]
     assert np.array_equal(pool.pages[9], content(0, SMALL.page_bytes))
 
 
 @pytest.mark.process
 def test_a_sender_may_come_before_the_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
-    with sender_process(tmp_path, **order(receiver, 3)):
+    with peer_process(tmp_path, **order(receiver, 3)):
         time.sleep(1.0)
         assert receiver.poll() == []
         receiver.open(1, [4, 5, 6])
@@ -102,7 +102,7 @@ def test_a_sender_may_come_before_the_ticket(receiver: PageReceiver, tmp_path: P
 @pytest.mark.process
 def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     receiver.open(1, [1, 2, 3])
-    with sender_process(tmp_path, **order(receiver, 3, fault="flip")):
+    with peer_process(tmp_path, **order(receiver, 3, fault="flip")):
         wait_for(receiver.poll, has_all(3))
     assert receiver.counters.refused_units == 1
     assert [bool((pool.pages[i + 1] == content(i, SMALL.page_bytes)).all()) for i in range(3)] == [True] * 3
@@ -111,7 +111,7 @@ def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: 
 @pytest.mark.process
 def test_a_page_that_never_fits_fails_its_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
     receiver.open(1, [1, 2])
-    with sender_process(tmp_path, **order(receiver, 2, fault="flip", times=1_000)) as sender:
+    with peer_process(tmp_path, **order(receiver, 2, fault="flip", times=1_000)) as sender:
         said = wait_for(sender.said, lambda lines: any("checksum" in line for line in lines))
         events = wait_for(receiver.poll, lambda seen: any(isinstance(event, Revoked) for event in seen))
     assert said[-1].endswith(f"arrived with a wrong checksum {sending.ATTEMPTS_MAX} times")
@@ -132,7 +132,7 @@ def test_a_ticket_that_nobody_began_is_revoked_at_once(receiver: PageReceiver) -
 def test_a_sender_that_answers_frees_the_pages_itself(receiver: PageReceiver, tmp_path: Path) -> None:
     """Long before it would be shut out; and it says why its ticket failed."""
     receiver.open(1, list(range(6)))
-    with sender_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
+    with peer_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
         assert len(wait_for(receiver.poll, has_all(5))) == 5
         receiver.revoke(1, "the client left")
         assert wait_for(receiver.poll, bool, limit_s=STOP_LIMIT_S / 2) == [Revoked(1, "the client left")]
@@ -160,7 +160,7 @@ def test_pages_of_a_stopped_sender_stay_in_quarantine(
     """I2, SGLang #24578: a late write does land; in quarantine, and the pages are free only after it."""
     receiver = large_receiver
     receiver.open(1, [1])
-    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "the client left")
         assert wait_for(receiver.poll, bool) == [Unproved(1, SENDER)]
@@ -180,7 +180,7 @@ def test_pages_of_a_killed_sender_are_free_once_its_exit_is_proved(
 ) -> None:
     receiver = large_receiver
     receiver.open(1, [1])
-    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "its heartbeats are overdue")
         wait_for(receiver.poll, lambda seen: seen == [Unproved(1, SENDER)])
@@ -189,9 +189,27 @@ def test_pages_of_a_killed_sender_are_free_once_its_exit_is_proved(
         assert wait_for(receiver.poll, bool) == [Revoked(1, "its heartbeats are overdue")]
     assert os.path.exists(large_pool.path)  # I2: the pool outlives the process that wrote to it
     receiver.open(2, [1])
-    with sender_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
+    with peer_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
         assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
     assert np.array_equal(large_pool.pages[1], content(0, LARGE.page_bytes))
+
+
+@pytest.mark.process
+def test_a_sender_can_be_asked_whether_it_still_writes_to_a_dead_receiver(pool: PoolMemory, tmp_path: Path) -> None:
+    """Nobody is left to revoke, and the pool file is still there: the sender's own Failed frees the pages."""
+    (tmp_path / "other").mkdir()
+    with peer_process(tmp_path / "other", engine="shared", ticket=1, pages=8) as receiver:
+        (description,) = wait_for(receiver.said, bool)
+        sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
+        sender.open(1, bytes.fromhex(description), 8)
+        sender.send(1, 0, 0)
+        wait_for(sender.poll, bool)
+        receiver.kill()
+        for index in range(1, 8):
+            sender.send(1, index, index)
+        sender.cancel(1, "its receiver is dead")
+        assert wait_for(sender.poll, bool, limit_s=5) == [Failed(1, "its receiver is dead")]
+        sender.close()
 
 
 # ---------------------------------------------------------------- refusals
@@ -215,7 +233,7 @@ def test_rows_of_another_model_are_refused(receiver: PageReceiver, pool: PoolMem
 @pytest.mark.process
 def test_a_ticket_of_another_length_is_refused_with_both(receiver: PageReceiver, tmp_path: Path) -> None:
     receiver.open(1, [1, 2, 3])
-    with sender_process(tmp_path, **order(receiver, 3, claimed_pages=4)) as sender:
+    with peer_process(tmp_path, **order(receiver, 3, claimed_pages=4)) as sender:
         (reason,) = wait_for(sender.said, bool)
     assert "4 pages to send, 3 reserved" in reason
 
@@ -227,7 +245,7 @@ def test_a_pool_that_the_sender_cannot_see_fails_cleanly(
     """Nothing was written, so nothing is quarantined."""
     receiver.open(1, [1])
     os.rename(pool.path, f"{pool.path}.elsewhere")
-    with sender_process(tmp_path, **order(receiver, 1)) as sender:
+    with peer_process(tmp_path, **order(receiver, 1)) as sender:
         (reason,) = wait_for(sender.said, bool)
         (event,) = wait_for(receiver.poll, bool)
     assert "cannot open the pool of its receiver" in reason

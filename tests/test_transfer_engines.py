@@ -16,10 +16,21 @@ import pytest
 
 from coordinator.errors import ConfigError
 from kernels.layout import Geometry
-from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, sender_process, wait_for
-from worker.transfer import Arrived, EngineOptions, Layout, PoolMemory, Revoked, open_receiver
+from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, peer_process, wait_for
+from worker.transfer import (
+    Arrived,
+    Delivered,
+    EngineOptions,
+    Failed,
+    Layout,
+    PoolMemory,
+    Revoked,
+    open_receiver,
+    open_sender,
+)
 from worker.transfer.engines import mooncake, nixl
 from worker.transfer.receiver import PageReceiver
+from worker.transfer.sending import WRITE_LIMIT_S
 
 pytestmark = [pytest.mark.pd, pytest.mark.process]
 
@@ -87,7 +98,7 @@ def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
     targets = np.random.default_rng(3).permutation(64)[:40].tolist()
     receiver.open(1, targets)
     part_ends = [int(SMALL.page_bytes * part) for part in parts]
-    with sender_process(tmp_path, **order(receiver, 40, part_ends=part_ends)) as sender:
+    with peer_process(tmp_path, **order(receiver, 40, part_ends=part_ends)) as sender:
         wait_for(receiver.poll, lambda events: len(arrivals(events)) == 40)
         wait_for(sender.said, lambda said: len(said) == 40)
     for index, page in enumerate(targets):
@@ -97,7 +108,7 @@ def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
 
 def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     receiver.open(1, [1, 2, 3])
-    with sender_process(tmp_path, **order(receiver, 3, fault="flip")):
+    with peer_process(tmp_path, **order(receiver, 3, fault="flip")):
         wait_for(receiver.poll, lambda events: len(arrivals(events)) == 3)
     assert receiver.counters.refused_units == 1
     assert [bool((pool.pages[i + 1] == content(i, SMALL.page_bytes)).all()) for i in range(3)] == [True] * 3
@@ -109,7 +120,7 @@ def test_a_late_write_of_a_stopped_sender_lands_nowhere(
     """I2, SGLang #24578: its process stands still with half a write out, its page gets another owner, it goes on."""
     receiver = large_receiver
     receiver.open(1, [1])
-    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "the client left")
         assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
@@ -127,17 +138,34 @@ def test_what_the_network_holds_of_a_dead_sender_lands_nowhere(
     """I2: proof of exit alone would not do, since socket buffers outlive the process. The next sender is served."""
     receiver = large_receiver
     receiver.open(1, [1])
-    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         sender.kill()
         receiver.sender_exited(SENDER)
         assert wait_for(receiver.poll, bool) == [Revoked(1, f"{SENDER} was shut out")]
         large_pool.pages[1] = OTHERS
     receiver.open(2, [2])
-    with sender_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
+    with peer_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
         assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
     assert (large_pool.pages[1] == OTHERS).all()
     assert np.array_equal(large_pool.pages[2], content(0, LARGE.page_bytes))
+
+
+def test_a_dead_receiver_fails_its_tickets(engine: str, pool: PoolMemory, tmp_path: Path) -> None:
+    """Long before the limit of a write: the engine sees that its peer is gone."""
+    with peer_process(tmp_path, engine=engine, ticket=1, pages=8) as receiver:
+        (description,) = wait_for(receiver.said, bool)
+        sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
+        sender.open(1, bytes.fromhex(description), 8)
+        sender.send(1, 0, 0)
+        assert wait_for(sender.poll, bool) == [Delivered(1, 0)]
+        receiver.kill()
+        for index in range(1, 8):
+            sender.send(1, index, index)
+        (failed,) = wait_for(sender.poll, bool, limit_s=WRITE_LIMIT_S / 2)
+        assert isinstance(failed, Failed)
+        assert "write" in failed.reason
+        sender.close()
 
 
 class DeregisteringTarget(nixl.NixlTarget):
@@ -173,7 +201,7 @@ def test_short_of_its_endpoint_nothing_keeps_a_late_write_out(
     monkeypatch.setattr(module, target.__mro__[1].__name__, target)
     receiver = make_receiver(engine, large_pool, LARGE)
     receiver.open(1, [1])
-    with sender_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "the client left")
         assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]

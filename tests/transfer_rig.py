@@ -1,4 +1,4 @@
-"""Pools, and a sender of pages in a process of its own that fails as it is told."""
+"""Pools, and ends of page transfer in processes of their own that fail as they are told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kernels.layout import Geometry
 from worker.pool_file import HEADER_BYTES, Header
-from worker.transfer import Arrived, Failed, Layout, PoolMemory, ReceiverEvent, Sender, open_sender
+from worker.transfer import Arrived, Failed, Layout, PoolMemory, ReceiverEvent, Sender, open_receiver, open_sender
 from worker.transfer.engines.network import NetworkSource
 from worker.transfer.engines.shared import SharedSource
 
@@ -72,7 +72,7 @@ def arrivals(events: Iterable[ReceiverEvent]) -> set[int]:
 
 
 class Peer:
-    """The process of a sender, and what it said."""
+    """The process of one end, and what it said."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -93,8 +93,8 @@ class Peer:
 
 
 @contextmanager
-def sender_process(folder: Path, **order: Any) -> Iterator[Peer]:
-    """A sender that carries out `order` (see `main`) and lives until the block ends."""
+def peer_process(folder: Path, **order: Any) -> Iterator[Peer]:
+    """A sender or receiver that carries out `order` (see `send` and `receive`) and lives until the block ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.transfer_rig", str(folder)],
         stdin=subprocess.PIPE,
@@ -117,13 +117,23 @@ def sender_process(folder: Path, **order: Any) -> Iterator[Peer]:
 # ---------------------------------------------------------------- the other process
 
 
-def main(folder: Path) -> None:
-    """Obey one order: send `pages` pages for `ticket` to `description`, in parts that end at `part_ends`.
+def receive(folder: Path, order: dict[str, Any]) -> None:
+    """Open `ticket` on the first `pages` pages, say the description, and receive by `engine` until stdin ends."""
+    pool = make_pool(folder / "receiver.pool", SMALL, order["pages"])
+    layout, address = Layout.of(SMALL, MODEL), "tcp://127.0.0.1:0"
+    receiver = open_receiver(order["engine"], pool, layout, name="decode-0/1", address=address)
+    receiver.open(order["ticket"], range(order["pages"]))
+    say(receiver.describe().hex())
+    sys.stdin.read()
+    receiver.close()
+
+
+def send(folder: Path, order: dict[str, Any]) -> None:
+    """Send `pages` pages for `ticket` to `description`, in parts that end at `part_ends`.
 
     `withheld`: pages from the front that are not sent, as if prefill were still at them.
     `fault`: "flip" a byte of the first `times` writes; "halt", stop this process in the middle of the first write.
     """
-    order = json.loads(sys.stdin.readline())
     geometry = GEOMETRIES[order.get("geometry", "small")]
     pages: int = order["pages"]
     pool = make_pool(folder / "sender.pool", geometry, pages + 1)
@@ -200,4 +210,5 @@ def plant(fault: str, times: int, pool: PoolMemory, flipped: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    what = json.loads(sys.stdin.readline())
+    (receive if "engine" in what else send)(Path(sys.argv[1]), what)
