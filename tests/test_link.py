@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from coordinator.arrays import unpack_int32
-from coordinator.errors import ConfigError
+from coordinator.errors import ConfigError, HiSparseError, NotAllowed
 from coordinator.messages import (
     PROTOCOL_VERSION,
     TOKENIZER_CHUNK_BYTES,
@@ -66,7 +66,7 @@ class Bench:
     async def run(self) -> None:
         try:
             self.result = await self.link.run()
-        except ConfigError as error:
+        except (ConfigError, NotAllowed) as error:
             self.result = error
         self.done.set()
 
@@ -145,6 +145,33 @@ async def test_a_lost_connection_is_replaced_and_unacknowledged_reports_follow(a
         again = await it.welcome(report_ack=0)
         assert await report_of(again) == lost
         assert it.counters.drops["lost"] == 1
+
+
+@pytest.mark.parametrize(
+    "refusal", [NotAllowed("the key is not let in here"), ConfigError("the key is open to others")]
+)
+async def test_a_refused_key_ends_a_worker_that_nobody_has_welcomed(
+    autojump_clock: MockClock, refusal: HiSparseError
+) -> None:
+    async with bench() as it:
+        it.listener.refusal = refusal
+        await it.done.wait()
+        assert it.result is refusal
+        assert it.listener.attempts == 1
+
+
+async def test_a_key_refused_later_is_tried_again_while_the_executor_decodes_on(autojump_clock: MockClock) -> None:
+    async with bench() as it:
+        dealer = await it.welcome()
+        it.outbox.add_event(Started(1))
+        lost = await report_of(dealer)
+        it.listener.refusal = NotAllowed("the key was revoked")
+        dealer.cut()
+        await trio.sleep(30)
+        assert not it.done.is_set()
+        it.listener.refusal = None  # another key was put in place
+        again = await it.welcome(report_ack=0)
+        assert await report_of(again) == lost
 
 
 async def test_a_socket_that_takes_nothing_ends_the_connection(autojump_clock: MockClock) -> None:

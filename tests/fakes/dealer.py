@@ -6,7 +6,7 @@ import math
 
 import trio
 
-from coordinator.errors import Unavailable
+from coordinator.errors import HiSparseError, Unavailable
 from coordinator.messages import Command, CoordinatorMessage, WorkerMessage, decode_worker, encode
 from metrics.state import WorkerCounters
 
@@ -49,17 +49,20 @@ class FakeDealer:
 
 
 class FakeListener:
-    """Where FakeDealers connect to: `accept` returns the next connection; `down` refuses them."""
+    """Where FakeDealers connect to: `accept` returns the next connection; `down`, or another `refusal`, refuses them."""
 
     def __init__(self) -> None:
         self._accepted, self._connections = trio.open_memory_channel[FakeDealer](math.inf)
         self.down = False
+        self.refusal: HiSparseError | None = None
         self.attempts = 0
 
     async def connect(self) -> FakeDealer:
         self.attempts += 1
         if self.down:
             raise Unavailable("nobody listens there")
+        if self.refusal is not None:
+            raise self.refusal
         dealer = FakeDealer()
         self._accepted.send_nowait(dealer)
         return dealer
