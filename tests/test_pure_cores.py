@@ -48,7 +48,13 @@ PURE = [
     "workers/worker_epoch",
     "workers/worker_hello",
 ]
-PURE_IN_WORKERS = ["transfer/receiving", "transfer/sending", "transfer/wire"]
+PURE_IN_WORKERS = [
+    "transfer/outgoing",
+    "transfer/receiving",
+    "transfer/sender_actions",
+    "transfer/sending",
+    "transfer/wire",
+]
 FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
 
 

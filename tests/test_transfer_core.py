@@ -11,7 +11,7 @@ import pytest
 from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import BadInput, WrongState
 from tests.fakes.transfer_world import HOST_PAGES, LAYOUT, FakeTransferWorld
-from worker.transfer import receiving, sending
+from worker.transfer import receiving, sender_actions, sending
 from worker.transfer.interface import Arrived, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Receiving
 from worker.transfer.sending import Sending
@@ -158,12 +158,12 @@ def test_a_sender_that_does_not_fit_is_refused_with_both_values(begin: Begin, re
     assert core.revoke(7, "aborted", 0.0) == [receiving.Tell(Revoked(7, "aborted"))], "nobody has begun"
 
 
-def sender_with_a_post() -> tuple[Sending, sending.Post]:
+def sender_with_a_post() -> tuple[Sending, sender_actions.Post]:
     core = Sending(LAYOUT, HOST_PAGES, frozenset({"fake"}))
     core.open(7, description(), 1, (), 0.0)
     core.send(7, 0, 2, 0, 0.0)
     *_, post = core.heard("tcp://r:1", Ready(7, pack_int32([5]), 40, b""), 0.0)
-    assert isinstance(post, sending.Post)
+    assert isinstance(post, sender_actions.Post)
     return core, post
 
 
@@ -174,9 +174,9 @@ def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
     actions = core.tick(sending.WRITE_LIMIT_S)
     reason = f"a write took longer than {sending.WRITE_LIMIT_S:g} s"
     assert actions == [
-        sending.Disconnect("tcp://r:1", 40),
-        sending.Say("tcp://r:1", Stopped(7, False, reason)),
-        sending.Tell(Failed(7, reason)),
+        sender_actions.Disconnect("tcp://r:1", 40),
+        sender_actions.Say("tcp://r:1", Stopped(7, False, reason)),
+        sender_actions.Tell(Failed(7, reason)),
     ]
     assert core.written(post, 99, "", 50.0) == []
 
@@ -184,12 +184,12 @@ def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
 def test_a_page_that_nobody_verifies_fails_its_ticket() -> None:
     """I8; what was written has ended, so the pages are free at once."""
     core, post = sender_with_a_post()
-    written = sending.Say("tcp://r:1", Written(7, 0, 1, 99))
+    written = sender_actions.Say("tcp://r:1", Written(7, 0, 1, 99))
     assert core.written(post, 99, "", 0.0) == [written]
     assert core.tick(sending.CHECK_RESEND_S) == [written], "it may have been lost"
     reason = f"a page was not verified within {sending.CHECK_LIMIT_S:g} s"
-    said = sending.Say("tcp://r:1", Stopped(7, True, reason))
-    assert core.tick(sending.CHECK_LIMIT_S) == [said, sending.Tell(Failed(7, reason))]
+    said = sender_actions.Say("tcp://r:1", Stopped(7, True, reason))
+    assert core.tick(sending.CHECK_LIMIT_S) == [said, sender_actions.Tell(Failed(7, reason))]
     assert core.in_flight == (0, 0)
 
 
@@ -197,7 +197,7 @@ def test_a_receiver_is_told_again_what_became_of_a_ticket() -> None:
     core, _ = sender_with_a_post()
     core.tick(sending.WRITE_LIMIT_S)
     (answer,) = core.heard("tcp://r:1", Stop(7, "aborted"), 99.0)
-    assert answer == sending.Say("tcp://r:1", Stopped(7, False, "the ticket has ended"))
+    assert answer == sender_actions.Say("tcp://r:1", Stopped(7, False, "the ticket has ended"))
 
 
 # ---------------------------------------------------------------- refusals

@@ -1,8 +1,9 @@
 """A network, two senders and one receiver of pages under one seed, for the cores of worker/transfer.
 
-Messages are lost, doubled and reordered; checksums are taken late; writes land at any moment, and again until the engine
-says that they have ended, unless their endpoint is destroyed or, where that cannot be done, their process is gone;
-failed ones land all the same; processes die with writes under way. Every page has an owner, and a write that lands in a page of somebody else is the defect looked for.
+Messages are lost, doubled and reordered; checksums are taken late; writes land at any moment, and again until the
+engine says that they have ended, unless their endpoint is destroyed or, where that cannot be done, their process is
+gone; failed ones land all the same; processes die with writes under way. Every page has an owner, and a write that
+lands in a page of somebody else is the defect looked for.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from worker.transfer.receiving import Action as ReceiverAction
 from worker.transfer.receiving import Admit, Check, Receiving, ShutOut
 from worker.transfer.receiving import Say as ReceiverSay
 from worker.transfer.receiving import Tell as ReceiverTell
-from worker.transfer.sending import Action as SenderAction
-from worker.transfer.sending import Connect, Disconnect, Post, Sending
-from worker.transfer.sending import Say as SenderSay
-from worker.transfer.sending import Tell as SenderTell
+from worker.transfer.sender_actions import Action as SenderAction
+from worker.transfer.sender_actions import Connect, Disconnect, Post
+from worker.transfer.sender_actions import Say as SenderSay
+from worker.transfer.sender_actions import Tell as SenderTell
+from worker.transfer.sending import Sending
 from worker.transfer.wire import Ready, ReceiverMessage, SenderMessage
 
 LAYOUT: Final = Layout(64, 600, 2, 4, 0, 1, 1, "model")

@@ -21,9 +21,12 @@ One that does not (dead, hung, cut off) is shut out where the engine can: each s
 own, and destroying it ends all its tickets. That its process is proved dead is not enough with a network in between:
 what the kernel holds in socket buffers still lands. Without an endpoint to destroy, only proved exit frees the pages.
 
-    interface.py   layouts, descriptions, events, the two ends
-    wire.py        what the two ends say to each other
-    sending.py, receiving.py   the protocol: pure
+    interface.py                   layouts, descriptions, events, the two ends
+    ends.py                        how they are made
+    sending.py, receiving.py       the protocol: pure (outgoing.py: its state, sender_actions.py: what it asks for)
+    sender.py, receiver.py         threads and sockets round it (pump.py, control.py)
+    wire.py                        what the two ends say to each other
+    engines/                       how bytes get across
 """
 
 from worker.transfer.ends import ENGINES, EngineOptions, open_receiver, open_sender

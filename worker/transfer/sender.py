@@ -14,18 +14,8 @@ from worker.transfer.counters import TransferCounters
 from worker.transfer.engines.base import Source, SourceMaker
 from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent
 from worker.transfer.pump import Pump, log
-from worker.transfer.sending import (
-    WINDOW_BYTES,
-    WINDOW_UNITS,
-    Action,
-    Connect,
-    Disconnect,
-    Post,
-    Reach,
-    Say,
-    Sending,
-    Tell,
-)
+from worker.transfer.sender_actions import Action, Connect, Disconnect, Post, Reach, Say, Tell
+from worker.transfer.sending import WINDOW_BYTES, WINDOW_UNITS, Sending
 
 #: How long `close` waits for what is in flight.
 CLOSE_WAIT_S: Final = 5.0

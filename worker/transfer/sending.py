@@ -20,13 +20,11 @@ that hangs would hold up the pages of all others until its limit); one for each 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final
 
-from coordinator.arrays import Int32Array, pack_int64, unpack_int32
+from coordinator.arrays import pack_int64, unpack_int32
 from coordinator.errors import BadInput, CapacityError, ProtocolError, WrongState
 from worker.transfer.interface import (
     PARTS_MAX,
@@ -37,20 +35,10 @@ from worker.transfer.interface import (
     Description,
     Failed,
     Layout,
-    SenderEvent,
 )
-from worker.transfer.wire import (
-    Begin,
-    Checked,
-    Ready,
-    ReceiverMessage,
-    Refused,
-    SenderMessage,
-    Stop,
-    Stopped,
-    Unknown,
-    Written,
-)
+from worker.transfer.outgoing import Lane, Phase, Ticket, Unit
+from worker.transfer.sender_actions import Action, Connect, Disconnect, Post, Reach, Say, Tell
+from worker.transfer.wire import Begin, Checked, Ready, ReceiverMessage, Refused, Stop, Stopped, Unknown, Written
 
 #: A receiver may open a ticket this long after its sender: commands to both travel by different ways.
 BEGIN_LIMIT_S: Final = 30.0
@@ -71,118 +59,6 @@ assert CHECK_RESEND_S * 4 < CHECK_LIMIT_S  # several messages may be lost
 assert BEGIN_RESEND_S * 4 < BEGIN_LIMIT_S
 
 
-@dataclass(frozen=True)
-class Say:
-    """To the receiver at control address `peer`."""
-
-    peer: str
-    message: SenderMessage
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Connect to the control address of a receiver, whose CURVE key is `key`, unless it was done."""
-
-    peer: str
-    key: bytes
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Make ready to write through `endpoint` of `peer`; a Post that follows fails if it cannot be had."""
-
-    peer: str
-    endpoint: int
-    engine: str
-    blob: bytes
-
-
-@dataclass(frozen=True)
-class Disconnect:
-    """Let go of an endpoint, whatever is in flight."""
-
-    peer: str
-    endpoint: int
-
-
-@dataclass(frozen=True)
-class Post:
-    """Take the checksum of `length` bytes at `offset` of host page `source`, write them to the same place of host page
-    `target`; `written` answers."""
-
-    peer: str
-    endpoint: int
-    ticket: int
-    unit: int
-    attempt: int
-    source: int
-    target: int
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Tell:
-    event: SenderEvent
-
-
-Action: TypeAlias = Say | Reach | Connect | Disconnect | Post | Tell
-
-
-class Phase(Enum):
-    BEGINNING = "beginning"
-    SENDING = "sending"
-    STOPPING = "stopping"
-
-
-@dataclass(slots=True)
-class _Unit:
-    """A unit that was sent and is not delivered. `written`: the engine is done, its checksum is on the way."""
-
-    source: int
-    attempt: int = 1
-    posted: bool = False
-    written: bool = False
-    checksum: int = 0
-    limit_at: float = 0.0
-    resend_at: float = 0.0
-
-
-@dataclass(slots=True)
-class _Ticket:
-    peer: str
-    begin: Begin
-    part_ends: tuple[int, ...]
-    engine: str
-    limit_at: float
-    resend_at: float
-    phase: Phase = Phase.BEGINNING
-    endpoint: int = 0
-    targets: Int32Array | None = None
-    units: dict[int, _Unit] = field(default_factory=dict)
-    sent: set[int] = field(default_factory=set)
-    parts_left: dict[int, int] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
-    pages_left: int = 0
-    posted: int = 0
-    reason: str = ""
-
-    def extent(self, unit: int) -> tuple[int, int]:
-        """Offset and length of a unit in its page."""
-        part = unit % len(self.part_ends)
-        offset = self.part_ends[part - 1] if part else 0
-        return offset, self.part_ends[part] - offset
-
-
-@dataclass(slots=True)
-class _Lane:
-    """What waits and what is in flight to one receiver."""
-
-    queue: deque[tuple[int, int]] = field(default_factory=deque)
-    units: int = 0
-    bytes: int = 0
-
-
 class Sending:
     """Events in, actions out. `engines`: those that this process can write with."""
 
@@ -200,9 +76,9 @@ class Sending:
         self._engines = engines
         self._window_bytes = window_bytes
         self._window_units = window_units
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> clean
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._endpoints: dict[str, int] = {}
 
     @property
@@ -239,8 +115,8 @@ class Sending:
                 f"1 to {PARTS_MAX} ascending ends, the last {self._layout.page_bytes}", field="part_ends", value=ends
             )
         begin = Begin(TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends))
-        self._lanes.setdefault(theirs.address, _Lane())
-        self._tickets[ticket] = _Ticket(
+        self._lanes.setdefault(theirs.address, Lane())
+        self._tickets[ticket] = Ticket(
             theirs.address, begin, ends, theirs.engine, now + BEGIN_LIMIT_S, now + BEGIN_RESEND_S, pages_left=pages
         )
         return [Reach(theirs.address, theirs.key), Say(theirs.address, begin)]
@@ -264,7 +140,7 @@ class Sending:
         if held.phase is Phase.STOPPING:
             return []
         held.sent.add(unit)
-        held.units[unit] = _Unit(page)
+        held.units[unit] = Unit(page)
         if held.phase is Phase.BEGINNING:
             return []
         self._lanes[held.peer].queue.append((ticket, unit))
@@ -300,7 +176,7 @@ class Sending:
                 actions = self._stop(message.ticket, f"stopped by its receiver: {message.reason}", now)
         return actions
 
-    def _ready(self, ready: Ready, ticket: _Ticket, now: float) -> list[Action]:
+    def _ready(self, ready: Ready, ticket: Ticket, now: float) -> list[Action]:
         if ticket.phase is not Phase.BEGINNING:
             return []
         try:
@@ -321,7 +197,7 @@ class Sending:
         lane.queue.extend((ready.ticket, unit) for unit in ticket.units)
         return actions + self._fill(ticket.peer, now)
 
-    def _checked(self, checked: Checked, ticket: _Ticket, now: float) -> list[Action]:
+    def _checked(self, checked: Checked, ticket: Ticket, now: float) -> list[Action]:
         unit = ticket.units.get(checked.unit)
         if unit is None or not unit.written or unit.attempt != checked.attempt or ticket.phase is not Phase.SENDING:
             return []
@@ -341,11 +217,11 @@ class Sending:
             self._remember(checked.ticket, clean=True)
         return actions + self._fill(ticket.peer, now)
 
-    def _again(self, number: int, ticket: _Ticket, at: int, unit: _Unit, now: float) -> list[Action]:
+    def _again(self, number: int, ticket: Ticket, at: int, unit: Unit, now: float) -> list[Action]:
         if unit.attempt >= ATTEMPTS_MAX:
             index = at // len(ticket.part_ends)
             return self._stop(number, f"page {index} arrived with a wrong checksum {ATTEMPTS_MAX} times", now)
-        ticket.units[at] = _Unit(unit.source, unit.attempt + 1)
+        ticket.units[at] = Unit(unit.source, unit.attempt + 1)
         self._lanes[ticket.peer].queue.append((number, at))
         return self._fill(ticket.peer, now)
 
@@ -402,7 +278,7 @@ class Sending:
             actions.append(self._post(number, ticket, at, offset, length, now))
         return actions
 
-    def _post(self, number: int, ticket: _Ticket, at: int, offset: int, length: int, now: float) -> Post:
+    def _post(self, number: int, ticket: Ticket, at: int, offset: int, length: int, now: float) -> Post:
         assert ticket.targets is not None
         unit = ticket.units[at]
         unit.posted, unit.limit_at = True, now + WRITE_LIMIT_S
@@ -411,7 +287,7 @@ class Sending:
         target = int(ticket.targets[at // len(ticket.part_ends)])
         return Post(ticket.peer, ticket.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
 
-    def _leave_flight(self, ticket: _Ticket, unit: int) -> None:
+    def _leave_flight(self, ticket: Ticket, unit: int) -> None:
         ticket.in_flight.remove(unit)
         lane = self._lanes[ticket.peer]
         lane.units -= 1
@@ -435,7 +311,7 @@ class Sending:
                 del self._lanes[peer]
         return actions
 
-    def _tick_beginning(self, number: int, ticket: _Ticket, now: float) -> list[Action]:
+    def _tick_beginning(self, number: int, ticket: Ticket, now: float) -> list[Action]:
         if now >= ticket.limit_at:
             return self._end(number, f"its receiver did not answer within {BEGIN_LIMIT_S:g} s", clean=True)
         if now < ticket.resend_at:
@@ -443,7 +319,7 @@ class Sending:
         ticket.resend_at = now + BEGIN_RESEND_S
         return [Say(ticket.peer, ticket.begin)]
 
-    def _tick_units(self, number: int, ticket: _Ticket, now: float) -> list[Action]:
+    def _tick_units(self, number: int, ticket: Ticket, now: float) -> list[Action]:
         actions: list[Action] = []
         for at in ticket.in_flight:
             unit = ticket.units[at]

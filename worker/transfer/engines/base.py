@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from worker.transfer.interface import PoolMemory
-from worker.transfer.sending import Post
+from worker.transfer.sender_actions import Post
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavai
 from worker.transfer.checksum import checksum
 from worker.transfer.engines.base import Jobs, Written
 from worker.transfer.interface import PoolMemory
-from worker.transfer.sending import Post
+from worker.transfer.sender_actions import Post
 
 ConnectionT = TypeVar("ConnectionT")
 HandleT = TypeVar("HandleT")

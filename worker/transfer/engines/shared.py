@@ -25,7 +25,7 @@ from worker.pool_file import Header, lock
 from worker.transfer.checksum import copy_with_checksum
 from worker.transfer.engines.base import Jobs, Written
 from worker.transfer.interface import PoolMemory
-from worker.transfer.sending import Post
+from worker.transfer.sender_actions import Post
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
