@@ -49,7 +49,7 @@ class FakeDealer:
 
 
 class FakeListener:
-    """Where FakeDealers connect to: `accept` returns the next connection; `down`, or another `refusal`, refuses them."""
+    """Where FakeDealers connect to: `accept` returns the next connection; `down` and `refusal` refuse them."""
 
     def __init__(self) -> None:
         self._accepted, self._connections = trio.open_memory_channel[FakeDealer](math.inf)
