@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from prometheus_client.core import CollectorRegistry
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -39,6 +41,13 @@ class HttpCollector(Collector):
         yield number("hisparse_http_abandoned_total", counters.abandoned)
         yield histogram("hisparse_http_answer_seconds", counters.answer_s)
         yield histogram("hisparse_http_first_token_seconds", counters.first_token_s)
+
+
+def scrape(sources: HttpSources) -> bytes:
+    """One page, in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(HttpCollector(sources))
+    return generate_latest(registry)
 
 
 def http_health(sources: HttpSources) -> Health:

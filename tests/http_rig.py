@@ -17,6 +17,7 @@ from coordinator.http.api_keys import ApiKeys
 from coordinator.http.front import Front
 from coordinator.http.link import Link
 from coordinator.http.outputs import Outputs
+from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from tests.gateway_rig import GatewayRig, running
 from worker.runners.tiny import BOS, EOS, write_tiny_checkpoint
@@ -126,7 +127,11 @@ class FrontRig:
         self.counters = HttpCounters()
         self.link = Link(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
         self.outputs = Outputs(nursery, self.link, self.counters)
-        self.front = Front(settings, keys, self.link, self.outputs, self.counters)
+        self.stopping = False
+        self.sources = HttpSources(
+            "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
+        )
+        self.front = Front(settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources))
         self._nursery = nursery
 
     def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:

@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.config import HostFacts, HttpSettings, build
 from coordinator.errors import CapacityError, ConfigError
 from coordinator.http import exchange, front, outputs
 from coordinator.http.exchange import BODY_BYTES_MAX
 from coordinator.http.server import run_http
-from metrics.exporter import serve
-from metrics.http import HttpCollector, HttpSources, http_health, http_readiness
+from metrics.exporter import Health, serve
+from metrics.http import HttpCollector, http_health, http_readiness
 from metrics.names import Role, names_of
 from tests.http_rig import KEY, TEMPLATE, FrontRig, front_rig
 from tests.test_metrics import scrape, values
@@ -344,7 +345,7 @@ async def test_models_are_listed(rig: FrontRig) -> None:
 async def test_without_a_key_only_health_is_told(tmp_path: Path) -> None:
     """Before a byte of the body is read."""
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/other"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/metrics", "/other"):
             peer = rig.open("POST", path)
             await peer.answer()
             assert (peer.status, peer.headers["www-authenticate"]) == (401, "Bearer"), path
@@ -389,16 +390,13 @@ def test_an_address_that_cannot_be_had_is_refused() -> None:
 
 
 async def test_exported_equals_table(rig: FrontRig) -> None:
+    """By the exporter, and by the front itself to whoever has a key."""
     peer = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
     rig.speak(name, "a")
     rig.gateway.scheduler.finish(name)
     await peer.answer()
-    stopping = False
-    sources = HttpSources("hisparse", "0.1.0", rig.counters, lambda: rig.link.connected, lambda: stopping)
-    exporter = serve(
-        [HttpCollector(sources)], healthy=lambda: http_health(sources), ready=lambda: http_readiness(sources)
-    )
+    exporter = serve([HttpCollector(rig.sources)], healthy=lambda: Health(True, ""), ready=lambda: Health(True, ""))
     try:
         families = await trio.to_thread.run_sync(scrape, exporter)
     finally:
@@ -409,6 +407,19 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
     assert values(families["hisparse_http_connected"]) == {(): 1}
     counts = {sample.name: sample.value for sample in families["hisparse_http_first_token_seconds"].samples}
     assert counts["hisparse_http_first_token_seconds_count"] == 1
-    assert http_readiness(sources).ok
-    stopping = True
-    assert not http_readiness(sources).ok
+    page = rig.open("GET", "/metrics")
+    with trio.fail_after(10):
+        await page.complete.wait()
+    told = {family.name for family in text_string_to_metric_families(page.body.decode())}
+    assert told == {family.name for family in families.values()}
+    assert page.headers["content-type"].startswith("text/plain")
+
+
+async def test_it_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, True)
+    rig.stopping = True
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)
+    rig.stopping = False
+    await rig.gateway.kill()
+    await until(lambda: not rig.link.connected)
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)

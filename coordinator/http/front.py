@@ -1,6 +1,7 @@
 """The ASGI application: paths, keys, limits; completions from ask to answer.
 
     GET  /health               200 while work would be taken, else 503 and why; no key needed
+    GET  /metrics              what the exporter has, for load generators, which look for it beside the API
     GET  /v1/models[/ID]       the served model
     POST /v1/completions       text
     POST /v1/chat/completions  text, of a conversation
@@ -20,6 +21,7 @@ from typing import Final
 
 import msgspec
 import trio
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from coordinator.config import HttpSettings
 from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound
@@ -54,8 +56,16 @@ class Front:
     """Call it as ASGI has it. One task per exchange, cancelled when its client leaves."""
 
     def __init__(
-        self, settings: HttpSettings, keys: ApiKeys, link: Link, outputs: Outputs, counters: HttpCounters
+        self,
+        settings: HttpSettings,
+        keys: ApiKeys,
+        link: Link,
+        outputs: Outputs,
+        counters: HttpCounters,
+        scrape: Callable[[], bytes],
     ) -> None:
+        """`scrape` is called in a thread."""
+        self._scrape = scrape
         self._settings = settings
         self._keys = keys
         self._link = link
@@ -66,6 +76,7 @@ class Front:
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
+            "/metrics": {"GET": self._metrics},
             "/v1/models": {"GET": self._models},
             "/v1/completions": {"POST": partial(self._complete, kind=CompletionBody)},
             "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
@@ -121,6 +132,10 @@ class Front:
     async def _health(self, exchange: Exchange) -> None:
         reason = await self._link.answers(HEALTH_LIMIT_S)
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        page = await trio.to_thread.run_sync(self._scrape, limiter=self._readers)
+        await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _models(self, exchange: Exchange) -> None:
         model = await self._link.client.model()

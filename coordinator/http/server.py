@@ -36,7 +36,7 @@ from coordinator.transport.keys import access
 from coordinator.version import our_version
 from metrics import logs
 from metrics.exporter import Exporter, serve
-from metrics.http import HttpCollector, HttpSources, http_health, http_readiness
+from metrics.http import HttpCollector, HttpSources, http_health, http_readiness, scrape
 from metrics.logs import fields, logger
 from metrics.state import HttpCounters
 
@@ -71,13 +71,20 @@ def run_http(config: Config) -> int:
 async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None:
     counters, stopping = HttpCounters(), trio.Event()
     link = Link(lambda: _connect(config))
-    exporter = _serve_metrics(config, counters, link, stopping)
+    sources = HttpSources(
+        name=config.cluster.name,
+        version=our_version(),
+        counters=counters,
+        connected=lambda: link.connected,
+        stopping=stopping.is_set,
+    )
+    exporter = _serve_metrics(config, sources)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(_watch_signals, stopping)
             nursery.start_soon(link.run)
             outputs = Outputs(nursery, link, counters)
-            front = Front(config.http, keys, link, outputs, counters)
+            front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
             await hypercorn.trio.serve(
                 front,  # type: ignore[arg-type]  # its scopes are the keys that we read
@@ -158,16 +165,9 @@ def _announce(config: Config, listener: socket.socket, exporter: Exporter | None
         log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
 
-def _serve_metrics(config: Config, counters: HttpCounters, link: Link, stopping: trio.Event) -> Exporter | None:
+def _serve_metrics(config: Config, sources: HttpSources) -> Exporter | None:
     if config.http.metrics_port < 0:
         return None
-    sources = HttpSources(
-        name=config.cluster.name,
-        version=our_version(),
-        counters=counters,
-        connected=lambda: link.connected,
-        stopping=stopping.is_set,
-    )
     return serve(
         [HttpCollector(sources)],
         healthy=lambda: http_health(sources),
