@@ -1,11 +1,11 @@
 """What counting and timing costs: `python -m benchmarks.instrumentation [step|scrape] [--device cuda]`.
 
 step     One executor decodes with what it counts and times switched on and off, BLOCK steps at a time, in the order on,
-         off, off, on, so that drift hits both. Off: nothing is timed, no histogram and no beat is kept; hits and misses
-         per request are read as ever, since clients see them. On the CPU everything but the executor's own Python is
-         taken out of the step, which leaves the host's part of one on a GPU, in processor time; the bound is
-         STEP_US_MAX. On a GPU: the model of benchmarks.decode, with its graphs, in time that passes; the bound is
-         GPU_SHARE_MAX of a step.
+         off, off, on, so that drift hits both; the lower quartile of either counts. Off: nothing is timed, no histogram
+         and no beat is kept; hits and misses per request are read as ever, since clients see them. On the CPU
+         everything but the executor's own Python is taken out of the step, which leaves the host's part of one on a
+         GPU, in processor time; the bound is STEP_US_MAX. On a GPU: the model of benchmarks.decode, with its graphs, in
+         time that passes; the bound is GPU_SHARE_MAX of a step.
 scrape   A coordinator process with 10,000 live requests of 16 workers, under load: GET /metrics, SCRAPES times, from
          connect to last byte. The bound is SCRAPE_MS_MAX. Besides, what latencies cost per report of so many requests.
 
@@ -176,7 +176,7 @@ def measure_steps(options: argparse.Namespace) -> bool:
         executor = gpu_executor(clock, options) if is_gpu else still_executor(clock)
         decode.turn_until(executor, clock, BLOCK)
         on, off = compare(executor, clock, options.blocks, time.perf_counter if is_gpu else time.thread_time)
-    on_us, off_us = 1e6 * statistics.median(on), 1e6 * statistics.median(off)
+    on_us, off_us = (1e6 * statistics.quantiles(blocks, n=4)[0] for blocks in (on, off))
     print(
         f"step ({options.device}, {len(on)} blocks of {BLOCK} steps each way): on {on_us:.1f} us, off {off_us:.1f} us:"
         f" instrumentation takes {on_us - off_us:.1f} us per decode step, {100 * (on_us / off_us - 1):.2f} %"

@@ -125,8 +125,20 @@ _WORKER: Final = (
             "What does lookahead cost?",
         ),
         ("hisparse_worker_prompt_tokens_total", "", "tokens", "Prompt tokens prefilled.", "How much of it is prefill?"),
-        ("hisparse_worker_hits_total", "", "rows", "Top-k rows found in hot buffers.", "What is the hit rate?"),
-        ("hisparse_worker_misses_total", "", "rows", "Top-k rows loaded from the host.", "What is the hit rate?"),
+        (
+            "hisparse_worker_hits_total",
+            "",
+            "rows",
+            "Top-k rows found in hot buffers; layers that share a selection count once.",
+            "What is the hit rate?",
+        ),
+        (
+            "hisparse_worker_misses_total",
+            "",
+            "rows",
+            "Top-k rows that were not there; layers that share a selection count once.",
+            "What is the hit rate?",
+        ),
         (
             "hisparse_worker_copied_bytes_total",
             "direction purpose",

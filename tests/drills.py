@@ -355,31 +355,30 @@ async def running(client: Client, request_id: str) -> None:
 # ---------------------------------------------------------------- the program
 
 
-def as_lines(sightings: Sequence[Sighting]) -> list[str]:
-    """A table in Markdown."""
-    rows = [
-        f"| {it.alert} | {it.cause} | `{it.metric}` | {it.before} | {it.after} | {it.seconds:.0f} s |"
-        for it in sightings
-    ]
-    return ["| alert | caused by | metric | before | then | after |", "|---|---|---|---|---|---|", *rows]
+HEADER: Final = ("| alert | caused by | metric | before | then | after |", "|---|---|---|---|---|---|")
+
+
+def as_row(it: Sighting) -> str:
+    """A row of a table in Markdown."""
+    return f"| {it.alert} | {it.cause} | `{it.metric}` | {it.before} | {it.after} | {it.seconds:.0f} s |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.drills")
     parser.add_argument("alerts", nargs="*", metavar="ALERT", help="all unless named")
-    wanted = parser.parse_args().alerts
+    wanted = set(parser.parse_args().alerts)
     missed = 0
-    sightings: list[Sighting] = []
+    print(*HEADER, sep="\n", flush=True)
     for alerts, play in SCENES.items():
-        if wanted and not set(alerts) & set(wanted):
+        if wanted and not wanted & set(alerts):
             continue
         with tempfile.TemporaryDirectory() as name:
             try:
-                sightings += trio.run(play, Path(name))
-            except* AssertionError as failures:
+                for sighting in trio.run(play, Path(name)):
+                    print(as_row(sighting), flush=True)
+            except* Exception as failures:
                 missed += 1
                 print(f"{', '.join(alerts)}: {failures.exceptions}", file=sys.stderr)
-    print("\n".join(as_lines(sightings)))
     return 1 if missed else 0
 
 

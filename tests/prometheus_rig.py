@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,12 +82,14 @@ class Server:
     port: int
 
     def get(self, path: str, **query: str) -> Any:
-        """`data` of an answer of its API. Raises AssertionError with its error."""
+        """`data` of an answer of its API. Raises AssertionError with its error, OSError while it starts."""
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as response:
                 return json.load(response)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
             raise AssertionError(f"{query}: {json.load(error)['error']}") from None
 
     def query(self, expr: str) -> list[Mapping[str, Any]]:

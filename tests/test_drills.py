@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import drills
-from tests.drills import SCENES, Sighting, as_lines, rules, shrunk
+from tests.drills import HEADER, SCENES, Sighting, as_row, rules, shrunk
 from tests.prometheus_rig import program
 
 #: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tests.drills`.
@@ -34,5 +34,6 @@ def test_windows_are_shrunk_in_proportion() -> None:
 
 
 def test_what_was_seen_is_a_table() -> None:
-    lines = as_lines([Sighting("HiSparseX", "a cause", "max(x)", "0", "3", 4.2)])
-    assert lines[-1] == "| HiSparseX | a cause | `max(x)` | 0 | 3 | 4 s |"
+    row = as_row(Sighting("HiSparseX", "a cause", "max(x)", "0", "3", 4.2))
+    assert row == "| HiSparseX | a cause | `max(x)` | 0 | 3 | 4 s |"
+    assert {line.count("|") for line in (*HEADER, row)} == {7}
