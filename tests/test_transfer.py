@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
+from coordinator.arrays import pack_int64
 from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
 from kernels.layout import Geometry
 from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, peer_process, wait_for
@@ -29,6 +31,7 @@ from worker.transfer import (
 )
 from worker.transfer.receiver import PageReceiver
 from worker.transfer.receiving import STOP_LIMIT_S
+from worker.transfer.wire import Begin, encode
 
 pytestmark = pytest.mark.pd
 
@@ -278,6 +281,27 @@ def test_descriptions_of_nobody_are_refused(receiver: PageReceiver, pool: PoolMe
     with pytest.raises(ConfigError, match="version 99 of page transfer, this worker 1"):
         sender.open(1, data, 1)
     sender.close()
+
+
+def test_nobody_without_the_receivers_key_is_heard(pool: PoolMemory) -> None:
+    """Over tcp; the same word from somebody who was handed the description is answered."""
+    layout = Layout.of(SMALL, MODEL)
+    receiver = open_receiver("shared", pool, layout, name="decode-0/1", address="tcp://127.0.0.1:0")
+    known = Description.decode(receiver.describe())
+    word = encode(Begin(known.version, known.life, 1, 1, layout, pack_int64([SMALL.page_bytes])))
+    heard = []
+    for key in (known.key, b"", zmq.curve_keypair()[0]):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IDENTITY, SENDER.encode())
+            if key:
+                socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(known.address)
+            socket.send(word)
+            heard.append(bool(socket.poll(1_000)))
+    receiver.close()
+    assert heard == [True, False, False]
 
 
 def test_misuse_is_refused_where_it_happens(receiver: PageReceiver, pool: PoolMemory) -> None:
