@@ -393,7 +393,7 @@ _HTTP: Final = (
     *_rows(
         Kind.HISTOGRAM,
         Role.HTTP,
-        ("hisparse_http_answer_seconds", "", "seconds", "From request to whole answer.", "How long do clients wait?"),
+        ("hisparse_http_answer_seconds", "", "seconds", "To the end of a completion.", "How long do clients wait?"),
         ("hisparse_http_first_token_seconds", "", "seconds", "To a first token.", "How long until they see anything?"),
     ),
 )

@@ -325,6 +325,8 @@ async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
         ("GET", "/", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
+        ("HEAD", "/v1/completions", 405),
+        ("HEAD", "/metrics", 200),
         ("GET", "/v1/models/fake", 200),
         ("GET", "/v1/models/other", 404),
         ("GET", "/v1/models/", 404),
@@ -333,7 +335,8 @@ async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
 async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: int) -> None:
     peer = rig.open(method, path)
     await peer.say(b"")
-    await peer.answer()
+    with trio.fail_after(10):
+        await peer.complete.wait()
     assert peer.status == status
 
 
@@ -390,7 +393,8 @@ def test_an_address_that_cannot_be_had_is_refused() -> None:
 
 
 async def test_exported_equals_table(rig: FrontRig) -> None:
-    """By the exporter, and by the front itself to whoever has a key."""
+    """By the exporter, and by the front itself to whoever has a key. Only completions are timed."""
+    await rig.open("GET", "/health").answer()
     peer = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
     rig.speak(name, "a")
@@ -402,11 +406,12 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
     finally:
         await trio.to_thread.run_sync(exporter.close)
     assert families.keys() == names_of(Role.HTTP)
-    assert values(families["hisparse_http_answers_total"]) == {("/v1/completions", "200"): 1}
+    assert values(families["hisparse_http_answers_total"]) == {("/health", "200"): 1, ("/v1/completions", "200"): 1}
     assert values(families["hisparse_http_requests"]) == {(): 0}
     assert values(families["hisparse_http_connected"]) == {(): 1}
-    counts = {sample.name: sample.value for sample in families["hisparse_http_first_token_seconds"].samples}
-    assert counts["hisparse_http_first_token_seconds_count"] == 1
+    for name in ("hisparse_http_first_token_seconds", "hisparse_http_answer_seconds"):
+        counts = {sample.name: sample.value for sample in families[name].samples}
+        assert counts[f"{name}_count"] == 1, name
     page = rig.open("GET", "/metrics")
     with trio.fail_after(10):
         await page.complete.wait()

@@ -89,7 +89,6 @@ class Front:
             await self._exchange(Exchange(scope, receive, send, self._budget))
 
     async def _exchange(self, exchange: Exchange) -> None:
-        began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.listen)
             with exchange.leaving:
@@ -100,7 +99,6 @@ class Front:
             self._counters.disconnects += 1
         else:
             self._counters.answers[route, str(exchange.status)] += 1
-        self._counters.answer_s.observe(trio.current_time() - began)
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
@@ -124,10 +122,11 @@ class Front:
         methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
         if methods is None:
             raise NotFound("no such path", field="path", value=path, remedy=f"known: {', '.join(self._routes)}")
-        if exchange.method not in methods:
+        method = "GET" if exchange.method == "HEAD" else exchange.method  # the server leaves the body out
+        if method not in methods:
             allowed = ", ".join(methods)
-            raise MethodRefused(f"takes {allowed}", field="method", value=exchange.method, remedy=f"use {allowed}")
-        return methods[exchange.method]
+            raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
+        return methods[method]
 
     async def _health(self, exchange: Exchange) -> None:
         reason = await self._link.answers(HEALTH_LIMIT_S)
@@ -152,6 +151,7 @@ class Front:
 
     async def _complete(self, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]) -> None:
         with self._place():
+            began = trio.current_time()
             chosen = exchange.header("x-request-id")
             _check_id(chosen)
             ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
@@ -167,6 +167,7 @@ class Front:
                 answer = Answer(ask, int(time.time()))
                 how = _stream if ask.stream else _whole
                 await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
+            self._counters.answer_s.observe(trio.current_time() - began)
             tokens = sum(transcript.tokens for transcript in transcripts)
             told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
             log.info("answered", extra=told)
