@@ -79,6 +79,15 @@ def test_a_target_lets_more_requests_in_than_halves() -> None:
     assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
 
 
+@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 65, 65)), (0, (126, 10, 84))])
+def test_a_worker_says_at_start_how_many_requests_it_holds(target: int, counts: tuple[int, int, int]) -> None:
+    """Of the length aimed at, or of the longest."""
+    text = "\n".join(sized(context_target_tokens=target, slab_tokens=32_768).report())
+    host, index, chunks = counts
+    length = f"requests of {target or 163_840} tokens"
+    assert f"{length}: {host} by host pages, {index} by index pages, {chunks} by hot chunks" in text
+
+
 def test_a_target_beyond_the_context_is_refused() -> None:
     with pytest.raises(ConfigError, match="contexts end at 65536 tokens") as caught:
         sized(context_max_tokens=65_536, context_target_tokens=65_537)

@@ -53,10 +53,13 @@ class Sizing:
     bookkeeping_bytes: int
     device_bytes: int
     longest_context_tokens: int
+    context_target_tokens: int = 0
 
     def report(self) -> tuple[str, ...]:
         """Lines for the start of the process, most of them `name value`."""
-        c = self.capacity
+        c, target = self.capacity, self.context_target_tokens or self.context_max_tokens
+        pages = pages_for(target + c.overshoot_tokens)
+        by_chunks = c.hot_chunks // smallest_chunks(pages, c.hot_size_classes)
         return (
             f"bytes per host page {c.page_bytes} ({c.page_bytes // PAGE_TOKENS} per token)",
             f"host pages {c.host_pages} ({c.host_pages * c.page_bytes} bytes)",
@@ -66,6 +69,8 @@ class Sizing:
             f"prefill slab pages {c.slab_pages}",
             f"bookkeeping bytes {self.bookkeeping_bytes}",
             f"device bytes {self.device_bytes}",
+            f"requests of {target} tokens: {c.host_pages // pages} by host pages, {c.index_pages // pages} by index "
+            f"pages, {by_chunks} by hot chunks at the smallest hot size",
             f"longest context tokens {self.longest_context_tokens} of {self.context_max_tokens} allowed",
         )
 
@@ -114,6 +119,7 @@ def size_worker(
         bookkeeping_bytes=bookkeeping,
         device_bytes=bookkeeping + (slab + chunks) * geometry.chunk_bytes + index_pages * geometry.index_page_bytes,
         longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
+        context_target_tokens=settings.context_target_tokens,
     )
 
 
