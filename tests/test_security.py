@@ -195,7 +195,7 @@ async def test_a_flood_is_told_once_then_cut_and_others_do_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "CUT_AFTER", 200)
-    async with guarded(tmp_path, messages_per_s=1.0, messages_burst=50) as it, it.client("alice") as alice:
+    async with guarded(tmp_path, messages_per_s=0.01, messages_burst=50) as it, it.client("alice") as alice:
         dealer = await it.dealer("client", "bob")
         await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "flood"))
         await say(dealer, *[messages.ListPools(1)] * 100)
