@@ -94,9 +94,9 @@ class Request(Actor[Told | WorkerEvent]):
 
     async def _apply(self, event: Told | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
-        rows = Rows(token_log.length(state.slot), token_log.durable(state.slot))
+        rows, now = Rows(token_log.length(state.slot), token_log.durable(state.slot)), self._clock()
         try:
-            actions = state.handle(event, rows, now := self._clock())
+            actions = state.handle(event, rows, now)
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
