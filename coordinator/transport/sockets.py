@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import os
 import select
 import socket as std_socket
@@ -75,6 +76,9 @@ RECONNECT_NEVER_MS: Final = 3_600_000
 
 #: Where libzmq asks who may come in, one per context.
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+
+#: Numbers for the addresses of doors' events.
+_VISITS: Final = itertools.count()
 
 T = TypeVar("T")
 
@@ -514,7 +518,7 @@ def _bear(socket: zmq.Socket[bytes], key: PeerKey) -> None:
 
 def _visits(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """Who comes and leaves. Without a high-water mark: libzmq would wait for room, and with it everybody."""
-    address = f"inproc://visits-{id(socket)}"
+    address = f"inproc://visits-{next(_VISITS)}"
     socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
     visits = router_context().socket(zmq.PAIR)
     visits.setsockopt(zmq.RCVHWM, 0)
