@@ -29,7 +29,7 @@ def lives(seeds: Iterable[int], *, can_shut_out: bool) -> Counter[str]:
             world.run(events=400)
             world.settle()
             assert world.receiver.open_tickets == 0
-            assert [s.core.in_flight for s in world.senders.values() if s.is_alive] == [(0, 0)] * 2
+            assert [s.core.in_flight for s in world.senders if s.is_alive] == [(0, 0)] * 2
             assert set(world.over) == set(world.tickets)
         except Exception as error:
             error.add_note(f"seed {seed}, {can_shut_out=}")
@@ -126,6 +126,19 @@ def test_a_completion_of_somebody_else_is_ignored() -> None:
     assert core.heard("b/1", Written(7, 1, 1, 99), 0.0) == []
     assert core.heard("a/1", Written(7, 2, 1, 99), 0.0) == []
     assert core.heard("b/1", Stopped(7, True, ""), 0.0) == []
+
+
+def test_a_name_may_come_again_when_its_process_was_proved_dead() -> None:
+    """The dead one's late word about an open ticket is refused; the next life's about a later ticket is not."""
+    core, _ = receiver_with_a_page_checked()
+    core.open(8, [5])
+    assert core.sender_exited("a/1") == [receiving.ShutOut("a/1")]
+    assert receiving.Tell(Revoked(7, "a/1 was shut out")) in core.shut_out("a/1")
+    (refusal,) = core.heard("a/1", Begin(1, 1, 8, 1, LAYOUT, pack_int64([600])), 0.0)
+    assert isinstance(refusal, receiving.Say)
+    assert isinstance(refusal.message, Refused)
+    core.open(9, [3])
+    assert core.heard("a/1", Begin(1, 1, 9, 1, LAYOUT, pack_int64([600])), 0.0) == [receiving.Admit("a/1")]
 
 
 def test_a_completion_after_revocation_is_not_looked_at() -> None:

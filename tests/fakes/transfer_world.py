@@ -37,22 +37,24 @@ STEP_S: Final = 0.05
 
 
 @dataclass(eq=False)
-class Write:
-    sender: str
-    post: Post
-    endpoint_life: object
-    is_corrupt: bool
-    has_landed: bool = False
-    has_ended: bool = False
-
-
-@dataclass
 class FakeSender:
+    """One life of a process."""
+
     name: str
     core: Sending
     is_alive: bool = True
     failed: set[int] = field(default_factory=set)
     delivered: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Write:
+    sender: FakeSender
+    post: Post
+    endpoint_life: object
+    is_corrupt: bool
+    has_landed: bool = False
+    has_ended: bool = False
 
 
 class FakeTransferWorld:
@@ -63,7 +65,7 @@ class FakeTransferWorld:
         self.can_shut_out = can_shut_out
         self.now = 0.0
         self.receiver = Receiving(LAYOUT, HOST_PAGES, LIFE, can_shut_out=can_shut_out)
-        self.senders: dict[str, FakeSender] = {}
+        self.senders: list[FakeSender] = []
         self.to_receiver: list[tuple[str, SenderMessage]] = []
         self.to_senders: list[tuple[str, ReceiverMessage]] = []
         self.writes: list[Write] = []
@@ -72,7 +74,7 @@ class FakeTransferWorld:
         self.lives: dict[int, object] = {}
         self.owner: dict[int, str] = {}  # page -> who may write to it; absent: free
         self.memory: dict[tuple[int, int], str] = {}  # page, unit's part -> what lies there
-        self.tickets: dict[int, tuple[str, tuple[int, ...], int]] = {}  # sender, pages, parts
+        self.tickets: dict[int, tuple[FakeSender, tuple[int, ...], int]] = {}  # sender, pages, parts
         self.arrived: dict[int, set[int]] = {}
         self.over: dict[int, str] = {}  # ticket -> arrived or revoked, at the receiver
         self.unsent: list[tuple[int, int, int]] = []  # ticket, index, part
@@ -82,7 +84,7 @@ class FakeTransferWorld:
 
     def _start(self, name: str) -> None:
         core = Sending(LAYOUT, HOST_PAGES, frozenset({"fake"}), window_bytes=WINDOW_BYTES, window_units=WINDOW_UNITS)
-        self.senders[name] = FakeSender(name, core)
+        self.senders.append(FakeSender(name, core))
 
     # ---------------------------------------------------------------- chaos
 
@@ -109,10 +111,12 @@ class FakeTransferWorld:
     def settle(self) -> None:
         """Lose nothing more, and prove every exit, until all tickets are over on both sides."""
         self.corruption = self.loss = 0.0
-        for number, (name, _, _) in self.tickets.items():
-            if not self.senders[name].is_alive:
+        living = {sender.name for sender in self._alive()}
+        for number, (sender, _, _) in self.tickets.items():
+            if not sender.is_alive:
                 self._perform(self.receiver.revoke(number, "its sender is dead", self.now))
-                self._perform(self.receiver.sender_exited(name))
+                if sender.name not in living:
+                    self._perform(self.receiver.sender_exited(sender.name))
         for turn in range(5_000):
             for ticket in [t for s in self._alive() for t in s.failed] if turn % 50 == 0 else []:
                 self._perform(self.receiver.revoke(ticket, "its sender failed", self.now))
@@ -135,7 +139,7 @@ class FakeTransferWorld:
     # ---------------------------------------------------------------- verbs
 
     def _alive(self) -> list[FakeSender]:
-        return [sender for sender in self.senders.values() if sender.is_alive]
+        return [sender for sender in self.senders if sender.is_alive]
 
     def _open(self) -> None:
         free = [page for page in range(HOST_PAGES) if page not in self.owner]
@@ -144,7 +148,7 @@ class FakeTransferWorld:
         ticket, sender = len(self.tickets), self.random.choice(self._alive())
         pages = tuple(self.random.sample(free, self.random.randint(1, 3)))
         ends = self.random.choice(PART_ENDS)
-        self.tickets[ticket] = (sender.name, pages, len(ends))
+        self.tickets[ticket] = (sender, pages, len(ends))
         self.arrived[ticket] = set()
         for page in pages:
             self.owner[page] = f"ticket {ticket}"
@@ -158,7 +162,7 @@ class FakeTransferWorld:
     def _send(self) -> None:
         if self.unsent:
             ticket, index, part = self.unsent.pop(0)
-            sender = self.senders[self.tickets[ticket][0]]
+            sender = self.tickets[ticket][0]
             if sender.is_alive:
                 self._act(sender, sender.core.send(ticket, index, index, part, self.now))
 
@@ -169,8 +173,8 @@ class FakeTransferWorld:
             self._perform(self.receiver.heard(name, message, self.now))
         elif not mine and self.to_senders:
             name, answer = self._take(self.to_senders)
-            if self.senders[name].is_alive:
-                self._act(self.senders[name], self.senders[name].core.heard(PEER, answer, self.now))
+            for sender in [sender for sender in self._alive() if sender.name == name]:
+                self._act(sender, sender.core.heard(PEER, answer, self.now))
 
     def _take(self, queue: list[tuple[str, SenderMessage]] | list[tuple[str, ReceiverMessage]]) -> tuple[str, object]:
         at = self.random.randrange(len(queue))
@@ -183,8 +187,8 @@ class FakeTransferWorld:
 
     def _may_land(self, write: Write) -> bool:
         if self.can_shut_out:
-            return self.endpoints.get(write.sender) is write.endpoint_life
-        return self.senders[write.sender].is_alive
+            return self.endpoints.get(write.sender.name) is write.endpoint_life
+        return write.sender.is_alive
 
     def _store(self, write: Write) -> None:
         write.has_landed = True
@@ -195,12 +199,12 @@ class FakeTransferWorld:
         self.memory[post.target, part] = "corrupt" if write.is_corrupt else f"{post.ticket}:{post.unit}"
 
     def _end_write(self) -> None:
-        open_writes = [w for w in self.writes if not w.has_ended and self.senders[w.sender].is_alive]
+        open_writes = [w for w in self.writes if not w.has_ended and w.sender.is_alive]
         if not open_writes:
             return
         write = self.random.choice(open_writes)
-        sender = self.senders[write.sender]
-        is_cut = self.endpoints.get(write.sender) is not write.endpoint_life
+        sender = write.sender
+        is_cut = self.endpoints.get(sender.name) is not write.endpoint_life
         if self.can_shut_out and (is_cut or (self.corruption and self.random.random() < 0.02)):  # a memcpy never fails
             write.has_ended = True
             self._act(sender, sender.core.written(write.post, 0, "broken", self.now))
@@ -228,20 +232,22 @@ class FakeTransferWorld:
     def _cancel(self) -> None:
         if self.tickets:
             ticket = self.random.choice(list(self.tickets))
-            sender = self.senders[self.tickets[ticket][0]]
+            sender = self.tickets[ticket][0]
             if sender.is_alive:
                 self._act(sender, sender.core.cancel(ticket, "cancelled", self.now))
 
     def _exit(self) -> None:
-        """A sender dies; sometimes the proof follows at once. Another life of it starts."""
+        """A sender dies. Another one starts: under its name if its exit was proved, which processes of containers have
+        in every life, else under a name of its own."""
         if not self._alive():
             return
         dead = self.random.choice(self._alive())
         dead.is_alive = False
         if self.random.random() < 0.5:
             self._perform(self.receiver.sender_exited(dead.name))
-        worker, life = dead.name.split("/")
-        self._start(f"{worker}/{int(life) + 1}")
+            self._start(dead.name)
+        else:
+            self._start(f"{dead.name[0]}/{len(self.senders)}")
 
     # ---------------------------------------------------------------- actions
 
@@ -253,10 +259,10 @@ class FakeTransferWorld:
                         self.to_receiver.append((sender.name, message))
                 case Post():
                     life = self.lives[action.endpoint]
-                    self.writes.append(Write(sender.name, action, life, self.random.random() < self.corruption))
+                    self.writes.append(Write(sender, action, life, self.random.random() < self.corruption))
                 case Disconnect():
                     for write in self.writes:  # the engine forgets them; their bytes are on the way all the same
-                        write.has_ended |= write.sender == sender.name and write.post.endpoint == action.endpoint
+                        write.has_ended |= write.sender is sender and write.post.endpoint == action.endpoint
                 case SenderTell(Delivered(ticket, index)):
                     assert (ticket, index) not in sender.delivered
                     assert index in self.arrived[ticket]

@@ -1,7 +1,7 @@
 """The control sockets: a ROUTER at the receiver, a DEALER for each receiver at the sender. Used by one thread each.
 
-A sender's routing id is its name, which is new for each life of a process; libzmq reconnects by itself, and whatever it
-loses is asked for again (wire.py). Over tcp the channel is CURVE-encrypted with a key drawn for this receiver: its
+A sender's routing id is its name, which one process has at a time; libzmq reconnects by itself, and whatever it loses
+is asked for again (wire.py). Over tcp the channel is CURVE-encrypted with a key drawn for this receiver: its
 description, which only the coordinator hands out, says whom to trust, and the life number in it who may begin.
 
 What this does not protect is the data path of an engine: UCX and Mooncake on TCP let whoever reaches their ports write

@@ -78,7 +78,8 @@ def open_sender(
     wake: Callable[[], None] = no_wake,
     host: str = "127.0.0.1",
 ) -> PageSender:
-    """A started sender. `name` is that of one life of one process, never used again. An engine is loaded when the first
+    """A started sender. `name` is that of one process at a time: receivers are told of its exit before another one has
+    it. An engine is loaded when the first
     receiver asks for it; one that is not installed fails that ticket. `host` is this node's address for `mooncake`."""
     _check(pool, layout, name)
     makers: Mapping[str, SourceMaker] = {engine: partial(_source, engine, name, host, options) for engine in engines}

@@ -192,7 +192,8 @@ class Receiver(Protocol):
         ...
 
     def sender_exited(self, sender: str) -> None:
-        """It has been proved that the process of `sender` is gone. Every ticket of it ends with `Revoked`."""
+        """It has been proved that the process of `sender` is gone. Every ticket that it began ends with `Revoked`, and
+        it begins none that is open now. A later process may have the same name."""
         ...
 
     def poll(self) -> list[ReceiverEvent]:

@@ -114,6 +114,7 @@ class Phase(Enum):
 @dataclass(slots=True)
 class _Ticket:
     pages: tuple[int, ...]
+    opened: int
     phase: Phase = Phase.WAITING
     sender: str = ""
     part_ends: tuple[int, ...] = ()
@@ -145,7 +146,8 @@ class Receiving:
         self._tickets: dict[int, _Ticket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> whether all of it arrived
         self._endpoints: dict[str, _Endpoint] = {}
-        self._exited: OrderedDict[str, None] = OrderedDict()
+        self._exited: OrderedDict[str, int] = OrderedDict()  # sender -> tickets that had been opened by then
+        self._opened = 0
         self._endpoint_numbers = life  # so that no two receivers at one address give out the same
 
     @property
@@ -172,7 +174,8 @@ class Receiving:
             raise BadInput(f"not among the {self._host_pages} of the pool", field="pages", value=beyond)
         if len(set(pages)) < len(pages):
             raise BadInput("a page is named twice", field="pages", value=sorted(pages))
-        self._tickets[ticket] = _Ticket(tuple(pages), pages_left=len(pages))
+        self._opened += 1
+        self._tickets[ticket] = _Ticket(tuple(pages), self._opened, pages_left=len(pages))
         return []
 
     def revoke(self, ticket: int, reason: str, now: float) -> list[Action]:
@@ -186,8 +189,10 @@ class Receiving:
         return [Say(held.sender, Stop(ticket, reason))]
 
     def sender_exited(self, sender: str) -> list[Action]:
-        """Its process is gone; what a network still holds of it is not, where there is one."""
-        self._exited[sender] = None
+        """Its process is gone; what a network still holds of it is not, where there is one. Another process may have
+        its name later, for tickets that are opened later."""
+        self._exited[sender] = self._opened
+        self._exited.move_to_end(sender)
         while len(self._exited) > SENDERS_MAX:
             self._exited.popitem(last=False)
         return self._cut_off(sender, proved=True)
@@ -231,10 +236,10 @@ class Receiving:
         if begin.life != self._life:
             raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
         self._layout.require_same(begin.layout, sender)
-        if sender in self._exited:
-            raise WrongState("a process proved dead", field="sender", value=sender)
         if ticket is None or ticket.phase in (Phase.STOPPING, Phase.UNPROVED):
             raise WrongState("the ticket is closed", field="ticket", value=begin.ticket)
+        if ticket.opened <= self._exited.get(sender, 0):
+            raise WrongState("its process was proved dead when the ticket was open", field="sender", value=sender)
         if ticket.sender not in ("", sender):
             raise WrongState(f"{ticket.sender} has begun it", field="ticket", value=begin.ticket)
         if begin.pages != len(ticket.pages):
