@@ -117,6 +117,7 @@ def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     for name, buckets in (
         ("queue_wait", counters.waits.queue_s),
         ("retract", counters.waits.retract_s),
+        ("hand_over", counters.waits.hand_over_s),
         ("resume", counters.waits.resume_s),
         ("time_to_first_token", counters.waits.first_token_s),
         ("inter_token", counters.waits.token_s),

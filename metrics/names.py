@@ -332,10 +332,17 @@ _COORDINATOR: Final = (
             "How fast is pressure relieved?",
         ),
         (
+            "hisparse_hand_over_seconds",
+            "",
+            "seconds",
+            "From a prompt's being prefilled elsewhere to its rows being where it is decoded.",
+            "What does it cost to prefill elsewhere?",
+        ),
+        (
             "hisparse_resume_seconds",
             "",
             "seconds",
-            "From admitting a request with kept rows to its running.",
+            "From admitting a request whose rows are there to its running.",
             "What does a retraction cost its request?",
         ),
         (

@@ -241,6 +241,7 @@ class WaitCounters:
 
     queue_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     retract_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
+    hand_over_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     resume_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     first_token_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))
     token_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))

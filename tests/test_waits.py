@@ -16,6 +16,7 @@ from coordinator.scheduling.waits import Waited, WaitFor, Waits
 from metrics.state import TOKEN_BOUNDS_S, Buckets
 
 QUEUED, PREFILLING, READY, RUNNING = State.QUEUED, State.PREFILLING, State.READY, State.RUNNING
+TRANSFERRING, PREFILLED = State.TRANSFERRING, State.PREFILLED
 RETRACTING, RETRACTED, RELEASING = State.RETRACTING, State.RETRACTED, State.RELEASING
 
 
@@ -39,10 +40,12 @@ def told(*path: tuple[float, State] | tuple[float, State, bool]) -> list[Waited]
         ([(1, State.ABORTED)], []),
         ([(1, RETRACTED, True), (7, RETRACTED), (9, READY)], [(WaitFor.QUEUE, 2)]),
         ([(1, PREFILLING), (2, RETRACTING), (3, RELEASING), (9, State.ABORTED)], [(WaitFor.QUEUE, 1)]),
+        ([(1, PREFILLING), (3, TRANSFERRING), (7, PREFILLED), (8, READY), (10, RUNNING)],
+         [(WaitFor.QUEUE, 1), (WaitFor.HAND_OVER, 4), (WaitFor.QUEUE, 1), (WaitFor.RESUME, 2)]),
         ([(1, READY), (2, READY), (3, RETRACTED), (4, READY), (6, RUNNING)],
          [(WaitFor.QUEUE, 1), (WaitFor.QUEUE, 1), (WaitFor.RESUME, 2)]),
     ],
-    ids=["admitted", "noted again", "retracted and back", "dropped", "aborted", "held is no waiting", "ended", "lost"],
+    ids=["admitted", "noted again", "retracted and back", "dropped", "aborted", "held", "ended", "handed over", "lost"],
 )  # fmt: skip
 def test_waits_are_told_when_they_came_to_something(
     path: list[tuple[float, State]], expected: list[tuple[WaitFor, float]]

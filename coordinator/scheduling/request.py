@@ -116,6 +116,8 @@ class Request(Actor[Told | WorkerEvent]):
                 waits.queue_s.observe(waited.seconds)
             case WaitFor.RETRACT:
                 waits.retract_s.observe(waited.seconds)
+            case WaitFor.HAND_OVER:
+                waits.hand_over_s.observe(waited.seconds)
             case WaitFor.RESUME:
                 waits.resume_s.observe(waited.seconds)
 

@@ -1,8 +1,10 @@
 """What a request waits for in the eyes of an operator, and for how long. Pure.
 
-    queue     a place on a worker, whenever it may have one: QUEUED, or RETRACTED and not held, until it is admitted
+    queue     a place on a worker, whenever it may have one: QUEUED, PREFILLED, or RETRACTED and not held, until it is
+              admitted
     retract   its worker to let go: RETRACTING, until the memory is back
-    resume    its kept rows to be used again: READY from RETRACTED, until it runs
+    hand_over its rows to reach where they will be decoded: TRANSFERRING, until PREFILLED
+    resume    its kept rows to be used: READY from waiting, until it runs
 
 A wait that comes to nothing (aborted, held, its worker lost) is not told: its length says nothing about the next one.
 """
@@ -18,6 +20,7 @@ from coordinator.scheduling.lifecycle import ACTIVE, WAITING, State
 class WaitFor(Enum):
     QUEUE = "queue"
     RETRACT = "retract"
+    HAND_OVER = "hand_over"
     RESUME = "resume"
 
 
@@ -29,6 +32,7 @@ class Waited(NamedTuple):
 _FULFILLED: Final[dict[WaitFor, frozenset[State]]] = {
     WaitFor.QUEUE: ACTIVE - {State.RETRACTING, State.RELEASING},
     WaitFor.RETRACT: WAITING,
+    WaitFor.HAND_OVER: frozenset({State.PREFILLED}),
     WaitFor.RESUME: frozenset({State.RUNNING}),
 }
 
@@ -58,6 +62,8 @@ class Waits:
             return None if held else WaitFor.QUEUE
         if state is State.RETRACTING:
             return WaitFor.RETRACT
+        if state is State.TRANSFERRING:
+            return WaitFor.HAND_OVER
         if state is State.READY and (self._state in WAITING or self._what is WaitFor.RESUME):
             return WaitFor.RESUME
         return None

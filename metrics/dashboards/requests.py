@@ -7,12 +7,13 @@ from typing import Final
 from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View
 
 
-def quantiles(histogram: str, *shares: float) -> tuple[Query, ...]:
+def quantiles(histogram: str, *shares: float, rare: bool = False) -> tuple[Query, ...]:
     """Of one histogram, over all that export it."""
     return tuple(
         Query(
             f"histogram_quantile({share}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))",
             f"p{share * 100:.0f}",
+            rare,
         )
         for share in shares
     )
@@ -149,9 +150,16 @@ RETURNS: Final = Row(
             quantiles("hisparse_retract_seconds", 0.5, 0.99),
         ),
         Panel(
+            "Handover",
+            "Where some workers only prefill: from a prompt's being prefilled to its rows being where it is decoded. "
+            "Bad: as long as a prefill: the link between nodes is the limit.",
+            "s",
+            quantiles("hisparse_hand_over_seconds", 0.5, 0.99, rare=True),
+        ),
+        Panel(
             "Resumption",
-            "From admitting a request with kept rows to its running: loading index keys, and rows if resident. Bad: as "
-            "long as a prefill.",
+            "From admitting a request whose rows are there to its running: loading index keys, and rows if resident. "
+            "Bad: as long as a prefill.",
             "s",
             quantiles("hisparse_resume_seconds", 0.5, 0.99),
         ),
