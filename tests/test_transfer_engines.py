@@ -27,10 +27,10 @@ from worker.transfer import (
     Revoked,
     open_receiver,
     open_sender,
+    sending,
 )
 from worker.transfer.engines import mooncake, nixl
 from worker.transfer.receiver import PageReceiver
-from worker.transfer.sending import WRITE_LIMIT_S
 
 pytestmark = [pytest.mark.pd, pytest.mark.process]
 
@@ -162,10 +162,27 @@ def test_a_dead_receiver_fails_its_tickets(engine: str, pool: PoolMemory, tmp_pa
         receiver.kill()
         for index in range(1, 8):
             sender.send(1, index, index)
-        (failed,) = wait_for(sender.poll, bool, limit_s=WRITE_LIMIT_S / 2)
+        (failed,) = wait_for(sender.poll, bool, limit_s=sending.WRITE_LIMIT_S / 2)
         assert isinstance(failed, Failed)
         assert "write" in failed.reason
         sender.close()
+
+
+def test_a_receiver_that_was_left_is_reached_again(
+    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "IDLE_LIMIT_S", 0.1)
+    source = make_pool(tmp_path / "sender.pool", SMALL, 2)
+    source.pages[:] = OTHERS
+    sender = open_sender(source, Layout.of(SMALL, MODEL), name=SENDER)
+    for ticket in (1, 2, 3):
+        receiver.open(ticket, [ticket])
+        sender.open(ticket, receiver.describe(), 1)
+        sender.send(ticket, 0, 0)
+        assert wait_for(sender.poll, bool) == [Delivered(ticket, 0)]
+        wait_for(list, lambda _: not sender._core._lanes)
+    sender.close()
+    assert (pool.pages[1:4] == OTHERS).all()
 
 
 class DeregisteringTarget(nixl.NixlTarget):

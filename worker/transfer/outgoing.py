@@ -59,8 +59,9 @@ class Ticket:
 
 @dataclass(slots=True)
 class Lane:
-    """What waits and what is in flight to one receiver."""
+    """What waits and what is in flight to one receiver; since when it has had no ticket."""
 
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     units: int = 0
     bytes: int = 0
+    idle_at: float | None = None

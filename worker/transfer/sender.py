@@ -14,7 +14,7 @@ from worker.transfer.counters import TransferCounters
 from worker.transfer.engines.base import Source, SourceMaker
 from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent
 from worker.transfer.pump import Pump, log
-from worker.transfer.sender_actions import Action, Connect, Disconnect, Post, Reach, Say, Tell
+from worker.transfer.sender_actions import Action, Connect, Disconnect, Leave, Post, Reach, Say, Tell
 from worker.transfer.sending import WINDOW_BYTES, WINDOW_UNITS, Sending
 
 #: How long `close` waits for what is in flight.
@@ -93,6 +93,8 @@ class PageSender(Pump[Action, SenderEvent]):
                 self._control.send(peer, message)
             case Reach(peer, key):
                 self._control.reach(peer, key)
+            case Leave(peer):
+                self._control.leave(peer)
             case Post():
                 self._post(action)
             case Connect():

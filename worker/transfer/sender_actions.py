@@ -26,6 +26,13 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """Nothing was said to `peer` for long: close the connection to its control address."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
 class Connect:
     """Make ready to write through `endpoint` of `peer`; a Post that follows fails if it cannot be had."""
 
@@ -64,4 +71,4 @@ class Tell:
     event: SenderEvent
 
 
-Action: TypeAlias = Say | Reach | Connect | Disconnect | Post | Tell
+Action: TypeAlias = Say | Reach | Leave | Connect | Disconnect | Post | Tell

@@ -37,7 +37,7 @@ from worker.transfer.interface import (
     Layout,
 )
 from worker.transfer.outgoing import Lane, Phase, Ticket, Unit
-from worker.transfer.sender_actions import Action, Connect, Disconnect, Post, Reach, Say, Tell
+from worker.transfer.sender_actions import Action, Connect, Disconnect, Leave, Post, Reach, Say, Tell
 from worker.transfer.wire import Begin, Checked, Ready, ReceiverMessage, Refused, Stop, Stopped, Unknown, Written
 
 #: A receiver may open a ticket this long after its sender: commands to both travel by different ways.
@@ -47,6 +47,8 @@ BEGIN_RESEND_S: Final = 0.1
 WRITE_LIMIT_S: Final = 30.0
 CHECK_LIMIT_S: Final = 30.0
 CHECK_RESEND_S: Final = 1.0
+#: Connections to a receiver that had no ticket for this long are closed: it may be gone, or be elsewhere by now.
+IDLE_LIMIT_S: Final = 300.0
 #: Writes of one unit whose checksum did not fit, before the ticket fails.
 ATTEMPTS_MAX: Final = 3
 #: In flight to one receiver, posted or not yet checked: enough for 10 GB/s at 6 ms.
@@ -305,11 +307,21 @@ class Sending:
                 actions += self._tick_beginning(number, ticket, now)
             else:
                 actions += self._tick_units(number, ticket, now)
+        in_use = {ticket.peer for ticket in self._tickets.values()}
         for peer, lane in list(self._lanes.items()):
             actions += self._fill(peer, now)
-            if not lane.units and not lane.queue and all(ticket.peer != peer for ticket in self._tickets.values()):
-                del self._lanes[peer]
+            if peer in in_use:
+                lane.idle_at = None
+            elif lane.idle_at is None:
+                lane.idle_at = now
+            elif now >= lane.idle_at + IDLE_LIMIT_S:
+                actions += self._leave(peer)
         return actions
+
+    def _leave(self, peer: str) -> list[Action]:
+        del self._lanes[peer]
+        endpoint = self._endpoints.pop(peer, None)
+        return [Leave(peer)] if endpoint is None else [Disconnect(peer, endpoint), Leave(peer)]
 
     def _tick_beginning(self, number: int, ticket: Ticket, now: float) -> list[Action]:
         if now >= ticket.limit_at:
