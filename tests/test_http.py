@@ -11,12 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.errors import BadInput, CapacityError, ConfigError, HiSparseError, NotFound, Unavailable, WrongState
+from coordinator.errors import (
+    BY_CODE,
+    BadInput,
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    NotFound,
+    Unavailable,
+    WrongState,
+)
 from coordinator.http.answers import Answer, Transcript
 from coordinator.http.api_keys import KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
 from coordinator.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from coordinator.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from coordinator.http.errors import (
+    STATUSES,
     Aborted,
     Failed,
     TooLarge,
@@ -341,6 +351,7 @@ def test_the_objects_of_a_chat() -> None:
     [
         (BadInput("m", field="f", value="v"), 400, "invalid_request_error"),
         (Unauthorized("m"), 401, "authentication_error"),
+        (ConfigError("m"), 500, "server_error"),
         (NotFound("m"), 404, "not_found_error"),
         (WrongState("m"), 409, "invalid_request_error"),
         (TooLarge("m"), 413, "invalid_request_error"),
@@ -358,6 +369,10 @@ def test_an_error_is_a_status_and_openais_object(error: HiSparseError, status: i
     assert content.keys() == {"message", "type", "param", "code"}
     assert (content["type"], content["code"], content["param"]) == (kind, error.code, error.field or None)
     assert "m" in content["message"]
+
+
+def test_every_error_of_the_coordinator_has_a_status() -> None:
+    assert BY_CODE.keys() <= STATUSES.keys()
 
 
 def test_what_no_repetition_helps_is_not_to_be_repeated() -> None:

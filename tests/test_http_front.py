@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import hypercorn.trio
 import msgspec
 import pytest
 import trio
@@ -13,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.config import HostFacts, HttpSettings, build
 from coordinator.errors import CapacityError, ConfigError
-from coordinator.http import exchange, front, outputs
-from coordinator.http.exchange import BODY_BYTES_MAX
+from coordinator.http import exchange, front, link, outputs, server
+from coordinator.http.exchange import BODY_BYTES_MAX, Receive, Scope, Send
 from coordinator.http.server import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
@@ -155,12 +156,30 @@ async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
         assert peer.status == 503
 
 
-async def test_without_a_worker_health_says_so(rig: FrontRig) -> None:
+async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = rig.open("GET", "/health")
     assert (await healthy.answer(), healthy.status) == ({"status": "ok"}, 200)
     rig.gateway.scheduler.served = None
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
     peer = rig.open("GET", "/health")
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
+
+
+async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
+    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
+    asked = []
+    welcome = rig.link.client.welcome
+
+    async def counting() -> Any:
+        asked.append(1)
+        return await welcome()
+
+    monkeypatch.setattr(rig.link.client, "welcome", counting)
+    peers = [rig.open("GET", "/health") for _ in range(20)]
+    assert [(await peer.answer())["status"] for peer in peers] == ["ok"] * 20
+    assert len(asked) == 1
 
 
 # ---------------------------------------------------------------- leaving
@@ -314,6 +333,38 @@ async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
     rig.gateway.scheduler.refuse_with = CapacityError("busy")
     await peer.leave()
     await until(lambda: rig.aborted() == [name, name])
+
+
+async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8. By the kernel, since the server writes where no deadline reaches; then the application hears of it."""
+    monkeypatch.setattr(server, "READ_LIMIT_S", 1)
+    told: list[str] = []
+
+    async def talkative(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await front._live(receive, send)
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                told.append((await receive())["type"])
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(listen)
+            while True:
+                await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+    with server._listening(HttpSettings(port=0)) as listener:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(hypercorn.trio.serve, talkative, server._server_config(listener))
+            peer = await trio.open_tcp_stream(*listener.getsockname())
+            await peer.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            with trio.fail_after(20):
+                while not told:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+    assert told == ["http.disconnect"]
 
 
 # ---------------------------------------------------------------- paths and keys

@@ -21,8 +21,8 @@ RETRY_AFTER_S: Final = 1
 #: By code of coordinator.errors. A capacity error about the prompt itself is permanent, see `status_of`.
 STATUSES: Final = {
     "bad_input": 400,
-    "config": 400,
     "unauthorized": 401,
+    "not_allowed": 403,
     "not_found": 404,
     "method": 405,
     "too_slow": 408,
@@ -31,6 +31,7 @@ STATUSES: Final = {
     "too_large": 413,
     "capacity": 429,
     "failed": 500,
+    "config": 500,
     "internal": 500,
     "protocol": 502,
     "unavailable": 503,

@@ -11,6 +11,7 @@ Whatever is refused is answered with OpenAI's error object and counted; whoever 
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from coordinator.http.answers import KEEPALIVE, Answer, Transcript, failure_even
 from coordinator.http.api_keys import ApiKeys
 from coordinator.http.asks import Ask, Served, ask_of
 from coordinator.http.bodies import ChatBody, CompletionBody, read_body
-from coordinator.http.errors import MethodRefused
+from coordinator.http.errors import MethodRefused, Unauthorized
 from coordinator.http.exchange import BODIES_BYTES_MAX, Budget, Exchange, Receive, Scope, Send
 from coordinator.http.link import Link
 from coordinator.http.outputs import Output, Outputs
@@ -44,8 +45,6 @@ ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999")
 READERS_MAX: Final = 2
 #: How long a stream may be silent.
 KEEPALIVE_S: Final = 15.0
-#: How long /health waits for the coordinator.
-HEALTH_LIMIT_S: Final = 2.0
 
 log = logger("http")
 
@@ -104,7 +103,8 @@ class Front:
         try:
             await self._find(exchange)(exchange)
         except HiSparseError as error:
-            log.info("refused", extra=fields(path=exchange.path, code=error.code, reason=str(error)))
+            level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
+            log.log(level, "refused", extra=fields(path=exchange.path, code=error.code, reason=str(error)))
             await exchange.refuse(error)
 
     # ------------------------------------------------------------ paths
@@ -129,7 +129,7 @@ class Front:
         return methods[method]
 
     async def _health(self, exchange: Exchange) -> None:
-        reason = await self._link.answers(HEALTH_LIMIT_S)
+        reason = await self._link.refusal()
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
 
     async def _metrics(self, exchange: Exchange) -> None:

@@ -7,6 +7,7 @@ for it fails, and the front looks for it anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -23,6 +24,9 @@ from metrics.logs import fields, logger
 RECONNECT_LIMIT_S: Final = 120.0
 #: Between two attempts to find one.
 SEARCH_INTERVAL_S: Final = 0.5
+#: How long the coordinator may take to say that it takes work, and for how long that counts.
+HEALTH_LIMIT_S: Final = 2.0
+HEALTH_INTERVAL_S: Final = 1.0
 
 log = logger("http.link")
 
@@ -38,6 +42,9 @@ class Link:
         self._client: Client | None = None
         self._served: Served | None = None
         self._fetching = trio.Lock()
+        self._asking = trio.Lock()
+        self._asked_at = -math.inf
+        self._refusal = ""
 
     @property
     def client(self) -> Client:
@@ -79,12 +86,20 @@ class Link:
                 self._served = Served(model, self._served.tokenizer)
             return self._served
 
-    async def answers(self, limit_s: float) -> str:
-        """Ask the coordinator now: why no work would be taken, or "" when it would be."""
-        with trio.move_on_after(limit_s):
+    async def refusal(self) -> str:
+        """Why the coordinator would take no work, "" when it would. Asked at most once per HEALTH_INTERVAL_S, however
+        many want to know: they need no key, and what the front asks too often the coordinator does not hear."""
+        async with self._asking:
+            if trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
+                self._refusal = await self._ask()
+                self._asked_at = trio.current_time()
+            return self._refusal
+
+    async def _ask(self) -> str:
+        with trio.move_on_after(HEALTH_LIMIT_S):
             try:
                 welcome = await self.client.welcome()
             except HiSparseError as error:
                 return error.message
             return "" if welcome.model else "no worker has registered yet"
-        return f"the coordinator does not answer within {limit_s:g} s"
+        return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s"
