@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,3 +333,9 @@ def test_tickets_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyP
     receiver.open(1, [1])
     with pytest.raises(CapacityError, match="1 transfers are open"):
         receiver.open(2, [2])
+
+
+def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
+    """It imports events and layouts only, and may run where xxhash is not installed."""
+    code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -27,9 +27,15 @@ what the kernel holds in socket buffers still lands. Without an endpoint to dest
     sender.py, receiver.py         threads and sockets round it (pump.py, control.py)
     wire.py                        what the two ends say to each other
     engines/                       how bytes get across
+
+The ends are loaded when somebody asks for them: a worker that transfers nothing needs no checksum library.
 """
 
-from worker.transfer.ends import ENGINES, EngineOptions, open_receiver, open_sender
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from worker.transfer.interface import (
     Arrived,
     Delivered,
@@ -44,6 +50,9 @@ from worker.transfer.interface import (
     SenderEvent,
     Unproved,
 )
+
+if TYPE_CHECKING:
+    from worker.transfer.ends import ENGINES, EngineOptions, open_receiver, open_sender
 
 __all__ = [
     "ENGINES",
@@ -63,3 +72,9 @@ __all__ = [
     "open_receiver",
     "open_sender",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.ends"), name)
