@@ -329,7 +329,11 @@ def test_losing_the_coordinator_changes_the_head_and_nothing_else() -> None:
 
 
 def test_before_the_first_answer_it_says_so() -> None:
-    assert "DISCONNECTED, trying again: connecting" in shown(Screen())[0]
+    screen = Screen()
+    assert "DISCONNECTED, trying again: connecting" in shown(screen)[0]
+    why = "runtime_dir=/run/hisparse: owner 0, mode 0755: others could reach it (chown it to user 1000 and chmod 700)"
+    screen.disconnected(why, 1.0)
+    assert why in " ".join(line.strip() for line in shown(screen)), "the whole of it, with the remedy"
 
 
 @given(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from textwrap import wrap
 from typing import Final, Generic, TypeVar
 
 from rich.text import Text
@@ -86,6 +87,8 @@ def draw(screen: Screen, width: int, height: int, now: float) -> list[Text]:
     room = height - len(lines) - 1
     if screen.mode is Mode.HELP:
         lines += [_fit(Text(line), width) for line in HELP[:room]]
+    elif screen.history.latest is None:
+        lines += [_fit(Text(f" {line}"), width) for line in wrap(clean(screen.lost), width - 2)[:room]]
     elif screen.story_id:
         lines += _story(screen, width, room)
     else:
