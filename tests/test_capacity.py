@@ -11,12 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.cli import main
 from coordinator.config import HostFacts, WorkerSettings, build, parse_size
+from coordinator.config_checks import SEATS_MAX
 from coordinator.errors import CapacityError, ConfigError
+from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import ModelInfo
-from coordinator.scheduling.sizing import Length, largest_rung, misfit
+from coordinator.scheduling.sizing import Length, ladder, page_limit
 from kernels.layout import Geometry, managed_chunks, pages_for
 from worker.capacity import Plan, plan
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
@@ -97,25 +101,37 @@ def test_a_target_beyond_the_context_is_refused() -> None:
 # ---------------------------------------------------------------- what a plan says is what a worker has
 
 
-@pytest.mark.parametrize("context", [1_000, 8_192, 32_768, 131_072])
-@pytest.mark.parametrize("workers", [1, 8])
-def test_a_batch_as_planned_fits_workers_as_printed(context: int, workers: int) -> None:
-    """Admit the whole batch at its longest to a worker of the printed settings; one more does not fit (unless seats
-    alone are what ends it)."""
-    found = planned(context, workers, device_mem="20GB")
-    settings = found.settings
-    capacity = size_worker(settings, deepseek(), info()).capacity
-    pages = pages_for(context + capacity.overshoot_tokens)
-    rung = largest_rung(pages, managed_chunks(settings.hot_size_classes[0]), capacity)
-    chunks = rung.hot_chunks if rung else pages
-    batch = found.recommended.batch
-    assert not misfit(Length(1, 0, context - 1), capacity, "worker")
-    assert settings.seats == batch
-    assert batch * chunks <= capacity.hot_chunks
-    assert batch * pages <= capacity.index_pages
-    assert workers * batch * pages <= capacity.host_pages
-    limits = (found.recommended.by_host, found.recommended.by_index_pages, found.recommended.by_hot_chunks)
-    assert batch == min(*limits, 1024)
+@given(
+    context=st.integers(100, 163_840),
+    workers=st.integers(1, 8),
+    device_gb=st.integers(8, 120),
+    host_gb=st.integers(100, 2_000),
+    kind=st.sampled_from(["fp8", "bfloat16"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
+    context: int, workers: int, device_gb: int, host_gb: int, kind: str
+) -> None:
+    """A real ledger of the node takes the whole batch at its longest on each worker, and, seats aside, not one more on
+    all of them. SGLang #24039: what is exposed is what admission finds."""
+    geometry = deepseek(kind)
+    wanted = msgspec.structs.replace(BIG, device_mem=f"{device_gb}GB", host_mem=f"{host_gb}GB", kv_dtype=kind)
+    try:
+        found = plan(wanted, geometry, info(), context, workers)
+    except (ConfigError, CapacityError) as refusal:
+        assert refusal.remedy
+        return
+    assert found.settings.seats == found.recommended.batch
+    capacity = size_worker(found.settings, geometry, info()).capacity
+    pages = page_limit(Length(1, 0, context - 1), capacity)
+    each = Memory(pages, ladder(pages, capacity)[0].hot_chunks, pages)
+    ledger = Ledger(capacity.host_pages)
+    for worker in range(workers):
+        ledger.add_worker(f"w{worker}", 1, capacity)
+        for number in range(found.recommended.batch):
+            ledger.reserve(1 + worker * SEATS_MAX + number, f"w{worker}", each)
+    short = [ledger.shortfall(f"w{worker}", each, seat=False) for worker in range(workers)]
+    assert all(short) or found.recommended.by_host * workers < found.requests_by_host, "hosts' pages share out evenly"
 
 
 def test_the_largest_hot_buffer_that_costs_no_place_is_chosen() -> None:
@@ -136,6 +152,12 @@ def test_a_worker_that_only_decodes_spends_no_memory_on_prompts() -> None:
     assert alone.prompt_max_tokens == 0
     assert alone.recommended.batch > both.recommended.batch + 3
     assert both.prompt_max_tokens == 131_072
+
+
+def test_hot_buffers_too_large_for_even_one_request_are_left_out() -> None:
+    small = planned(131_072, role="decode", device_mem="2GB")
+    assert [choice.hot_slots for choice in small.choices] == [4096, 8192, 16_384]
+    assert min(choice.batch for choice in small.choices) == 1
 
 
 def test_larger_classes_than_the_context_are_left_out() -> None:

@@ -24,7 +24,7 @@ import msgspec
 
 from coordinator.config import WorkerSettings
 from coordinator.config_checks import SEATS_MAX
-from coordinator.errors import CapacityError
+from coordinator.errors import CapacityError, ConfigError
 from coordinator.messages import ModelInfo
 from coordinator.scheduling.sizing import RESIDENT, Length, ladder, misfit, page_limit
 from kernels.layout import PAGE_TOKENS, Geometry, pages_for
@@ -75,11 +75,15 @@ def plan(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, context_
     Raises ConfigError as `size_worker` does, and CapacityError with the arithmetic when not one request fits.
     """
     wanted = msgspec.structs.replace(settings, context_max_tokens=context_tokens, context_target_tokens=context_tokens)
-    choices = []
+    choices: list[Choice] = []
     for at in range(len(wanted.hot_size_classes)):
-        choice = _choice(_from_class(wanted, at), geometry, info, workers)
-        choices.append(choice)
-        if choice.hot_slots == RESIDENT:
+        try:
+            choices.append(_choice(_from_class(wanted, at), geometry, info, workers))
+        except (ConfigError, CapacityError):
+            if not choices:
+                raise
+            break  # not one request fits with a hot buffer as large
+        if choices[-1].hot_slots == RESIDENT:
             break  # larger classes are never used for this length
     most = max(choice.batch for choice in choices)
     best = max(at for at, choice in enumerate(choices) if choice.batch == most)
