@@ -241,6 +241,68 @@ _WORKER: Final = (
     ),
 )
 
+_TRANSFER: Final = (
+    *_rows(
+        Kind.GAUGE,
+        Role.WORKER,
+        ("hisparse_transfer_open", "end", "transfers", "Page transfers under way, by end.", "Do transfers end?"),
+        (
+            "hisparse_transfer_in_flight_bytes",
+            "end",
+            "bytes",
+            "Bytes being written to other nodes, or written and not yet verified there.",
+            "Is the window what limits transfers?",
+        ),
+    ),
+    *_rows(
+        Kind.COUNTER,
+        Role.WORKER,
+        (
+            "hisparse_transfer_bytes_total",
+            "end",
+            "bytes",
+            "Bytes of host pages that have come from, or gone to, other nodes, verified by the receiver.",
+            "What fills the network?",
+        ),
+        ("hisparse_transfer_pages_total", "end", "pages", "Such pages, whole.", "How fast do prompts travel?"),
+        (
+            "hisparse_transfer_refused_units_total",
+            "end",
+            "pages",
+            "Pages, or parts of pages, whose checksum did not fit; each is sent again.",
+            "Does the network, or a NIC, corrupt rows?",
+        ),
+        (
+            "hisparse_transfer_ended_early_total",
+            "end",
+            "transfers",
+            "Transfers that failed at their sender, or were revoked at their receiver.",
+            "How many prompts travel in vain?",
+        ),
+        (
+            "hisparse_transfer_unproved_total",
+            "end",
+            "transfers",
+            "Revoked, and their sender neither answered nor could be shut out: pages in quarantine until its exit.",
+            "Do hung senders hold memory?",
+        ),
+        (
+            "hisparse_transfer_shut_out_total",
+            "end",
+            "senders",
+            "Senders whose endpoint was destroyed: silent, broken or dead.",
+            "Do senders hang?",
+        ),
+        (
+            "hisparse_transfer_checksum_seconds_total",
+            "end",
+            "seconds",
+            "Time spent on verifying pages, by all threads.",
+            "What does verification cost?",
+        ),
+    ),
+)
+
 _COORDINATOR: Final = (
     *_rows(
         Kind.GAUGE,
@@ -302,7 +364,7 @@ _COORDINATOR: Final = (
             "hisparse_dropped_messages_total",
             "socket reason",
             "messages",
-            "Messages refused: unreadable, too large, out of role.",
+            "Refused messages (unreadable, too large, too many) and connections (no allowed key, no hello, cut off).",
             "Is somebody hostile or outdated?",
         ),
     ),
@@ -405,7 +467,7 @@ _HTTP: Final = (
     ),
 )
 
-TABLE: Final[tuple[Metric, ...]] = (*_EVERY_PROCESS, *_WORKER, *_COORDINATOR, *_HTTP)
+TABLE: Final[tuple[Metric, ...]] = (*_EVERY_PROCESS, *_WORKER, *_TRANSFER, *_COORDINATOR, *_HTTP)
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in TABLE}
 
 assert len(BY_NAME) == len(TABLE)  # a name means one thing

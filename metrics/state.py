@@ -9,6 +9,7 @@ has no copy here.
     WorkerCounters     executor thread           worker collector, link's heartbeats
     SwapTotals         executor thread           worker collector
     FenceWaits         executor thread           worker collector
+    TransferCounters   thread of that end        worker collector
     LinkCounters       the worker's trio thread  worker collector
     CoordinatorCounters the coordinator's thread  coordinator collector
     HttpCounters       the front's trio thread   front's collector
@@ -190,6 +191,25 @@ class WorkerCounters:
         self.step_s.observe(seconds)
         step_us = seconds * 1e6
         self.step_us += (step_us - self.step_us) * (STEP_AVERAGE_WEIGHT if self.steps > 1 else 1.0)
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """One end of page transfer. `bytes` and `pages` were verified by the receiver; `writes` includes those that had to
+    be repeated. `checksum_seconds` is a sum over the threads that verify. The last two are levels."""
+
+    bytes: int = 0
+    pages: int = 0
+    writes: int = 0
+    refused_units: int = 0
+    failed_tickets: int = 0
+    revoked_tickets: int = 0
+    unproved_tickets: int = 0
+    shut_out_senders: int = 0
+    unreadable_messages: int = 0
+    checksum_seconds: float = 0.0
+    open_tickets: int = 0
+    in_flight_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
-from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, SwapTotals, WorkerCounters
+from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, SwapTotals, TransferCounters, WorkerCounters
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class WorkerSources:
     """Where the numbers are. Callables run in the exporter's thread and must not wait for anything.
 
     `requests` counts by state, `hot_buffers` by size; `memory` is by name (chunks, index_pages); `stopping` tells that
-    the process has been asked to leave. A loop that ended is not asked about: its process ends with it.
+    the process has been asked to leave; `transfers` is by end (sender, receiver), as far as there are any. A loop that
+    ended is not asked about: its process ends with it.
     """
 
     worker: str
@@ -33,6 +34,7 @@ class WorkerSources:
     unreported_tokens: Callable[[], int]
     reports_in_flight: Callable[[], int]
     stopping: Callable[[], bool]
+    transfers: Callable[[], Mapping[str, TransferCounters]] = dict
 
 
 class WorkerCollector(Collector):
@@ -48,6 +50,7 @@ class WorkerCollector(Collector):
         yield from _swaps(it.counters.swap)
         yield from self._memory()
         yield from self._link(it.link)
+        yield from _transfers(it.transfers())
 
     def _executor(self, counters: WorkerCounters) -> Iterator[Family]:
         yield labelled("hisparse_worker_requests", self._sources.requests())
@@ -114,6 +117,21 @@ def _swaps(swap: SwapTotals) -> Iterator[Family]:
     streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
     seconds = dict(zip(zip(layers, streams, strict=True), swap.seconds, strict=True))
     yield labelled("hisparse_swap_seconds_total", seconds)
+
+
+def _transfers(ends: Mapping[str, TransferCounters]) -> Iterator[Family]:
+    def by_end(read: Callable[[TransferCounters], float]) -> dict[str, float]:
+        return {end: read(counters) for end, counters in ends.items()}
+
+    yield labelled("hisparse_transfer_open", by_end(lambda it: it.open_tickets))
+    yield labelled("hisparse_transfer_in_flight_bytes", by_end(lambda it: it.in_flight_bytes))
+    yield labelled("hisparse_transfer_bytes_total", by_end(lambda it: it.bytes))
+    yield labelled("hisparse_transfer_pages_total", by_end(lambda it: it.pages))
+    yield labelled("hisparse_transfer_refused_units_total", by_end(lambda it: it.refused_units))
+    yield labelled("hisparse_transfer_ended_early_total", by_end(lambda it: it.failed_tickets + it.revoked_tickets))
+    yield labelled("hisparse_transfer_unproved_total", by_end(lambda it: it.unproved_tickets))
+    yield labelled("hisparse_transfer_shut_out_total", by_end(lambda it: it.shut_out_senders))
+    yield labelled("hisparse_transfer_checksum_seconds_total", by_end(lambda it: it.checksum_seconds))
 
 
 def worker_health(sources: WorkerSources) -> Health:

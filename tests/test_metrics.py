@@ -38,6 +38,7 @@ from metrics.state import (
     LinkCounters,
     MemoryUse,
     SwapTotals,
+    TransferCounters,
     WorkerCounters,
 )
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
@@ -59,6 +60,7 @@ class World:
         self.counters.fence_waits.observe("sampled", 0.5)
         self.link.drops["lost"] += 2
         self.stopping = False
+        self.received = TransferCounters(bytes=500, pages=5, revoked_tickets=1)
         self.sources = WorkerSources(
             worker="w1",
             version="0.1.0",
@@ -71,6 +73,7 @@ class World:
             unreported_tokens=lambda: 11,
             reports_in_flight=lambda: 2,
             stopping=lambda: self.stopping,
+            transfers=lambda: {"receiver": self.received},
         )
 
 
@@ -194,6 +197,8 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     }
     assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
+    assert values(after["hisparse_transfer_bytes_total"]) == {("receiver",): 500}
+    assert values(after["hisparse_transfer_ended_early_total"]) == {("receiver",): 1}
     assert values(after["hisparse_worker_fence_waits_total"]) == {("sampled",): 1}
     steps = {
         sample.labels.get("le", sample.name): sample.value for sample in after["hisparse_worker_step_seconds"].samples

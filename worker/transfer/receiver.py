@@ -13,9 +13,9 @@ import zmq
 
 from coordinator.errors import HiSparseError
 from metrics.logs import fields
+from metrics.state import TransferCounters
 from worker.transfer.checksum import timed_checksum
 from worker.transfer.control import ReceiverControl
-from worker.transfer.counters import TransferCounters
 from worker.transfer.engines.base import Target
 from worker.transfer.interface import (
     TRANSFER_VERSION,

@@ -9,8 +9,8 @@ from typing import Final
 
 from coordinator.errors import HiSparseError, Unavailable
 from metrics.logs import fields
+from metrics.state import TransferCounters
 from worker.transfer.control import SenderControl
-from worker.transfer.counters import TransferCounters
 from worker.transfer.engines.base import Source, SourceMaker
 from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent
 from worker.transfer.pump import Pump, log
