@@ -118,9 +118,8 @@ def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
     wanted = msgspec.structs.replace(BIG, device_mem=f"{device_gb}GB", host_mem=f"{host_gb}GB", kv_dtype=kind)
     try:
         found = plan(wanted, geometry, info(), context, workers)
-    except (ConfigError, CapacityError) as refusal:
-        assert refusal.remedy
-        return
+    except (ConfigError, CapacityError):
+        return  # not one fits
     assert found.settings.seats == found.recommended.batch
     capacity = size_worker(found.settings, geometry, info()).capacity
     pages = page_limit(Length(1, 0, context - 1), capacity)
