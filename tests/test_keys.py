@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from coordinator.cli import main
-from coordinator.config import ClusterSettings
+from coordinator.cli.session import door
+from coordinator.config import ClusterSettings, HostFacts, build
 from coordinator.errors import BadInput, ConfigError, NotFound
 from coordinator.transport import keys as key_files
 from coordinator.transport.keys import (
@@ -153,6 +154,19 @@ def test_only_tcp_asks_for_keys(keys: Path) -> None:
     assert access(settings, "client", "tcp://x:1") == read_peer_key(keys, "client")
     assert access(ClusterSettings(insecure=True), "client", "tcp://x:1") == Insecure()
     assert access(ClusterSettings(), "client", "tcp://x:1") is None
+
+
+@pytest.mark.parametrize(
+    ("speaks_as", "asked", "door_of"), [("client", "client", "client"), ("admin", "client", "admin")]
+)
+def test_verbs_of_both_go_through_the_door_that_the_operator_chose(
+    keys: Path, speaks_as: str, asked: str, door_of: str
+) -> None:
+    flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
+    flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
+    config = build({}, {}, flags, HostFacts("host", 1, 0))
+    assert door(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
+    assert door(config, "admin")[0] == "admin", "an operator's verb is one whoever asks"
 
 
 def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
