@@ -145,6 +145,18 @@ async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome
     assert rig.aborted() == []
 
 
+async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = await rig.complete({"prompt": "abc"})
+    (name,) = await rig.submitted(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.link.client, "submit", lambda *_, **__: 1 / 0)
+        peer = await rig.complete({"prompt": "abc"})
+        assert (error_of(await peer.answer())[0], peer.status) == ("internal", 500)
+    rig.gateway.scheduler.finish(name)
+    await other.answer()
+    assert other.status == 200
+
+
 async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
     stream = await rig.complete({"prompt": "abc", "stream": True})
     await rig.submitted(1)
@@ -186,16 +198,18 @@ async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_who_leaves_takes_its_request_along(rig: FrontRig, stream: bool) -> None:
-    peer = await rig.complete({"prompt": "abc", "stream": stream})
-    (name,) = await rig.submitted(1)
-    rig.speak(name, "a")
-    await peer.leave()
-    await until(lambda: rig.aborted() == [name])
-    rig.gateway.scheduler.finish(name, "ABORTED")
-    await until(lambda: len(rig.outputs) == 0)
-    assert (rig.counters.disconnects, rig.counters.abandoned, rig.counters.in_flight) == (1, 1, 0)
-    assert not peer.complete.is_set()
+async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, stream: bool) -> None:
+    """At once: nobody else can know its id."""
+    async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
+        peer = await rig.complete({"prompt": "abc", "stream": stream})
+        (name,) = await rig.submitted(1)
+        rig.speak(name, "a")
+        await peer.leave()
+        await until(lambda: rig.aborted() == [name])
+        rig.gateway.scheduler.finish(name, "ABORTED")
+        await until(lambda: len(rig.outputs) == 0)
+        assert (rig.counters.disconnects, rig.counters.abandoned, rig.counters.in_flight) == (1, 1, 0)
+        assert not peer.complete.is_set()
 
 
 async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_nothing_behind(rig: FrontRig) -> None:

@@ -27,6 +27,8 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 CHAT_TOKENS_DEFAULT: Final = 4_096
 TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
+#: Of a refused value, in its refusal.
+VALUE_CHARS_MAX: Final = 80
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,10 @@ def _prompts(prompt: str | list[Any], served: Served) -> Iterator[Int32Array]:
 
 def _checked_ids(ids: object, model: ModelInfo) -> Int32Array:
     """As int32. Raises BadInput unless `ids` is a list of token ids of the model, at least one."""
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise BadInput(
-            "is no text, list of texts, list of token ids or list of such lists", field="prompt", value=str(ids)[:80]
-        )
+    odd = next((it for it in ids if type(it) is not int), None) if isinstance(ids, list) else ids
+    if odd is not None or not isinstance(ids, list):
+        text = "is no text, list of texts, list of token ids or list of such lists"
+        raise BadInput(text, field="prompt", value=str(odd)[:VALUE_CHARS_MAX])
     if not ids:
         raise BadInput("is empty", field="prompt", value="0 tokens", remedy="give at least one token")
     low, high = min(ids), max(ids)

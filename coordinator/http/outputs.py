@@ -24,7 +24,7 @@ import trio
 from coordinator.arrays import Int32Array
 from coordinator.client.client import Client, ConnectionLost
 from coordinator.client.token_stream import Stream
-from coordinator.errors import CapacityError, HiSparseError, NotFound, WrongState
+from coordinator.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
 from coordinator.http.asks import Choice
 from coordinator.http.errors import ending_error
 from coordinator.http.link import Link
@@ -173,6 +173,9 @@ class Outputs:
                 nursery.cancel_scope.cancel()
         except HiSparseError as error:
             output.fail(error)
+        except Exception:  # of one request: the others have done nothing
+            log.exception("defect", extra=fields(request=choice.request_id))
+            output.fail(InternalError("a defect of the HTTP front; its log says more"))
         finally:
             del self._by_id[choice.request_id]
 
