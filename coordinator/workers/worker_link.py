@@ -286,7 +286,6 @@ class WorkerLinks:
             self._counters.tokens += appended.tokens
             self._counters.repeated_tokens += appended.repeated_tokens
             self._counters.waits.tokens_came(*self._log.times.arrived(*appended[:3], trio.current_time()))
-            self._counters.waits.tokens_came(*self._log.times.arrived(*appended[:3], trio.current_time()))
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
         for event in report.events:
