@@ -9,7 +9,8 @@ the rows of one context of 32,768, which L2 keeps. Medians of REPLAYS replays, p
     memory_us     bytes of the rows at this card's copy rate, measured in the same run; prompt: of the context once
     mma_us        2 * (576 + 512) operations per head and entry at the rate of an 8192-cubed bfloat16 product, likewise
 
-The floor is the larger of the two. After each cell one head of one row is compared with float64.
+The floor is the larger of the two. After each cell one head of one row is compared with float64. A plot of all cells
+is written beside --out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
+from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import machine
 from kernels.attention import attend_rows
 from kernels.layout import PAGE_TOKENS, Geometry
@@ -113,6 +115,20 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
+def plot(rows: list[dict[str, Any]]) -> str:
+    """An SVG of the cells."""
+    series = {
+        "us": Series("attend_rows", "#c0392b", "dot"),
+        "memory_us": Series("rows at copy rate", "#2c3e50", "tick"),
+        "mma_us": Series("products", "#2980b9", "cross"),
+    }
+    cells = [
+        Row(f"{row['kind']} {row['phase']} {row['batch']}", {one.name: row[key] for key, one in series.items()})
+        for row in rows
+    ]
+    return marks("attend_rows, 128 heads, 2048 entries: rows, queries", "us", list(series.values()), cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
@@ -136,6 +152,7 @@ def main() -> None:
         done.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"machine": where, "rows": done}, indent=1) + "\n")
+        options.out.with_suffix(".svg").write_text(plot(done))
         torch.cuda.empty_cache()
 
 

@@ -13,7 +13,7 @@ L2, as in one decode step; index pages are scattered. Medians of REPLAYS replays
     torch_topk_us topk and sort alone
 
 The floor is the larger of memory_us and mma_us. After each cell one row's selection is compared with an exact one of
-the kernel's own scores. Cells already in --out are kept.
+the kernel's own scores. Cells already in --out are kept; a plot of all cells is written beside it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import machine
 from kernels.cuda.index_topk import index_topk as launch
 from kernels.cuda.index_topk import scratch_bytes, scratch_of
@@ -196,6 +197,24 @@ def show(cell: dict[str, Any]) -> str:
     )
 
 
+def plot(rows: list[dict[str, Any]]) -> str:
+    """An SVG of the cells."""
+    series = {
+        "us": Series("index_topk", "#c0392b", "dot"),
+        "scores_us": Series("its scores", "#c0392b", "ring"),
+        "memory_us": Series("keys at copy rate", "#2c3e50", "tick"),
+        "torch_us": Series("torch, keys gathered", "#2980b9", "cross"),
+    }
+    cells = [
+        Row(
+            f"{row['kind']} {row['context']} x {row['batch']}",
+            {one.name: row[key] for key, one in series.items() if key in row},
+        )
+        for row in rows
+    ]
+    return marks("index_topk, 64 heads of 128, top-k 2048: keys, context x batch", "us", list(series.values()), cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.index_topk")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/index_topk.json"))
@@ -227,6 +246,7 @@ def main() -> None:
         done.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.with_suffix(".svg").write_text(plot(done))
         del cell
         torch.cuda.empty_cache()
 

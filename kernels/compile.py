@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kernels.cuda.attention import HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
 from kernels.layout import Geometry
@@ -30,6 +31,8 @@ SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "HEADS", "DIM", "QUERY
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     """Unit and defines of every variant that is kept compiling for `arch`."""
     yield "index_select", ()
+    if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
+        yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.errors import BadInput, ConfigError
 from kernels.attention import attend_rows
-from kernels.cuda.attention import splits_of
+from kernels.cuda.attention import HOPPER_BLOCKS, blocks_of, splits_of
 from kernels.cuda.triton_units import triton_unit
 from kernels.row_format import (
     FP8_ERROR,
@@ -145,6 +145,19 @@ def test_splits_fill_a_card_and_depend_on_shapes_alone() -> None:
     """132 multiprocessors, 32 blocks of rows: one program each, never a second round for a remainder."""
     assert [splits_of(programs, 32, 132) for programs in (2, 32, 66, 128, 132, 1024)] == [32, 4, 2, 1, 1, 1]
     assert splits_of(1, 1, 132) == 1
+
+
+def test_hoppers_own_kernel_is_for_what_it_is_written_for() -> None:
+    """Many blocks of heads, 512 + 64 values, bfloat16 products, compute capability 9.0."""
+
+    def is_chosen(latent: int = 512, batch: int = 64, heads: int = 128, wide: bool = False, major: int = 9) -> bool:
+        rows = kv_row_format("fp8", latent, 64)
+        return blocks_of(rows, batch, heads, wide, (major, 0)) == HOPPER_BLOCKS
+
+    assert is_chosen()
+    assert is_chosen(batch=16)
+    assert not any((is_chosen(latent=256), is_chosen(batch=1), is_chosen(heads=16)))
+    assert not any((is_chosen(wide=True), is_chosen(major=10)))
 
 
 def test_a_missing_triton_is_named() -> None:

@@ -13,6 +13,7 @@ import pytest
 from coordinator.errors import ConfigError, InternalError
 from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
+from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS
 from kernels.cuda.swap_in import blocks_per_request, lay_out, replay_misses
 from kernels.layout import Geometry
@@ -21,6 +22,7 @@ from kernels.state import DeviceState, MissPlan
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
 DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
+REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168}
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
@@ -28,12 +30,19 @@ TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    alone = {"null_kernel", "index_scores", "index_select"}
+    alone = {"null_kernel", "index_scores", "index_select"} | ({"attend_rows"} if arch == "sm_90" else set())
     assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | alone
     for line in lines:
         assert line["arch"] == arch
         assert line["spill_bytes"] == 0, line
-        assert 0 < line["registers"] <= {"index_scores": 255, "index_select": 128}.get(line["kernel"], 80), line
+        assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
+
+
+def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() -> None:
+    for kind in ("bfloat16", "fp8"):
+        check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
+        source = f'#include "attend_rows.cuh"\n{check}\n'
+        jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
 
 
 def test_host_and_device_structures_are_equal() -> None:

@@ -1,7 +1,7 @@
 """Every kernel for NVIDIA GPUs of compute capability 8.0 and up, behind the contracts of kernels/*.py.
 
-`prepare` (launch.py) compiles and loads what a state needs, at worker start; attention and draws are written in Triton,
-and get ready by a run. No verb waits for the device.
+`prepare` (launch.py) compiles and loads what a state needs, at worker start; attention, encoding and draws are written
+in Triton, all or in part, and get ready by a run. No verb waits for the device.
 """
 
 from kernels.cuda.attention import attend_rows, prepare_attention

@@ -1,4 +1,8 @@
-"""attend_rows on CUDA: the contract of kernels/attention.py, in Triton (attention_triton.py), on the current stream.
+"""attend_rows on CUDA: the contract of kernels/attention.py on the current stream, as two kernels or, unsplit, one.
+
+    attend     attend_rows.cuh on Hopper for many blocks of 64 heads, 512 latents and 64 rope values;
+               attention_triton.py for everything else
+    combine    attention_triton.py: adds up the splits
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
 happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
@@ -14,13 +18,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from kernels.attention import row_format
-from kernels.cuda.launch import processors
+from kernels.cuda import parameters
+from kernels.cuda.jit import Defines, Kernel, load
+from kernels.cuda.launch import processors, stream_of
 from kernels.cuda.triton_units import triton_unit
 from kernels.row_bytes import KINDS
 from kernels.row_format import RowFormat
@@ -37,6 +44,12 @@ OVERHEAD_BLOCKS: Final = 1
 #: Latent values that one program adds up over the splits.
 COMBINE_VALUES: Final = 128
 LOG2_E: Final = 1 / math.log(2)
+# attend_rows.cuh
+HOPPER: Final = (9, 0)
+HOPPER_LATENT, HOPPER_ROPE = 512, 64
+HOPPER_SHARED_BYTES: Final = 229_976
+#: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
+HOPPER_PROGRAMS_LEAST: Final = 32
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,21 @@ class Blocks:
     rows: int
     warps: int
     stages: int
+
+
+#: Of attend_rows.cuh: two blocks of 32 rows in turn.
+HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A result in `splits` parts of `span` entries each; empty where there is one. Shapes: attention_triton.py."""
+
+    splits: int
+    span: int
+    partial: Tensor
+    peak: Tensor
+    total: Tensor
 
 
 def attend_rows(
@@ -60,34 +88,93 @@ def attend_rows(
     blocks: Blocks | None = None,
     splits: int | None = None,
 ) -> None:
-    """As kernels.attention.attend_rows, unchecked. `blocks` and `splits` override the choice made here."""
+    """As kernels.attention.attend_rows, unchecked. `blocks` and `splits` override the choices made here."""
     form = row_format(state, queries, out)
-    batch, heads, latent = out.shape
-    k = out_rows.shape[1]
-    wide = queries.dtype == torch.float32 or form.kind == "float32"
+    batch, heads, _ = out.shape
+    wide = is_wide(form, queries.dtype)
     capability = torch.cuda.get_device_capability(out.device)
-    blocks = blocks or blocks_of(form, heads, wide, capability)
-    head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-k // blocks.rows))
+    blocks = blocks or blocks_of(form, batch, heads, wide, capability)
+    on_hopper = blocks == HOPPER_BLOCKS
+    head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
-    span = -(-row_blocks // wanted)
-    used = -(-row_blocks // span)
-    lines = batch * used * heads if used > 1 else 0
-    partial = torch.empty(lines, latent, dtype=torch.float32, device=out.device)
-    peak, total = (torch.empty(lines, dtype=torch.float32, device=out.device) for _ in range(2))
-    unit = triton_unit("attention_triton")
-    unit.attend[head_blocks, used, batch](
+    parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
+    if on_hopper:
+        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, parts)
+    else:
+        _attend_in_triton(state, layer, form, queries, out_rows, scaling, out, parts, blocks, wide, capability)
+    if parts.splits > 1:
+        _combine(out, parts, early=on_hopper)
+
+
+def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> Parts:
+    batch, heads, latent = out.shape
+    splits = -(-row_blocks // blocks_each)
+    lines = batch * splits * heads if splits > 1 else 0
+    return Parts(
+        splits,
+        blocks_each * block_rows,
+        torch.empty(lines, latent, dtype=torch.float32, device=out.device),
+        torch.empty(lines, dtype=torch.float32, device=out.device),
+        torch.empty(lines, dtype=torch.float32, device=out.device),
+    )
+
+
+def _attend_on_hopper(
+    state: DeviceState,
+    layer: int,
+    form: RowFormat,
+    queries: Tensor,
+    out_rows: Tensor,
+    scaling: float,
+    out: Tensor,
+    parts: Parts,
+) -> None:
+    batch, heads, _ = out.shape
+    block = parameters.AttendRows(
+        rows=state.rows[layer].data_ptr(),
+        queries=queries.data_ptr(),
+        entries=out_rows.data_ptr(),
+        out=out.data_ptr(),
+        partial=parts.partial.data_ptr(),
+        peak=parts.peak.data_ptr(),
+        total=parts.total.data_ptr(),
+        scale=scaling * LOG2_E,
+        heads=heads,
+        k=out_rows.shape[1],
+        splits=parts.splits,
+        span=parts.span,
+    )
+    grid = (-(-heads // HOPPER_BLOCKS.heads) * parts.splits, batch)
+    _hopper_kernel(form.kind, out.device).launch(grid, block, stream_of(state), shared_bytes=HOPPER_SHARED_BYTES)
+
+
+def _attend_in_triton(
+    state: DeviceState,
+    layer: int,
+    form: RowFormat,
+    queries: Tensor,
+    out_rows: Tensor,
+    scaling: float,
+    out: Tensor,
+    parts: Parts,
+    blocks: Blocks,
+    wide: bool,
+    capability: tuple[int, int],
+) -> None:
+    batch, heads, latent = out.shape
+    triton_unit("attention_triton").attend[-(-heads // blocks.heads), parts.splits, batch](
         state.rows[layer],
         queries,
         out_rows,
         out,
-        partial,
-        peak,
-        total,
+        parts.partial,
+        parts.peak,
+        parts.total,
         scaling * LOG2_E,
         heads,
-        k,
-        used,
-        span * blocks.rows,
+        out_rows.shape[1],
+        parts.splits,
+        parts.span,
         KIND=KINDS.index(form.kind),
         WIDE=wide,
         LATENT=latent,
@@ -99,42 +186,70 @@ def attend_rows(
         ROPE_PADDED=_padded(form.plain),
         BLOCK_HEADS=blocks.heads,
         BLOCK_ROWS=blocks.rows,
-        ONE_SPLIT=used == 1,
+        ONE_SPLIT=parts.splits == 1,
         STAGES=blocks.stages,
         num_warps=blocks.warps,
     )
-    if used > 1:
-        block = min(COMBINE_VALUES, _padded(latent))
-        unit.combine[-(-latent // block), heads, batch](
-            out,
-            partial,
-            peak,
-            total,
-            heads,
-            used,
-            LATENT=latent,
-            BLOCK_LATENT=block,
-            SPLITS_PADDED=1 << (used - 1).bit_length(),
-        )
+
+
+def _combine(out: Tensor, parts: Parts, *, early: bool) -> None:
+    """`early`: launched while the splits are still at work (griddepcontrol), which hides the launch."""
+    batch, heads, latent = out.shape
+    block = min(COMBINE_VALUES, _padded(latent))
+    triton_unit("attention_triton").combine[-(-latent // block), heads, batch](
+        out,
+        parts.partial,
+        parts.peak,
+        parts.total,
+        heads,
+        parts.splits,
+        LATENT=latent,
+        BLOCK_LATENT=block,
+        SPLITS_PADDED=1 << (parts.splits - 1).bit_length(),
+        EARLY=early,
+        launch_pdl=early,
+    )
 
 
 def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: torch.dtype) -> None:
-    """One run for each way of splitting, over entries of -1, which touch no row."""
+    """One run for each way of cutting and of splitting, over entries of -1, which touch no row."""
     device, latent = state.rows.device, form.scaled
     queries = torch.zeros(1, heads, form.values, dtype=dtype, device=device)
     out = torch.empty(1, heads, latent, dtype=dtype, device=device)
+    wide, capability = is_wide(form, dtype), torch.cuda.get_device_capability(device)
     for k in {state.geometry.topk, max(1, state.geometry.topk // ENTRIES_STEP * ENTRIES_STEP)}:
         nothing = torch.full((1, k), -1, dtype=torch.int32, device=device)
-        for power in range(SPLITS_MAX.bit_length()):
-            attend_rows(state, 0, queries, nothing, 1.0, out, splits=1 << power)
+        for blocks in {blocks_of(form, batch, heads, wide, capability) for batch in (1, HOPPER_PROGRAMS_LEAST)}:
+            for power in range(SPLITS_MAX.bit_length()):
+                attend_rows(state, 0, queries, nothing, 1.0, out, blocks=blocks, splits=1 << power)
 
 
-def blocks_of(form: RowFormat, heads: int, wide: bool, capability: tuple[int, int]) -> Blocks:
+def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
+    """Whether products are of float32."""
+    return queries == torch.float32 or form.kind == "float32"
+
+
+def hopper_defines(kind: str) -> Defines:
+    """For rows of `kind`, bfloat16 or fp8."""
+    return (("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
+
+
+@lru_cache(maxsize=8)
+def _hopper_kernel(kind: str, device: torch.device) -> Kernel:
+    kernel = load("attend_rows", "attend_rows", hopper_defines(kind), device.index or 0)
+    kernel.allow_all(clusters=False)
+    return kernel
+
+
+def blocks_of(form: RowFormat, batch: int, heads: int, wide: bool, capability: tuple[int, int]) -> Blocks:
     """Hopper's tensor cores take 64 heads at a time; float32 lives in registers and wants little. Elsewhere shared
     memory is smaller, or laid out otherwise: a cut that fits them all, not measured there."""
     if wide:
         return Blocks(heads=16, rows=16, warps=4, stages=1)
-    if capability[0] == 9 and heads >= 64 and form.scaled >= 256:
+    if capability == HOPPER and heads >= HOPPER_BLOCKS.heads and form.scaled >= HOPPER_LATENT // 2:
+        written = (form.scaled, form.plain) == (HOPPER_LATENT, HOPPER_ROPE)
+        if written and -(-heads // HOPPER_BLOCKS.heads) * batch >= HOPPER_PROGRAMS_LEAST:
+            return HOPPER_BLOCKS
         return Blocks(heads=64, rows=64, warps=8, stages=1 if form.kind == "fp8" else 2)
     return Blocks(heads=16, rows=32, warps=4, stages=3)
 

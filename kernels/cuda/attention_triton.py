@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -164,8 +165,11 @@ def combine(
     LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the splits are done
 ):
     """A block of the latent of one head of one batch row: grid (latent blocks, heads, batch)."""
+    if EARLY:
+        gdc_wait()
     latent = tl.program_id(0) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

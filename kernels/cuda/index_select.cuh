@@ -1,19 +1,22 @@
 // index_select: an exact top-k of each row's scores, ties to the lowest position, ascending by position.
 //
 //     1  The row's histogram gives the bin of the k-th score, and how many scores lie above it.
-//     2  Every block collects from its share: positions above the bin are chosen for sure, those in it are *edges*.
-//        Both go to lists of the row, in any order.
-//     3  The block that ends the row's last share refines the k-th score among the edges by the other 19 bits of the
-//        key (two more histograms), then marks the chosen in a bitmap over positions, in windows of 262,144: counting
-//        bits gives each its place, so the output is ascending without a sort, and ties go to the lowest positions.
+//     2  Every block takes its spans of 8192 scores into registers, 16 a thread: positions above the bin are chosen for
+//        sure, those in it are *edges*. Sums over the threads before give each its place in lists of the row.
+//     3  The block that ends the row's last span refines the k-th score among the edges by the other 19 bits of the key
+//        (two more histograms), then marks the chosen in a bitmap over positions, in windows of 262,144: counting bits
+//        gives each its place, so the output is ascending without a sort, and ties go to the lowest positions.
 //
-// A row within one block's share goes through shared memory alone: no lists in global memory, no tickets.
+// A row within one block's share goes through shared memory alone: no lists in global memory, no tickets. A row of one
+// span stays in registers: neither lists nor bitmaps.
 //
 // Where scores crowd into one bin (all equal, say) there are more edges than the lists hold: then step 3 reads the
 // row's scores again instead. Slower, as exact.
 //
 // The ending block empties histogram and counters for the next launch. Lists are read past L1: other blocks wrote them.
 // Rows not longer than k, padding and refused rows need no scores: one unit of work each.
+//
+// Rejected: a counter in shared memory that places are drawn from (a chain of 32 atomics for each span).
 #pragma once
 
 #include "index_rows.cuh"
@@ -22,7 +25,7 @@ namespace hisparse {
 
 constexpr int SELECT_THREADS = 512;
 constexpr int STRIDE = 4 * SELECT_THREADS;  // positions that a block reads together
-constexpr int AHEAD = 2;                    // such reads in flight
+constexpr int READS = SPAN / STRIDE;
 constexpr int WINDOW_WORDS = 8192;
 constexpr int WINDOW = 32 * WINDOW_WORDS;
 constexpr int BINS_EACH = BINS / SELECT_THREADS;
@@ -30,7 +33,8 @@ constexpr int FINE_BITS = 10;
 constexpr int FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
 constexpr int EDGES_EACH = EDGES_MAX / SELECT_THREADS;
 constexpr int SURE_EACH = TOPK_MAX / SELECT_THREADS;
-static_assert(BINS_EACH % 4 == 0 && BIN_SHIFT <= 2 * FINE_BITS && SPAN % (AHEAD * STRIDE) == 0, "sizes fit");
+static_assert(BINS_EACH % 4 == 0 && BIN_SHIFT <= 2 * FINE_BITS && SPAN == 4 * STRIDE && SPAN < 1 << 16,
+              "sizes fit, and four counts of a read's positions fit one sum");
 
 // Dynamic shared memory: lists while collecting, bitmaps while ending.
 struct Lists {
@@ -69,6 +73,7 @@ struct Row {
 // The bin, counted from the highest, in which the `wanted`-th falls. Each thread holds EACH bins, highest first.
 template <int EACH>
 __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32 wanted, SelectShared& s) {
+    if (threadIdx.x == 0) s.cut = {bins, 0, 0};  // of a row that is not wholly granted, fewer may have been counted
     u32 sum = 0, total;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += counts[i];
@@ -94,27 +99,68 @@ __device__ __forceinline__ Cut row_cut(const IndexTopk& p, const u32* histogram,
     return find_cut(counts, BINS, p.k, s);
 }
 
-__device__ __forceinline__ float4 four_scores(const float* scores, u32 position, u32 end) {
-    return position < end ? *reinterpret_cast<const float4*>(scores + position) : make_float4(0, 0, 0, 0);
+// Order keys of up to SPAN positions, 16 of each thread: four neighbours of each read.
+struct Span {
+    u32 keys[4 * READS];
+    u32 begin, end;
+
+    __device__ __forceinline__ void load(const float* scores, u32 from, u32 length) {
+        begin = from, end = min(from + SPAN, length);
+#pragma unroll
+        for (int read = 0; read < READS; ++read) {
+            const u32 position = begin + read * STRIDE + 4 * threadIdx.x;
+            float4 four = make_float4(0, 0, 0, 0);
+            if (position < end) four = *reinterpret_cast<const float4*>(scores + position);
+            keys[4 * read] = order_key(four.x), keys[4 * read + 1] = order_key(four.y);
+            keys[4 * read + 2] = order_key(four.z), keys[4 * read + 3] = order_key(four.w);
+        }
+    }
+    // Calls f(order key, position, read), in order of this thread's positions.
+    template <class Each> __device__ __forceinline__ void each(Each f) const {
+#pragma unroll
+        for (int i = 0; i < 4 * READS; ++i) {
+            const u32 position = begin + i / 4 * STRIDE + 4 * threadIdx.x + i % 4;
+            if (position < end) f(keys[i], position, i / 4);
+        }
+    }
+};
+
+// Calls f(order key, position) for all positions of a row.
+template <class Each> __device__ __forceinline__ void each_score(const float* scores, u32 length, Each f) {
+    for (u32 from = 0; from < length; from += SPAN) {
+        Span span;
+        span.load(scores, from, length);
+        span.each([&](u32 key, u32 position, int) { f(key, position); });
+    }
 }
 
-// Calls f(order key, position) for the positions [begin, end) of a row; `ahead` holds the first reads.
-template <class Each>
-__device__ __forceinline__ void each_score(const float* scores, u32 begin, u32 end, float4 (&ahead)[AHEAD], Each f) {
-    for (u32 at = begin + 4 * threadIdx.x; at < end; at += AHEAD * STRIDE)
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-            const float four[4] = {ahead[a].x, ahead[a].y, ahead[a].z, ahead[a].w};
-            const u32 position = at + a * STRIDE;
-            ahead[a] = four_scores(scores, position + AHEAD * STRIDE, end);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (position + i < end) f(order_key(four[i]), position + i);
-        }
-}
-__device__ __forceinline__ void read_ahead(const float* scores, u32 begin, u32 end, float4 (&ahead)[AHEAD]) {
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) ahead[a] = four_scores(scores, begin + 4 * threadIdx.x + a * STRIDE, end);
+// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges say how many.
+__device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32 end, Lists& lists, SelectShared& s) {
+    u64 listed = 0;  // edges << 32 | sure
+    for (u32 at = begin; at < end; ++at) {
+        const Span now = span;
+        if (at + 1 < end) span.load(r.scores, (at + 1) * SPAN, r.length);
+        u64 count = 0, total;
+        now.each([&](u32 key, u32, int) {
+            const u32 bin = key >> BIN_SHIFT;
+            count += bin > r.cut.bin ? 1ull : bin == r.cut.bin ? 1ull << 32 : 0ull;
+        });
+        const u64 place = listed + sum_before<SELECT_THREADS, u64>(count, s.row_sums, total);
+        u32 sure = static_cast<u32>(place), edges = static_cast<u32>(place >> 32);
+        now.each([&](u32 key, u32 position, int) {
+            const u32 bin = key >> BIN_SHIFT;
+            if (bin > r.cut.bin) {
+                if (sure < TOPK_MAX) lists.sure[sure] = static_cast<i32>(position);
+                ++sure;
+            } else if (bin == r.cut.bin) {
+                if (edges < EDGES_MAX) lists.edges[edges] = static_cast<u64>(key) << 32 | position;
+                ++edges;
+            }
+        });
+        listed += total;
+    }
+    if (threadIdx.x == 0) s.sure = static_cast<u32>(listed), s.edges = static_cast<u32>(listed >> 32);
+    __syncthreads();
 }
 
 // Move the block's lists to the row's, as far as those hold them.
@@ -173,9 +219,7 @@ template <class Each> __device__ __forceinline__ void each_edge(const Row& r, Ea
                 f(static_cast<u32>(r.edges[j] >> 32), static_cast<u32>(r.edges[j]));
         return;
     }
-    float4 ahead[AHEAD];
-    read_ahead(r.scores, 0, r.length, ahead);
-    each_score(r.scores, 0, r.length, ahead, [&](u32 key, u32 position) {
+    each_score(r.scores, r.length, [&](u32 key, u32 position) {
         if (key >> BIN_SHIFT == r.cut.bin) f(key, position);
     });
 }
@@ -189,9 +233,7 @@ template <class Each> __device__ __forceinline__ void each_candidate(const Row& 
         each_edge(r, f);
         return;
     }
-    float4 ahead[AHEAD];
-    read_ahead(r.scores, 0, r.length, ahead);
-    each_score(r.scores, 0, r.length, ahead, [&](u32 key, u32 position) {
+    each_score(r.scores, r.length, [&](u32 key, u32 position) {
         if (key >> BIN_SHIFT >= r.cut.bin) f(key, position);
     });
 }
@@ -201,13 +243,15 @@ struct Bar {
     u32 key, ties;
 };
 
-__device__ __forceinline__ Bar find_bar(const Row& r, u32 k, u32* bins, SelectShared& s) {
-    u32 prefix = r.cut.bin, wanted = k - r.cut.above, shift = BIN_SHIFT, inside = r.cut.inside;
+// `each(f)` calls f(order key, position) for this thread's part of the positions in the bin of `cut`.
+template <class Edges>
+__device__ __forceinline__ Bar find_bar(const Cut& cut, u32 k, u32* bins, SelectShared& s, Edges each) {
+    u32 prefix = cut.bin, wanted = k - cut.above, shift = BIN_SHIFT, inside = cut.inside;
     while (shift > 0 && inside != wanted) {
         const u32 bits = min(shift, static_cast<u32>(FINE_BITS)), mask = (1u << bits) - 1;
         for (int i = threadIdx.x; i <= mask; i += SELECT_THREADS) bins[i] = 0;
         __syncthreads();
-        each_edge(r, [&](u32 key, u32) {
+        each([&](u32 key, u32) {
             if (key >> shift == prefix) atomicAdd(bins + (key >> (shift - bits) & mask), 1u);
         });
         __syncthreads();
@@ -261,7 +305,7 @@ __device__ __forceinline__ u32 write_window(Bitmaps& maps, u32 from, u32 each, B
 }
 
 __device__ __forceinline__ void write_chosen(const Row& r, u32 k, i32* out, Bitmaps& maps, SelectShared& s) {
-    Bar bar = find_bar(r, k, maps.taken, s);
+    Bar bar = find_bar(r.cut, k, maps.taken, s, [&](auto f) { each_edge(r, f); });
     u32 written = 0;
     for (u32 from = 0; from < r.length && written < k; from += WINDOW) {
         const u32 words = (min(r.length - from, static_cast<u32>(WINDOW)) + 31) / 32;
@@ -283,7 +327,55 @@ __device__ __forceinline__ void write_chosen(const Row& r, u32 k, i32* out, Bitm
     }
 }
 
-// Spans [begin, end) of a row that has scores.
+// Four counts, of a read each, are packed into one word; this sums them over the reads before each.
+__device__ __forceinline__ u64 sums_of_reads(u64 counts) { return (counts << 16) + (counts << 32) + (counts << 48); }
+
+// The output of a row of one span, from registers.
+__device__ __forceinline__ void write_span(const Span& span, const Cut& cut, u32 k, i32* out, u32* bins,
+                                           SelectShared& s) {
+    const Bar bar = find_bar(cut, k, bins, s, [&](auto f) {
+        span.each([&](u32 key, u32 position, int) {
+            if (key >> BIN_SHIFT == cut.bin) f(key, position);
+        });
+    });
+    u32 chosen = 0, place = 0;  // bit i: key i
+    u64 total;
+    if (bar.ties) {
+        u64 ties = 0;
+        span.each([&](u32 key, u32, int read) { ties += key == bar.key ? 1ull << 16 * read : 0ull; });
+        u64 before = sum_before<SELECT_THREADS, u64>(ties, s.row_sums, total);
+        before += sums_of_reads(total);
+        place = 0;
+        span.each([&](u32 key, u32, int read) {
+            u32 rank = static_cast<u32>(before >> 16 * read) & 0xFFFF;
+            if (key == bar.key) {
+                if (rank < bar.ties) chosen |= 1u << place;
+                before += 1ull << 16 * read;
+            }
+            ++place;
+        });
+    }
+    place = 0;
+    u64 count = 0;
+    span.each([&](u32 key, u32, int read) {
+        if (key > bar.key) chosen |= 1u << place;
+        count += static_cast<u64>(chosen >> place & 1) << 16 * read;
+        ++place;
+    });
+    u64 at = sum_before<SELECT_THREADS, u64>(count, s.row_sums, total);
+    at += sums_of_reads(total);
+    place = 0;
+    span.each([&](u32, u32 position, int read) {
+        if (chosen >> place & 1) {
+            const u32 to = static_cast<u32>(at >> 16 * read) & 0xFFFF;
+            if (to < k) out[to] = static_cast<i32>(position);
+            at += 1ull << 16 * read;
+        }
+        ++place;
+    });
+}
+
+// Spans [begin, end) of a row that has scores. All reads begin before anything is known of the row but its length.
 __device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 length, u32 begin, u32 end, u8* dynamic,
                                             SelectShared& s) {
     Lists& lists = *reinterpret_cast<Lists*>(dynamic);
@@ -291,38 +383,27 @@ __device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 len
     u32* const histogram = p.histogram + static_cast<i64>(row) * BINS;
     i32* const out = p.topk_out + static_cast<i64>(row) * p.k;
     const u32 all = s.spans[row + 1] - s.spans[row];
-    const bool own = end - begin == all;
-    const bool granted = counters[UNGRANTED_ROW] == 0;
+    const bool own = end - begin == all, granted = counters[UNGRANTED_ROW] == 0;
     Row r;
     r.scores = p.scores + static_cast<i64>(s.units[row]) * UNIT;
     r.length = length;
-    if (granted) {
-        const u32 stop = min(end * SPAN, length);
-        float4 ahead[AHEAD];
-        read_ahead(r.scores, begin * SPAN, stop, ahead);
-        if (threadIdx.x == 0) s.edges = s.sure = 0;
-        r.cut = row_cut(p, histogram, s);
-        each_score(r.scores, begin * SPAN, stop, ahead, [&](u32 key, u32 position) {
-            const u32 bin = key >> BIN_SHIFT;
-            if (bin > r.cut.bin) {
-                const u32 i = atomicAdd(&s.sure, 1u);
-                if (i < TOPK_MAX) lists.sure[i] = static_cast<i32>(position);
-            } else if (bin == r.cut.bin) {
-                const u32 i = atomicAdd(&s.edges, 1u);
-                if (i < EDGES_MAX) lists.edges[i] = static_cast<u64>(key) << 32 | position;
-            }
-        });
-        __syncthreads();
+    Span span;
+    span.load(r.scores, begin * SPAN, length);
+    r.cut = row_cut(p, histogram, s);
+    if (all > 1) {
+        collect(r, span, begin, end, lists, s);
         if (!own) publish(p, row, lists, s);
+        if (!own && !is_last(counters, end - begin, all, s)) return;
     }
-    if (!own && !is_last(counters, end - begin, all, s)) return;
-    if (granted) {
+    if (!granted) {
+        for (int i = threadIdx.x; i < p.k; i += SELECT_THREADS) out[i] = -1;
+        if (threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
+    } else if (all == 1) {
+        write_span(span, r.cut, p.k, out, reinterpret_cast<u32*>(dynamic), s);
+    } else {
         load_lists(p, row, own, lists, r, s);
         __syncthreads();
         write_chosen(r, p.k, out, *reinterpret_cast<Bitmaps*>(dynamic), s);
-    } else {
-        for (int i = threadIdx.x; i < p.k; i += SELECT_THREADS) out[i] = -1;
-        if (threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
     }
     __syncthreads();
     for (int i = 4 * threadIdx.x; i < BINS; i += STRIDE)
@@ -357,6 +438,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
             s.units[row] = static_cast<u32>(sum >> 32);
             s.spans[row] = static_cast<u32>(sum);
         });
+    await_last();
     const u32 total = s.spans[p.batch.size];
     u32 begin = share(total, blockIdx.x);
     const u32 end = share(total, blockIdx.x + 1);

@@ -173,7 +173,7 @@ def index_topk(
     grid, stream = (processors(device), 1), stream_of(state)
     score.launch(grid, block, stream, shared_bytes=indexer.shared_bytes(_arch(device)))
     if not only_scores:
-        select.launch(grid, block, stream, shared_bytes=SELECT_SHARED_BYTES)
+        select.launch(grid, block, stream, shared_bytes=SELECT_SHARED_BYTES, early=_arch(device) >= HOPPER)
 
 
 @lru_cache(maxsize=64)

@@ -178,20 +178,32 @@ class Kernel:
         threads: int = 0,
         cluster: int = 1,
         shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
-        """Launch on the CUDA stream at address `stream`; captured when that stream is. Returns at once."""
+        """Launch on the CUDA stream at address `stream`; captured when that stream is. Returns at once.
+
+        `early`: blocks may begin before the kernel ahead has ended, once that has said so in all of its blocks; ours
+        must await it (griddepcontrol) before touching what it wrote.
+        """
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads or self.threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = driver.CUstream(stream)
+        attributes = []
         if cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = attribute.value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
 

@@ -154,4 +154,18 @@ struct IndexTopk {
     i32 k, group, rows;
 };
 
+struct AttendRows {
+    const u8* rows;       // of one layer
+    const void* queries;  // [batch, heads, dim]
+    const i32* entries;   // [batch, k]
+    void* out;            // [batch, heads, latent]
+    float* partial;       // [batch, splits, heads, latent]
+    float* peak;          // [batch, splits, heads]
+    float* total;         // likewise
+    float scale;          // times log2(e)
+    i32 heads, k, splits;
+    i32 span;             // entries of a split
+    i32 unused;
+};
+
 }  // namespace hisparse

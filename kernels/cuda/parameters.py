@@ -190,6 +190,18 @@ class IndexTopk(ctypes.Structure):
     )
 
 
+class AttendRows(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "queries", "entries", "out", "partial", "peak", "total")),
+        ("scale", ctypes.c_float),
+        ("heads", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("splits", ctypes.c_int32),
+        ("span", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     State,
     Batch,
@@ -202,6 +214,7 @@ STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     MoveRows,
     SeatChange,
     IndexTopk,
+    AttendRows,
 )
 
 

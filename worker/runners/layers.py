@@ -29,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.attention import attend_rows
+from kernels.encode import encode
 from kernels.layout import Geometry, pages_for
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
@@ -155,7 +156,7 @@ class Layers:
         angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
         normed, projected = self.project(layer, hidden, angles)
         queries = mla.absorb_queries(layer.absorbed, projected)
-        state.rows[0, :rows] = self.rows.encode(projected.rows.squeeze(1))
+        state.rows[0, :rows] = encode(self.rows, projected.rows.squeeze(1))
         own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
         latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
         attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
@@ -164,7 +165,7 @@ class Layers:
         parts = [projected.rows, queries, finished, self.logits(finished)]
         if layer.anchor:
             index = self.project_index(layer, normed, projected, angles)
-            parts += [index.queries, self.keys.decode(self.keys.encode(index.keys)), index.weights]
+            parts += [index.queries, self.keys.decode(encode(self.keys, index.keys)), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
     def _state_of_rows(self, rows: int) -> DeviceState:

@@ -28,6 +28,7 @@ from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
 from kernels.attention import attend_rows, prepare_attention
+from kernels.encode import encode, prepare_encode
 from kernels.index_topk import index_topk, prepare_index
 from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
@@ -167,10 +168,10 @@ class TransformersRunner:
         selection = torch.empty(0)
         for layer in layers:
             normed, projected = layers.project(layer, hidden, angles)
-            write_slab_rows(state, layer.number, seat, start, layers.rows.encode(projected.rows[0]))
+            write_slab_rows(state, layer.number, seat, start, encode(layers.rows, projected.rows[0]))
             if layer.anchor:
                 index = layers.project_index(layer, normed, projected, angles)
-                write_prompt_index_keys(state, layer.group, seat, start, layers.keys.encode(index.keys[0]))
+                write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
                 scale = layer.attention.indexer.softmax_scale
                 selection = self._prompt.select(state, layer.group, seat, start, index, scale)
             attended = self._prompt.attend(state, layer, seat, projected, selection)
@@ -204,7 +205,7 @@ class TransformersRunner:
         layers = self._layers
         normed, projected = layers.project(layer, scratch.hidden, scratch.angles)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
-        write_new_rows(state, layer.number, batch, layers.rows.encode(projected.rows.squeeze(1)))
+        write_new_rows(state, layer.number, batch, encode(layers.rows, projected.rows.squeeze(1)))
         if layer.anchor:
             index = layers.project_index(layer, normed, projected, scratch.angles)
             self._select(scratch, state, batch, layer, index)
@@ -213,7 +214,7 @@ class TransformersRunner:
     def _select(
         self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
     ) -> None:
-        write_index_keys(state, layer.group, batch, self._layers.keys.encode(index.keys.squeeze(1)))
+        write_index_keys(state, layer.group, batch, encode(self._layers.keys, index.keys.squeeze(1)))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
         index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
         if self.after_index_topk is not None:
@@ -249,6 +250,8 @@ class TransformersRunner:
             return
         config, rows, dtype = self._layers.model.config, self._layers.rows, self._layers.index_dtype
         prepare_attention(state, config.num_attention_heads, rows.scaled, rows.plain, self.dtype)
+        for form in (rows, self._layers.keys):
+            prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
         self._prepared = state
