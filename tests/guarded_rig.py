@@ -58,8 +58,9 @@ class Guarded:
         make_keys(directory)
         return dataclasses.replace(read_peer_key(directory, role), server=self.key(role).server)
 
-    def client(self, name: str = "") -> AbstractAsyncContextManager[Client]:
-        return open_client(self.endpoint("client"), name="test", key=self.key("client", name), reconnect_limit_s=0)
+    def client(self, name: str = "", reconnect_limit_s: float = 0.0) -> AbstractAsyncContextManager[Client]:
+        key = self.key("client", name)
+        return open_client(self.endpoint("client"), name="test", key=key, reconnect_limit_s=reconnect_limit_s)
 
     def admin(self) -> AbstractAsyncContextManager[Client]:
         return open_client(

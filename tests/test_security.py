@@ -122,6 +122,20 @@ async def test_one_key_has_so_many_connections(tmp_path: Path) -> None:
         assert await first.workers() == ()
 
 
+async def test_who_comes_back_to_a_full_house_waits_for_room(tmp_path: Path) -> None:
+    """Connections that were lost may still be counted when their clients return."""
+    async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=10.0) as client:
+        lobby_of = it.sockets["client"].lobby
+        lobby_of.per_user_max = 0
+        assert it.sockets["client"].cut_users({"client:bob"}) == 1
+        await trio.sleep(0.5)
+        assert client.reconnects == 0
+        lobby_of.per_user_max = 1
+        with trio.fail_after(SOON_S):
+            assert (await client.welcome()).protocol == PROTOCOL_VERSION
+        assert client.reconnects == 1
+
+
 # ---------------------------------------------------------------- what he may do there
 
 

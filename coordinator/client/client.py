@@ -35,7 +35,7 @@ from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.client.replies import Call, M, Reply, decode, error_of, expect, reply_of
 from coordinator.client.token_stream import Stream
-from coordinator.errors import HiSparseError, Unavailable
+from coordinator.errors import CapacityError, HiSparseError, Unavailable
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
 from coordinator.transport.keys import Insecure, PeerKey
 from coordinator.transport.sockets import DealerSocket
@@ -331,7 +331,7 @@ class Client:
         while True:
             try:
                 await self.connect()
-            except Unavailable:
+            except (Unavailable, CapacityError):  # too many connections or messages: there will be room again
                 if trio.current_time() + pause_s > give_up_at:
                     raise
             else:

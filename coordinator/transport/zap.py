@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from enum import Enum
 from typing import Final
 
@@ -81,10 +80,10 @@ class ZapHandler:
 
     async def run(self) -> None:
         while True:
+            await trio.lowlevel.checkpoint()
             await self._watched.wait_for(zmq.POLLIN)
-            with suppress(zmq.Again):
-                question = self._socket.recv_multipart(zmq.NOBLOCK)
-                self._socket.send_multipart(self.answer(question, trio.current_time()), zmq.NOBLOCK)
+            question = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._socket.send_multipart(self.answer(question, trio.current_time()), zmq.NOBLOCK)
 
     def answer(self, question: Sequence[bytes], now: float) -> list[bytes]:
         """Version, number, domain, address, routing id, mechanism, and its credentials: for CURVE the 32 bytes of a
