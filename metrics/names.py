@@ -294,6 +294,13 @@ _TRANSFER: Final = (
             "Do senders hang?",
         ),
         (
+            "hisparse_transfer_unreadable_total",
+            "end",
+            "messages",
+            "Words about transfers that nobody could decode.",
+            "Is the peer of this release?",
+        ),
+        (
             "hisparse_transfer_checksum_seconds_total",
             "end",
             "seconds",

@@ -195,12 +195,11 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class TransferCounters:
-    """One end of page transfer. `bytes` and `pages` were verified by the receiver; `writes` includes those that had to
-    be repeated. `checksum_seconds` is a sum over the threads that verify. The last two are levels."""
+    """One end of page transfer. `bytes` and `pages` were verified by the receiver; `checksum_seconds` is a sum over the
+    threads that verify. The last two are levels."""
 
     bytes: int = 0
     pages: int = 0
-    writes: int = 0
     refused_units: int = 0
     failed_tickets: int = 0
     revoked_tickets: int = 0

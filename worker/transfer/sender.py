@@ -121,7 +121,6 @@ class PageSender(Pump[Action, SenderEvent]):
             self._reasons = {key: str(error)}
 
     def _post(self, post: Post) -> None:
-        self.counters.writes += 1
         key = (post.peer, post.endpoint)
         try:
             if key not in self._by_endpoint:
