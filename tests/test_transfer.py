@@ -335,6 +335,21 @@ def test_tickets_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyP
         receiver.open(2, [2])
 
 
+def test_ends_may_be_closed_twice_and_asked_afterwards(receiver: PageReceiver, pool: PoolMemory) -> None:
+    """Whatever descriptor has their number by then is left alone."""
+    sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
+    sender.open(1, receiver.describe(), 1)
+    for end in (sender, receiver):
+        end.close()
+        number = end._kick
+        end.close()
+        assert number == -1
+    receiver.open(1, [1])
+    receiver.revoke(1, "late")
+    sender.cancel(1, "late")
+    assert sender.poll() == [Failed(1, "its sender closes")]
+
+
 def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
     """It imports events and layouts only, and may run where xxhash is not installed."""
     code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"

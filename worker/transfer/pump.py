@@ -84,7 +84,7 @@ class Pump(ABC, Generic[ActionT, EventT]):
 
     def _nudge(self) -> None:
         """Have the thread turn, from whatever thread."""
-        with suppress(OSError):  # closed: it turns no more
+        with suppress(OSError):  # -1: it turns no more
             os.eventfd_write(self._kick, 1)
 
     def _tell(self, event: EventT) -> None:
@@ -156,5 +156,6 @@ class Pump(ABC, Generic[ActionT, EventT]):
         self._halted.set()
         self._nudge()
         self._thread.join(CLOSE_LIMIT_S)
-        if not self._thread.is_alive():
-            os.close(self._kick)
+        if not self._thread.is_alive() and self._kick >= 0:
+            kick, self._kick = self._kick, -1
+            os.close(kick)
