@@ -11,7 +11,7 @@ other and looks at the rule's own expression after each. What a rule waits for o
 | growing waits                 | SIGSTOP and SIGCONT in turn, under simulated streams, whose host waits for them|
 
 Printed is one line for each: the metric before and at the crossing, and how long that took. Exits with 1 when one does
-not cross within DATA_LIMIT_S.
+not cross within CAUSE_LIMIT_S.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import trio
 import yaml
@@ -36,10 +36,12 @@ import yaml
 from coordinator.client.client import Client, open_client
 from coordinator.errors import HiSparseError, WrongState
 from coordinator.messages import Sampling
-from tests.planted import PLANTED_WHILE
+from tests.planted import PLANTED_WHILE, SLOW_S
 from tests.process_rig import ROOT, Place, Process
 from tests.prometheus_rig import Server, free_port, prometheus, until
 from worker.runners.tiny import write_tiny_checkpoint
+
+Play: TypeAlias = Callable[[Path], Awaitable["list[Sighting]"]]
 
 RULES: Final = ROOT / "metrics" / "rules"
 #: Of 73 host pages, three of these take 66 at once and 72 at their end.
@@ -49,6 +51,8 @@ MAX_TOKENS: Final = 300
 LARGE_TOKENS: Final = 2_900
 #: A stopped worker may run for the first of these in each round, and stands still for the second.
 RUNS_S, STANDS_S = 0.02, 0.2
+#: A storm takes half of it where little else runs.
+CAUSE_LIMIT_S: Final = 100.0
 #: So long the waits of a quiet worker are watched, to compare with.
 QUIET_S: Final = 25.0
 
@@ -65,12 +69,25 @@ def shrunk(expr: str) -> str:
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """An alert whose expression came to hold. `before` and `after` are of the metric behind it."""
+class Trouble:
+    """What an alert waits for. `metric` is the one behind its expression."""
 
     alert: str
     cause: str
     metric: str
+    is_shrunk: bool = False
+
+    @property
+    def expr(self) -> str:
+        expr = rules()[self.alert]
+        return shrunk(expr) if self.is_shrunk else expr
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A trouble whose expression came to hold, `seconds` after it was caused, and its metric before and after."""
+
+    trouble: Trouble
     before: str
     after: str
     seconds: float
@@ -113,22 +130,27 @@ class Scene:
     client: Client
     sightings: list[Sighting] = field(default_factory=list)
 
-    async def crosses(self, alert: str, cause: str, metric: str, act: Callable[[], Awaitable[object]]) -> None:
-        """`act` makes the expression of `alert` hold, which did not before. Raises AssertionError when it does not."""
-        expr = rules()[alert] if alert != "HiSparseFenceWaitGrowth" else shrunk(rules()[alert])
-        assert not await self._query(expr), f"{alert} holds before anything was done"
-        before, began = await self.value(metric), trio.current_time()
+    async def cause(self, act: Callable[[], Awaitable[object]], *troubles: Trouble) -> None:
+        """`act` makes the expressions of `troubles` hold, which did not before. Raises AssertionError when one does not
+        within CAUSE_LIMIT_S."""
+        for trouble in troubles:
+            await until(partial(self._is_quiet, trouble), lambda: f"{trouble} is there before anything was done")  # noqa: B023
+        before, began = [await self.value(trouble.metric) for trouble in troubles], trio.current_time()
         await act()
-        await until(lambda: self.server.query(expr), lambda: f"{alert}: {self.server.query(metric)}")
-        took_s = trio.current_time() - began
-        self.sightings.append(Sighting(alert, cause, metric, before, await self.value(metric), took_s))
+        for trouble, value in zip(troubles, before, strict=True):
+            await until(partial(self.server.query, trouble.expr), partial(self._look, trouble), CAUSE_LIMIT_S)
+            took_s = trio.current_time() - began
+            self.sightings.append(Sighting(trouble, value, await self.value(trouble.metric), took_s))
+
+    def _is_quiet(self, trouble: Trouble) -> bool:
+        return not self.server.query(trouble.expr)
+
+    def _look(self, trouble: Trouble) -> str:
+        return f"{trouble}: {self.server.query(trouble.metric)}"
 
     async def value(self, metric: str) -> str:
-        series = await self._query(metric)
+        series = await trio.to_thread.run_sync(self.server.query, metric)
         return f"{float(series[0]['value'][1]):.4g}" if series else "none"
-
-    async def _query(self, expr: str) -> list[Mapping[str, Any]]:
-        return await trio.to_thread.run_sync(self.server.query, expr)
 
 
 @asynccontextmanager
@@ -152,40 +174,71 @@ async def scene(
 # ---------------------------------------------------------------- scenes
 
 
+POOL_FULL: Final = Trouble(
+    "HiSparseHostPoolNearlyFull",
+    "three requests that take nearly all host pages",
+    'sum(hisparse_host_pages{state="free"}) / sum(hisparse_host_pages)',
+)
+MISSES: Final = Trouble(
+    "HiSparseHitRateCollapse",
+    "hot buffers of 128 slots for contexts ten times as long",
+    "sum(rate(hisparse_worker_misses_total[10s])) / (sum(rate(hisparse_worker_hits_total[10s]))"
+    " + sum(rate(hisparse_worker_misses_total[10s])))",
+)
+DRAIN: Final = Trouble(
+    "HiSparseDrainStuck", "a drain of a worker with a long request", 'hisparse_workers{state="draining"}'
+)
+WORKER_DOWN: Final = Trouble("HiSparseWorkerDown", "SIGKILL", 'up{job="hisparse-worker"}')
+COORDINATOR_DOWN: Final = Trouble("HiSparseCoordinatorDown", "SIGKILL", 'up{job="hisparse-coordinator"}')
+RESTARTS: Final = Trouble(
+    "HiSparseCoordinatorRestarts",
+    "a second start within a minute",
+    'changes(process_start_time_seconds{job="hisparse-coordinator"}[15m])',
+)
+STORM: Final = Trouble(
+    "HiSparseRetractionStorm",
+    "large requests of high priority, again and again, among small ones of low priority",
+    "sum(rate(hisparse_retractions_total[30s])) / sum(rate(hisparse_admissions_total[30s]))",
+)
+WRONG_COUNT: Final = Trouble(
+    "HiSparseAuditDifference",
+    "a worker that misses a seat which the ledger calls free",
+    "sum(hisparse_audit_differences_total)",
+)
+HANG: Final = Trouble(
+    "HiSparseWorkerHangs", "a decode loop that stands still", "max(hisparse_worker_executor_silent_seconds)"
+)
+SLOW_DISK: Final = Trouble(
+    "HiSparseJournalSlow",
+    f"a disk that takes {SLOW_S} s for a write",
+    "histogram_quantile(0.99, sum by (le) (rate(hisparse_journal_commit_seconds_bucket[10s])))",
+)
+FULL_DISK: Final = Trouble("HiSparseJournalFailing", "a disk that is full", "max(hisparse_journal_failing)")
+WAITS: Final = Trouble(
+    "HiSparseFenceWaitGrowth",
+    f"a worker that may run for {RUNS_S} s and stands still for {STANDS_S} s, in turn",
+    "max(rate(hisparse_worker_fence_wait_seconds_total[10s]) / rate(hisparse_worker_fence_waits_total[10s]))",
+    is_shrunk=True,
+)
+
+
 async def pressure(path: Path) -> list[Sighting]:
     """Memory runs short, a drain does not end, processes die."""
     async with scene(path) as it:
-        await it.crosses(
-            "HiSparseHostPoolNearlyFull",
-            "three requests that take nearly all host pages",
-            'sum(hisparse_host_pages{state="free"}) / sum(hisparse_host_pages)',
-            lambda: fill(it.client),
-        )
-        await it.crosses(
-            "HiSparseHitRateCollapse",
-            "hot buffers of 128 slots for contexts ten times as long",
-            "sum(rate(hisparse_worker_misses_total[10s])) / (sum(rate(hisparse_worker_hits_total[10s]))"
-            " + sum(rate(hisparse_worker_misses_total[10s])))",
-            trio.lowlevel.checkpoint,
-        )
 
         async def drain() -> None:
             last = await it.client.submit_detached([1] * 64, Sampling(4_000, ignore_eos=True))
             await running(it.client, last)
             await it.client.drain(["w0"])
 
-        draining = 'hisparse_workers{state="draining"}'
-        await it.crosses("HiSparseDrainStuck", "a drain of a worker with a long request", draining, drain)
-        await it.crosses("HiSparseWorkerDown", "SIGKILL", 'up{job="hisparse-worker"}', killed(it.worker))
-        up = 'up{job="hisparse-coordinator"}'
-        await it.crosses("HiSparseCoordinatorDown", "SIGKILL", up, killed(it.coordinator))
+        await it.cause(partial(fill, it.client), POOL_FULL, MISSES)
+        await it.cause(drain, DRAIN)
+        await it.cause(killed(it.worker), WORKER_DOWN)
+        await it.cause(killed(it.coordinator), COORDINATOR_DOWN)
         async with it.place.coordinator():
-            await until(lambda: not it.server.query(rules()["HiSparseCoordinatorDown"]))
-
+            await until(lambda: it.server.query("max(up) == 1"))
         async with AsyncExitStack() as stack:
-            starts = 'changes(process_start_time_seconds{job="hisparse-coordinator"}[15m])'
-            once_more = partial(stack.enter_async_context, it.place.coordinator())
-            await it.crosses("HiSparseCoordinatorRestarts", "a second start within a minute", starts, once_more)
+            await it.cause(partial(stack.enter_async_context, it.place.coordinator()), RESTARTS)
         return it.sightings
 
 
@@ -198,31 +251,20 @@ async def storm(path: Path) -> list[Sighting]:
                 nursery.start_soon(keep_asking, it.client, prompt(seed, PROMPT_TOKENS), MAX_TOKENS, 0)
             nursery.start_soon(keep_asking, it.client, prompt(4, LARGE_TOKENS), 4, 5)
 
-        await it.crosses(
-            "HiSparseRetractionStorm",
-            "large requests of high priority, again and again, among small ones of low priority",
-            "sum(rate(hisparse_retractions_total[30s])) / sum(rate(hisparse_admissions_total[30s]))",
-            begin,
-        )
+        await it.cause(begin, STORM)
         nursery.cancel_scope.cancel()
     return it.sightings
 
 
 async def wrong_count(path: Path) -> list[Sighting]:
     async with scene(path, defects={"worker": "lost-seat"}) as it:
-        await it.crosses(
-            "HiSparseAuditDifference",
-            "a worker that misses a seat which the ledger calls free",
-            "sum(hisparse_audit_differences_total)",
-            shown(it.place),
-        )
+        await it.cause(shown(it.place), WRONG_COUNT)
     return it.sightings
 
 
 async def hang(path: Path) -> list[Sighting]:
     async with scene(path, defects={"worker": "hang"}) as it:
-        silent = "max(hisparse_worker_executor_silent_seconds)"
-        await it.crosses("HiSparseWorkerHangs", "a decode loop that stands still", silent, shown(it.place))
+        await it.cause(shown(it.place), HANG)
     return it.sightings
 
 
@@ -230,8 +272,7 @@ async def slow_disk(path: Path) -> list[Sighting]:
     async with scene(path, defects={"coordinator": "slow-disk"}) as it, trio.open_nursery() as nursery:
         nursery.start_soon(keep_asking, it.client, prompt(1, 100), 60, 0)
         await until(lambda: it.server.query("hisparse_journal_commits_total > 20"))
-        quantile = "histogram_quantile(0.99, sum by (le) (rate(hisparse_journal_commit_seconds_bucket[10s])))"
-        await it.crosses("HiSparseJournalSlow", "a disk that takes 0.3 s for a write", quantile, shown(it.place))
+        await it.cause(shown(it.place), SLOW_DISK)
         nursery.cancel_scope.cancel()
     return it.sightings
 
@@ -239,49 +280,37 @@ async def slow_disk(path: Path) -> list[Sighting]:
 async def full_disk(path: Path) -> list[Sighting]:
     async with scene(path, defects={"coordinator": "full-disk"}) as it, trio.open_nursery() as nursery:
         nursery.start_soon(keep_asking, it.client, prompt(1, 100), 60, 0)
-        failing = "max(hisparse_journal_failing)"
-        await it.crosses("HiSparseJournalFailing", "a disk that is full", failing, shown(it.place))
+        await it.cause(shown(it.place), FULL_DISK)
         nursery.cancel_scope.cancel()
     return it.sightings
 
 
 async def waits(path: Path) -> list[Sighting]:
+    """Under simulated streams, whose host waits for them."""
     settings = {"HISPARSE_WORKER_STREAM_BACKEND": "simulated", "HISPARSE_WORKER_STREAM_SEED": "7"}
     async with scene(path, settings=settings) as it, trio.open_nursery() as nursery:
-        nursery.start_soon(keep_asking, it.client, prompt(1, 100), 200, 0)
-        await until(lambda: it.server.query("hisparse_worker_fence_waits_total > 50"))
-        await trio.sleep(QUIET_S)
 
         async def slow_down() -> None:
             nursery.start_soon(halt_again_and_again, it.worker)
 
-        await it.crosses(
-            "HiSparseFenceWaitGrowth",
-            f"a worker that may run for {RUNS_S} s and stands still for {STANDS_S} s, in turn",
-            "max(rate(hisparse_worker_fence_wait_seconds_total[10s]) / rate(hisparse_worker_fence_waits_total[10s]))",
-            slow_down,
-        )
+        nursery.start_soon(keep_asking, it.client, prompt(1, 100), 200, 0)
+        await until(lambda: it.server.query("hisparse_worker_fence_waits_total > 50"))
+        await trio.sleep(QUIET_S)
+        await it.cause(slow_down, WAITS)
         nursery.cancel_scope.cancel()
     return it.sightings
 
 
-#: By the alerts that each of them causes, in order.
-SCENES: Final[dict[tuple[str, ...], Callable[[Path], Awaitable[list[Sighting]]]]] = {
-    (
-        "HiSparseHostPoolNearlyFull",
-        "HiSparseHitRateCollapse",
-        "HiSparseDrainStuck",
-        "HiSparseWorkerDown",
-        "HiSparseCoordinatorDown",
-        "HiSparseCoordinatorRestarts",
-    ): pressure,
-    ("HiSparseRetractionStorm",): storm,
-    ("HiSparseAuditDifference",): wrong_count,
-    ("HiSparseWorkerHangs",): hang,
-    ("HiSparseJournalSlow",): slow_disk,
-    ("HiSparseJournalFailing",): full_disk,
-    ("HiSparseFenceWaitGrowth",): waits,
-}
+#: Each with what it causes, in order.
+SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
+    (pressure, (POOL_FULL, MISSES, DRAIN, WORKER_DOWN, COORDINATOR_DOWN, RESTARTS)),
+    (storm, (STORM,)),
+    (wrong_count, (WRONG_COUNT,)),
+    (hang, (HANG,)),
+    (slow_disk, (SLOW_DISK,)),
+    (full_disk, (FULL_DISK,)),
+    (waits, (WAITS,)),
+)
 
 
 # ---------------------------------------------------------------- causes
@@ -360,7 +389,8 @@ HEADER: Final = ("| alert | caused by | metric | before | then | after |", "|---
 
 def as_row(it: Sighting) -> str:
     """A row of a table in Markdown."""
-    return f"| {it.alert} | {it.cause} | `{it.metric}` | {it.before} | {it.after} | {it.seconds:.0f} s |"
+    trouble = it.trouble
+    return f"| {trouble.alert} | {trouble.cause} | `{trouble.metric}` | {it.before} | {it.after} | {it.seconds:.0f} s |"
 
 
 def main() -> int:
@@ -369,7 +399,8 @@ def main() -> int:
     wanted = set(parser.parse_args().alerts)
     missed = 0
     print(*HEADER, sep="\n", flush=True)
-    for alerts, play in SCENES.items():
+    for play, troubles in SCENES:
+        alerts = [trouble.alert for trouble in troubles]
         if wanted and not wanted & set(alerts):
             continue
         with tempfile.TemporaryDirectory() as name:

@@ -128,9 +128,11 @@ def prometheus(place: Path, port: int, jobs: Mapping[str, Sequence[int]]) -> Ite
         child.wait()
 
 
-async def until(condition: Callable[[], object], explain: Callable[[], object] = lambda: "") -> None:
-    """Poll `condition` in a thread until it holds, at most DATA_LIMIT_S."""
-    give_up_at = trio.current_time() + DATA_LIMIT_S
+async def until(
+    condition: Callable[[], object], explain: Callable[[], object] = lambda: "", limit_s: float = DATA_LIMIT_S
+) -> None:
+    """Poll `condition` in a thread until it holds, at most `limit_s`."""
+    give_up_at = trio.current_time() + limit_s
     while not await trio.to_thread.run_sync(condition):
         assert trio.current_time() < give_up_at, explain()
         await trio.sleep(0.25)

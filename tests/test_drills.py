@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from tests import drills
-from tests.drills import HEADER, SCENES, Sighting, as_row, rules, shrunk
+from tests.drills import HEADER, SCENES, Play, Sighting, Trouble, as_row, rules, shrunk
 from tests.prometheus_rig import program
 
 #: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tests.drills`.
 LONG = (drills.hang, drills.waits)
-QUICK = {alerts: play for alerts, play in SCENES.items() if play not in LONG}
+QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("alerts", QUICK, ids="+".join)
-async def test_each_trouble_is_seen_by_its_alert(alerts: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("play", "troubles"), QUICK, ids=[play.__name__ for play, _ in QUICK])
+async def test_each_trouble_is_seen_by_its_alert(play: Play, troubles: tuple[Trouble, ...], tmp_path: Path) -> None:
     """None of it is there before."""
     program("prometheus")
-    play: Callable[[Path], Awaitable[list[Sighting]]] = SCENES[alerts]
-    assert tuple(sighting.alert for sighting in await play(tmp_path)) == alerts
+    assert tuple(sighting.trouble for sighting in await play(tmp_path)) == troubles
 
 
 def test_every_alert_has_a_drill() -> None:
-    assert sorted(alert for alerts in SCENES for alert in alerts) == sorted(rules())
+    assert sorted(trouble.alert for _, troubles in SCENES for trouble in troubles) == sorted(rules())
 
 
 def test_windows_are_shrunk_in_proportion() -> None:
@@ -34,6 +32,6 @@ def test_windows_are_shrunk_in_proportion() -> None:
 
 
 def test_what_was_seen_is_a_table() -> None:
-    row = as_row(Sighting("HiSparseX", "a cause", "max(x)", "0", "3", 4.2))
+    row = as_row(Sighting(Trouble("HiSparseX", "a cause", "max(x)"), "0", "3", 4.2))
     assert row == "| HiSparseX | a cause | `max(x)` | 0 | 3 | 4 s |"
     assert {line.count("|") for line in (*HEADER, row)} == {7}
