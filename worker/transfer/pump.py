@@ -84,7 +84,7 @@ class Pump(ABC, Generic[ActionT, EventT]):
 
     def _nudge(self) -> None:
         """Have the thread turn, from whatever thread."""
-        with suppress(OSError):  # -1: it turns no more
+        with suppress(ValueError):  # -1: it turns no more
             os.eventfd_write(self._kick, 1)
 
     def _tell(self, event: EventT) -> None:
