@@ -37,9 +37,12 @@ from coordinator.journal.recovery import recover
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.transport.descriptors import make_room
 from coordinator.transport.endpoint_lock import make_private_dir
+from coordinator.transport.guards import Door
 from coordinator.transport.keys import Insecure, read_allowed, read_server_key
-from coordinator.transport.sockets import ROUTER_QUEUE_MESSAGES, Door, RouterSocket
+from coordinator.transport.lobby import NEWCOMERS_MAX
+from coordinator.transport.sockets import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.transport.zap import AllowList, ZapHandler
 from coordinator.version import our_version
 from coordinator.workers.tokenizer_store import TokenizerStore
@@ -362,6 +365,8 @@ def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandl
 def open_sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, RouterSocket]]:
     """Client, admin and worker sockets, bound and locked. Raises ConfigError or Unavailable; nothing stays behind."""
     cluster = config.cluster
+    connections_max = max(config.coordinator.connections_max, WORKERS_MAX)
+    make_room(3 * (connections_max + NEWCOMERS_MAX))
     make_private_dir(cluster.runtime_dir)
     sockets: list[RouterSocket] = []
     try:
@@ -377,7 +382,7 @@ def open_sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, R
                     credentials=role == "worker",
                     unread_messages=ROUTER_QUEUE_MESSAGES if role == "worker" else CLIENT_UNREAD_MESSAGES,
                     guard=_guard(cluster, role, endpoint),
-                    connections_max=max(config.coordinator.connections_max, WORKERS_MAX),
+                    connections_max=connections_max,
                     per_user_max=WORKERS_MAX if role == "worker" else config.coordinator.connections_per_key_max,
                 )
             )

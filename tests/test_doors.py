@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -12,10 +14,12 @@ from zmq.utils import z85
 
 from coordinator.errors import CapacityError
 from coordinator.transport import lobby
+from coordinator.transport.descriptors import BESIDES
 from coordinator.transport.keys import AllowedKey
 from coordinator.transport.lobby import NEWCOMERS_MAX, Lobby
 from coordinator.transport.meter import BYTES_PER_TOKEN, CUT_AFTER, Meter, Verdict, cost_of
 from coordinator.transport.zap import AllowList, Answer, ZapHandler
+from tests.process_rig import ROOT
 
 PAIRS = [zmq.curve_keypair() for _ in range(3)]
 PUBLICS = [public.decode() for public, _ in PAIRS]
@@ -136,6 +140,25 @@ def test_counts_are_right_whatever_happens(steps: list[tuple[str, int, str]]) ->
                     assert len(it.of({user})) == 2 or len(it.of("ab")) == 4
         it.check_invariants()
         assert all(len(it.of({name})) <= 2 for name in "ab")
+
+
+def room_made(soft: int, hard: int, connections: int) -> list[str]:
+    """Soft limit after `make_room` in a process with these limits, and what it logged."""
+    script = (
+        "import resource, sys; from coordinator.transport.descriptors import make_room\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        f"make_room({connections}); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [done.stdout.strip(), done.stderr.strip()]
+
+
+def test_there_is_a_descriptor_for_every_connection_as_far_as_the_system_permits() -> None:
+    assert room_made(256, 8_000, 1_000) == [str(1_000 + BESIDES), ""]
+    assert room_made(4_000, 8_000, 1_000) == ["4000", ""]
+    limited, said = room_made(256, 1_000, 1_000)
+    assert limited == "1000"
+    assert "too few descriptors" in said
 
 
 # ---------------------------------------------------------------- who may come in

@@ -20,6 +20,7 @@ from coordinator.errors import CapacityError, ConfigError, HiSparseError, NotAll
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
 from coordinator.transport import keys as key_files
 from coordinator.transport import lobby, meter, sockets
+from coordinator.transport.guards import Door
 from coordinator.transport.keys import Insecure
 from coordinator.transport.sockets import DealerSocket
 from tests.gateway_rig import hear, say
@@ -324,7 +325,7 @@ async def test_a_worker_with_another_roles_key_ends_and_says_why(tmp_path: Path)
 def test_a_door_without_its_doorkeeper_stays_shut(tmp_path: Path) -> None:
     """libzmq would let everybody in who speaks CURVE, were it not told to insist."""
     keys = new_keys(tmp_path)
-    door = sockets.Door(key_files.read_server_key(keys), "client")
+    door = Door(key_files.read_server_key(keys), "client")
     router = sockets.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=door)
 
     async def knock() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket as std_socket
 import stat
 import subprocess
 import sys
@@ -410,6 +411,24 @@ async def test_who_has_hung_up_is_still_told_from_whoever_came_next(endpoint: st
             seen += await router.recv_batch()
     assert {received.pid for received in seen} == {child.pid, os.getpid()}
     dealer.close()
+    router.close()
+
+
+async def test_a_peer_cannot_claim_another_process(endpoint: str) -> None:
+    """Its handshake may carry properties of its own making; those of libzmq win."""
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
+    claims = {b"Socket-Type": b"DEALER", b"Identity": b"", b"Peer-Address": b"localhost:0:0:1", b"User-Id": b"admin"}
+    properties = b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in claims.items()
+    )
+    ready = b"\x05READY" + properties
+    with std_socket.socket(std_socket.AF_UNIX) as peer:
+        peer.connect(endpoint.removeprefix("ipc://"))
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        peer.sendall(bytes([4, len(ready)]) + ready + b"\x00\x05hello")
+        with trio.fail_after(5):
+            (received,) = await router.recv_batch()
+    assert (received.frame, received.pid, received.user) == (b"hello", os.getpid(), "")
     router.close()
 
 

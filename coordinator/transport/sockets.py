@@ -16,12 +16,11 @@ socket's descriptor itself. The rules, each with a test (tests/test_sockets.py):
     is seen on the socket's monitor, waited for together with the socket through one epoll descriptor. Reconnecting is
     put off rather than switched off: switched off, libzmq throws away what had arrived and was not yet read.
   * A routing id is the ROUTER's name for a connection and says nothing about who is there: identity is in the Hello.
-    What libzmq attests of a connection it attaches to each message: over ipc the process that made it, over tcp the
-    user whose key it bears. (The descriptor, attached too, is only a number, and may be the next connection's by now.)
-  * tcp takes CURVE keys on both ends (keys.py, zap.py), or the operator's word that none are wanted; a door without its
-    ZAP handler stays shut. An ipc path is as good as its directory: ours, a real one, mode 0700, checked by both ends.
-  * libzmq accepts any number of connections and tells nobody. Its events are read now and then, and whoever does not
-    introduce himself is shut out (lobby.py).
+    What libzmq attests of a connection comes with each message (guards.py): over ipc the process that made it, over
+    tcp the user whose key it bears. The descriptor, too, is only a number, and may be the next connection's by now.
+  * tcp takes CURVE keys on both ends (keys.py, zap.py), or the operator's word that none are wanted. An ipc path is as
+    good as its directory: ours, a real one, mode 0700, checked by both ends.
+  * libzmq accepts any number of connections; who does not introduce himself is shut out (visits.py, lobby.py).
 
 Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
 Routers and dealers live in separate contexts, because within one context closing a ROUTER leaves its ipc connections
@@ -32,22 +31,30 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import os
 import select
-import socket as std_socket
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from coordinator.errors import BadInput, ConfigError, NotAllowed, Unavailable
+from coordinator.errors import BadInput, ConfigError, Unavailable
 from coordinator.transport.endpoint_lock import EndpointLock, check_private_dir
-from coordinator.transport.keys import Insecure, PeerKey, ServerKey
+from coordinator.transport.guards import (
+    Door,
+    attested_pid,
+    attested_user,
+    check_guarded,
+    guard_door,
+    hung_up,
+    not_allowed,
+    show_key,
+)
+from coordinator.transport.keys import Insecure, PeerKey
 from coordinator.transport.lobby import Lobby
+from coordinator.transport.visits import Visits
 
 #: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
 BATCH_MESSAGES_MAX: Final = 256
@@ -77,9 +84,6 @@ RECONNECT_NEVER_MS: Final = 3_600_000
 #: Where libzmq asks who may come in, one per context.
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
-#: Numbers for the addresses of doors' events.
-_VISITS: Final = itertools.count()
-
 T = TypeVar("T")
 
 
@@ -103,13 +107,6 @@ class Received(NamedTuple):
     pid: int
     user: str = ""
     descriptor: int = -1
-
-
-class Door(NamedTuple):
-    """What a tcp endpoint is guarded by: the coordinator's key, and the role whose keys are allowed (zap.py)."""
-
-    key: ServerKey
-    role: str
 
 
 @functools.cache
@@ -223,7 +220,7 @@ class RouterSocket(Watched):
     ) -> None:
         """Bind to `endpoint`. Of one connection libzmq holds `queue_messages` unsent and `unread_messages` (default: as
         many) unread. Raises ConfigError (unusable or unguarded endpoint) or Unavailable (another holds it)."""
-        _check_guarded(endpoint, guard)
+        check_guarded(endpoint, guard)
         self.endpoint = endpoint
         self.message_bytes_max = message_bytes_max
         self.lobby = Lobby(connections_max, per_user_max)
@@ -236,8 +233,8 @@ class RouterSocket(Watched):
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
         self._has_keys = isinstance(guard, Door) and not endpoint.startswith("ipc://")
         if isinstance(guard, Door) and self._has_keys:
-            _guard(socket, guard)
-        self._visits = _visits(socket)
+            guard_door(socket, guard)
+        self._visits = Visits(socket, self.lobby)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -262,8 +259,8 @@ class RouterSocket(Watched):
         return Received(
             peer.bytes,
             frames[0].bytes if len(frames) == 1 else b"",
-            _attested_pid(peer) if self._credentials else 0,
-            _attached(peer, "User-Id") if self._has_keys else "",
+            attested_pid(peer) if self._credentials else 0,
+            attested_user(peer) if self._has_keys else "",
             int(peer.get(zmq.SRCFD)),
         )
 
@@ -283,52 +280,26 @@ class RouterSocket(Watched):
 
     def introduce(self, received: Received) -> None:
         """The connection has said a hello that is accepted. Raises CapacityError when its user has too many."""
-        self._note_visits(trio.current_time())
-        self.lobby.introduce(received.descriptor, received.user)
-
-    async def sweep(self, on_cut: Callable[[str], None]) -> None:
-        """Shut out who does not introduce himself, until cancelled; `on_cut` is told the reason for each."""
-        while True:
-            await trio.sleep(SWEEP_INTERVAL_S)
-            if self.closed:
-                return
-            self._note_visits(trio.current_time())
-            for descriptor in self.lobby.overdue(trio.current_time()):
-                self._cut(descriptor)
-                on_cut("no hello")
+        self._visits.introduce(received.descriptor, received.user, trio.current_time())
 
     def cut(self, received: Received) -> None:
         """End the connection that `received` came by. Its owner is heard no more, and sees it as lost."""
-        self._cut(received.descriptor)
+        self._visits.cut(received.descriptor)
 
     def cut_users(self, users: Collection[str]) -> int:
         """End the connections of these users; returns how many."""
-        self._note_visits(trio.current_time())
-        descriptors = self.lobby.of(users)
-        for descriptor in descriptors:
-            self._cut(descriptor)
-        return len(descriptors)
+        return self._visits.cut_users(users, trio.current_time())
 
-    def _cut(self, descriptor: int) -> None:
-        """libzmq sees the peer hang up and cleans up by itself. A number that is no connection any more: nothing."""
-        self.lobby.left(descriptor)
-        with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.shutdown(std_socket.SHUT_RDWR)
-
-    def _note_visits(self, now: float) -> None:
-        while True:
-            try:
-                event = parse_monitor_message(self._visits.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self.lobby.came(int(event["value"]), now)
-            else:
-                self.lobby.left(int(event["value"]))
+    async def sweep(self, on_cut: Callable[[str], None]) -> None:
+        """Shut out who does not introduce himself, until cancelled or closed; `on_cut` is told the reason for each."""
+        await trio.sleep(SWEEP_INTERVAL_S)
+        while not self.closed:
+            for _ in range(self._visits.cut_overdue(trio.current_time())):
+                on_cut("no hello")
+            await trio.sleep(SWEEP_INTERVAL_S)
 
     def close(self) -> None:
         if not self.closed:
-            self._socket.disable_monitor()
             self._visits.close()
         super().close()
         self._lock.release()
@@ -375,7 +346,7 @@ class DealerSocket(Watched):
 
         `message_bytes_max` bounds what may be sent. Cancelled: nothing is left open.
         """
-        _check_guarded(endpoint, key)
+        check_guarded(endpoint, key)
         if endpoint.startswith("ipc://"):
             check_private_dir(os.path.dirname(endpoint.removeprefix("ipc://")) or ".", missing_ok=True)
         socket = _context("dealer").socket(zmq.DEALER)
@@ -385,7 +356,7 @@ class DealerSocket(Watched):
         dealer = cls(socket, monitor, endpoint, message_bytes_max)
         if isinstance(key, PeerKey) and not endpoint.startswith("ipc://"):
             dealer._key = key
-            _bear(socket, key)
+            show_key(socket, key)
         try:
             socket.connect(endpoint)
             with trio.fail_after(CONNECT_LIMIT_S):
@@ -407,11 +378,11 @@ class DealerSocket(Watched):
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise _not_allowed(self.endpoint, self._key)
+                    raise not_allowed(self.endpoint, self._key)
                 case zmq.EVENT_CLOSED:
                     raise _unavailable(self.endpoint, "nobody listens there")
                 case int():
-                    raise _hung_up(self.endpoint, self._key)
+                    raise hung_up(self.endpoint, self._key)
 
     def _next_event(self) -> int | None:
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -491,73 +462,6 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, 
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     if not endpoint.startswith("ipc://"):
         socket.setsockopt(zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS)
-
-
-def _check_guarded(endpoint: str, guard: Door | PeerKey | Insecure | None) -> None:
-    if guard is None and not endpoint.startswith(("ipc://", "inproc://")):
-        raise ConfigError(
-            "tcp takes keys, or the word that none are wanted",
-            field="endpoint",
-            value=endpoint,
-            remedy="set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure",
-        )
-
-
-def _guard(socket: zmq.Socket[bytes], door: Door) -> None:
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, door.key.secret.encode())
-    socket.setsockopt(zmq.ZAP_DOMAIN, door.role.encode())
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-def _bear(socket: zmq.Socket[bytes], key: PeerKey) -> None:
-    socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.encode())
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
-
-
-def _visits(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Who comes and leaves. Without a high-water mark: libzmq would wait for room, and with it everybody."""
-    address = f"inproc://visits-{next(_VISITS)}"
-    socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-    visits = router_context().socket(zmq.PAIR)
-    visits.setsockopt(zmq.RCVHWM, 0)
-    visits.connect(address)
-    return visits
-
-
-def _attached(frame: zmq.Frame, name: str) -> str:
-    """What libzmq says of the connection that `frame` came by; "" when it says nothing."""
-    try:
-        return str(frame.get(name))
-    except zmq.ZMQError:
-        return ""
-
-
-def _attested_pid(frame: zmq.Frame) -> int:
-    """The process at the other end of an ipc connection, from when it was made: "address:uid:gid:pid"."""
-    pid = _attached(frame, "Peer-Address").rpartition(":")[2]
-    return int(pid) if pid.isdecimal() else 0
-
-
-def _not_allowed(endpoint: str, key: PeerKey | None) -> NotAllowed:
-    whose = f"the key of {key.role} {key.name} ({key.path})" if key else "a peer without a key"
-    return NotAllowed(
-        f"{whose} is not let in here",
-        field="endpoint",
-        value=endpoint,
-        remedy="allow it with `hisparse keys add` and send the coordinator SIGHUP, or use the endpoint of its role",
-    )
-
-
-def _hung_up(endpoint: str, key: PeerKey | None) -> Unavailable:
-    """A coordinator that cannot read a handshake says nothing; nor does one that dies just then."""
-    if key is None:
-        message, remedy = "it hung up: does it want a key?", "set cluster.keys_dir, or start it"
-    else:
-        message = f"it hung up: the server key in {key.path} may not be this coordinator's, or it takes no keys"
-        remedy = "get a fresh key file from its operator, or start it"
-    return Unavailable(message, field="endpoint", value=endpoint, remedy=remedy)
 
 
 def _unavailable(endpoint: str, message: str) -> Unavailable:
