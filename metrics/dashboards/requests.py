@@ -208,9 +208,50 @@ TRAFFIC: Final = Row(
     ),
 )
 
+FRONT: Final = Row(
+    "HTTP front",
+    (
+        Panel(
+            "Answers",
+            "Per second, by path and status, and completions being answered. Bad: 5xx; 429 at the usual load.",
+            "reqps",
+            (
+                Query(
+                    "sum by (path, status) (rate(hisparse_http_answers_total[$__rate_interval]))",
+                    "{{path}} {{status}}",
+                    rare=True,
+                ),
+                Query("sum(hisparse_http_requests)", "now", rare=True),
+            ),
+        ),
+        Panel(
+            "To a first token",
+            "As HTTP clients see it. Bad: far above what the coordinator sees: tokenization, or the journal.",
+            "s",
+            quantiles("hisparse_http_first_token_seconds", 0.5, 0.99, rare=True),
+        ),
+        Panel(
+            "Whole answers",
+            "To the end of a completion. Bad: growth at the same lengths.",
+            "s",
+            quantiles("hisparse_http_answer_seconds", 0.5, 0.99, rare=True),
+        ),
+        Panel(
+            "Left",
+            "Clients per second that left before their answer, and requests aborted since nobody listened. Bad: a "
+            "steady rate: clients give up.",
+            "cps",
+            (
+                Query("sum(rate(hisparse_http_disconnects_total[$__rate_interval]))", "left", rare=True),
+                Query("sum(rate(hisparse_http_abandoned_total[$__rate_interval]))", "aborted", rare=True),
+            ),
+        ),
+    ),
+)
+
 REQUESTS: Final = Dashboard(
     "hisparse-requests",
     "HiSparse: Requests",
     "What happens to requests: how many, how long, and why not.",
-    (LIFE, LATENCY, RETURNS, REASONS, TRAFFIC),
+    (LIFE, LATENCY, RETURNS, REASONS, TRAFFIC, FRONT),
 )

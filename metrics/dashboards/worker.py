@@ -292,6 +292,42 @@ LINK: Final = Row(
     ),
 )
 
+TRANSFERS: Final = Row(
+    "Pages to and from other nodes",
+    (
+        Panel(
+            "Bytes carried",
+            "Verified bytes of host pages per second, by end. Bad: far below the network while transfers are open.",
+            "Bps",
+            (Query(rate("hisparse_transfer_bytes_total"), "{{instance}} {{end}}", rare=True),),
+        ),
+        Panel(
+            "Open",
+            "Transfers under way, and bytes written and not yet verified. Bad: transfers that stay open at no bytes.",
+            "none",
+            (
+                Query(f"hisparse_transfer_open{{{ONE}}}", "{{instance}} {{end}} transfers", rare=True),
+                Query(f"hisparse_transfer_in_flight_bytes{{{ONE}}}", "{{instance}} {{end}} bytes", rare=True),
+            ),
+        ),
+        Panel(
+            "In vain",
+            "Per second: units whose checksum did not fit, transfers ended early, senders shut out, and revocations "
+            "that nobody could prove. Bad: checksums at all; unproved at all: pages in quarantine.",
+            "cps",
+            tuple(
+                Query(rate(f"hisparse_transfer_{name}_total"), f"{{{{instance}}}} {{{{end}}}} {words}", rare=True)
+                for name, words in (
+                    ("refused_units", "checksum"),
+                    ("ended_early", "early"),
+                    ("shut_out", "shut out"),
+                    ("unproved", "unproved"),
+                )
+            ),
+        ),
+    ),
+)
+
 PROMPTS: Final = Row(
     "Prompts and returns",
     (
@@ -369,6 +405,6 @@ WORKER: Final = Dashboard(
     "hisparse-worker",
     "HiSparse: Worker",
     "One worker: what a step waits for, what its memories hold, what crosses the link to the host.",
-    (STEPS, OUTPUT, MEMORY, LAYERS, LINK, PROMPTS, PROCESS),
+    (STEPS, OUTPUT, MEMORY, LAYERS, LINK, PROMPTS, TRANSFERS, PROCESS),
     (Variable("worker", "instance", "hisparse_worker_seats"),),
 )
