@@ -42,6 +42,12 @@ class Process:
             await trio.sleep(0.05)
         return int(found[1])
 
+    async def url(self) -> str:
+        """Where it says it listens, of an HTTP front."""
+        while not (found := re.search(r"listening .*url=(http://\S+)", self.log.read_text())):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        return found[1]
+
     async def get(self, path: str) -> tuple[int, str]:
         """Status and body of a page of its exporter."""
         port = await self.metrics_port()
@@ -86,6 +92,12 @@ class Place:
     @asynccontextmanager
     async def coordinator(self) -> AsyncIterator[Process]:
         async with self._running("coordinator") as process:
+            yield process
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[Process]:
+        """The HTTP front, at any free port."""
+        async with self._running("http", "--port", "0") as process:
             yield process
 
     @asynccontextmanager

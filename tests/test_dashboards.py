@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -110,21 +111,24 @@ def filled(expr: str) -> str:
 
 @pytest.mark.process
 async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path: Path) -> None:
-    """A coordinator and a worker under load, scraped by Prometheus: no expression fails, and each that is not about
-    trouble gives series."""
+    """A coordinator, a worker and the HTTP front under load, scraped by Prometheus: no expression fails, and each that
+    is not about trouble gives series."""
     from worker.runners.tiny import write_tiny_checkpoint
 
     program("prometheus")
     write_tiny_checkpoint(tmp_path / "model")
     place = Place(tmp_path, tmp_path / "model")
-    async with place.coordinator() as coordinator, place.worker() as worker:
+    async with place.coordinator() as coordinator, place.worker() as worker, place.http() as http:
         jobs = {
+            "hisparse-http": [await http.metrics_port()],
             "hisparse-coordinator": [await coordinator.metrics_port()],
             "hisparse-worker": [await worker.metrics_port()],
         }
         with prometheus(tmp_path, free_port(), jobs) as server:
             await until(lambda: server.is_up(jobs))
-            async with load(place):
+            await until(lambda: server.query("min(hisparse_link_welcomed) + min(hisparse_http_connected) == 2"))
+            async with load(place), trio.open_nursery() as nursery:
+                nursery.start_soon(_completions, await http.url())
                 wanted = [query.expr for _, panel in PANELS for query in panel.queries if not query.rare]
                 wanted += [f"count({name})" for name in _metrics_of_alerts() if not SILENT.fullmatch(name)]
                 await until(lambda: not without_data(server, wanted), lambda: without_data(server, wanted))
@@ -134,6 +138,7 @@ async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path:
                 rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
                 assert {rule["name"]: rule["health"] for rule in rules} == {it["alert"]: "ok" for it in alerts()}
                 assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+                nursery.cancel_scope.cancel()
 
 
 def without_data(server: Server, exprs: list[str]) -> list[str]:
@@ -164,6 +169,15 @@ async def _requests(client: Client, prompt: bytes) -> None:
         stream = await client.submit(list(prompt), Sampling(48, ignore_eos=True))
         async for _ in stream:
             pass
+
+
+async def _completions(url: str) -> None:
+    """Answers over HTTP, one after the other."""
+    body = json.dumps({"model": "model", "prompt": "hello", "max_tokens": 20, "stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    while True:
+        await trio.to_thread.run_sync(lambda: urllib.request.urlopen(request, timeout=20).read())
+        await trio.sleep(0.1)
 
 
 async def _trouble(client: Client) -> None:

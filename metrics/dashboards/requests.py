@@ -219,22 +219,21 @@ FRONT: Final = Row(
                 Query(
                     "sum by (path, status) (rate(hisparse_http_answers_total[$__rate_interval]))",
                     "{{path}} {{status}}",
-                    rare=True,
                 ),
-                Query("sum(hisparse_http_requests)", "now", rare=True),
+                Query("sum(hisparse_http_requests)", "now"),
             ),
         ),
         Panel(
             "To a first token",
             "As HTTP clients see it. Bad: far above what the coordinator sees: tokenization, or the journal.",
             "s",
-            quantiles("hisparse_http_first_token_seconds", 0.5, 0.99, rare=True),
+            quantiles("hisparse_http_first_token_seconds", 0.5, 0.99),
         ),
         Panel(
             "Whole answers",
             "To the end of a completion. Bad: growth at the same lengths.",
             "s",
-            quantiles("hisparse_http_answer_seconds", 0.5, 0.99, rare=True),
+            quantiles("hisparse_http_answer_seconds", 0.5, 0.99),
         ),
         Panel(
             "Left",
@@ -242,8 +241,8 @@ FRONT: Final = Row(
             "steady rate: clients give up.",
             "cps",
             (
-                Query("sum(rate(hisparse_http_disconnects_total[$__rate_interval]))", "left", rare=True),
-                Query("sum(rate(hisparse_http_abandoned_total[$__rate_interval]))", "aborted", rare=True),
+                Query("sum(rate(hisparse_http_disconnects_total[$__rate_interval]))", "left"),
+                Query("sum(rate(hisparse_http_abandoned_total[$__rate_interval]))", "aborted"),
             ),
         ),
     ),
