@@ -21,6 +21,7 @@ LOG_FORMATS: Final = ("logfmt", "json")
 SPEAKERS: Final = ("client", "admin")
 STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
+TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
 KV_DTYPES: Final = (*DTYPES, "fp8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -131,6 +132,14 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _name("worker.name", worker.name)
     yield _name("worker.node", worker.node)
     yield _one_of("worker.role", worker.role, ROLES)
+    yield _one_of("worker.transfer", worker.transfer, TRANSFER_ENGINES)
+    yield Check(
+        worker.transfer in ("", "shared") or worker.transfer_address.startswith("tcp://"),
+        "worker.transfer_address",
+        worker.transfer_address,
+        f"pages of other nodes come by {worker.transfer} through a network",
+        "name an address of this node, as in tcp://10.0.0.2:0",
+    )
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
     yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)

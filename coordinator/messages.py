@@ -114,7 +114,8 @@ class WorkerCapacity(Part, frozen=True):
     A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
     hot chunk 64 device rows in every layer. Prefill slab pages hold 64 prompt tokens each. `hot_size_classes` are the
     managed hot-buffer sizes in slots, ascending; `tail_slots` come on top in a chunk of their own. `pool_id` is drawn
-    when the pool at `pool_path` is created: another id means that the rows of before are gone.
+    when the pool at `pool_path` is created: another id means that the rows of before are gone. `sends`, `receives`:
+    host pages, to and from other nodes.
     """
 
     seats: int
@@ -129,6 +130,8 @@ class WorkerCapacity(Part, frozen=True):
     pool_path: str
     pool_id: int = 0
     role: str = BOTH
+    sends: bool = False
+    receives: bool = False
 
     @property
     def prefills(self) -> bool:
@@ -517,6 +520,9 @@ class Admit(Part, frozen=True, tag=True):
 
     `hot_slots` NO_HOT_BUFFER: only compute the prompt and stage it, draw the first token, and leave, with Staged and
     then Released. `first_token` was drawn in an earlier stay and held back; it is forced like those of `generated`.
+
+    `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
+    describes (worker/transfer), and leave when all were delivered, or that has failed.
     """
 
     admission: int
@@ -532,6 +538,27 @@ class Admit(Part, frozen=True, tag=True):
     hot_slots: int  # 0: resident
     hot_chunks: int
     first_token: int = NO_TOKEN
+    ticket: int = 0
+    destination: bytes = b""
+
+
+class Receive(Part, frozen=True, tag=True):
+    """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
+    `admission`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
+    writes there any more). The pages behind the prompt wait for decoding."""
+
+    admission: int
+    slot: int
+    request_id: str
+    prompt_tokens: int
+    host_pages: bytes
+
+
+class Exited(Part, frozen=True, tag=True):
+    """Process `pid` of `worker` is proved gone: it sends nothing any more."""
+
+    worker: str
+    pid: int
 
 
 class Grant(Part, frozen=True, tag=True):
@@ -573,7 +600,7 @@ class Audit(Part, frozen=True, tag=True):
     number: int
 
 
-Command: TypeAlias = Admit | Grant | Resize | Withdraw | Stop | Audit
+Command: TypeAlias = Admit | Receive | Exited | Grant | Resize | Withdraw | Stop | Audit
 
 
 class WorkerWelcome(Message, frozen=True):
@@ -651,6 +678,7 @@ class WorkerHello(Message, frozen=True):
     """First message on a worker connection; a fresh DEALER per (re)connect.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
+    `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty: nowhere.
     """
 
     protocol: int
@@ -665,6 +693,7 @@ class WorkerHello(Message, frozen=True):
     capacity: WorkerCapacity
     held: tuple[Held, ...] = ()
     report_first: int = 1
+    receiver: bytes = b""
 
 
 class Progress(Part, frozen=True):
@@ -752,8 +781,8 @@ class Inventory(Part, frozen=True, tag=True):
     one have happened.
 
     Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
-    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks` (granted) and
-    `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
+    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
+    (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
     """
 
     number: int

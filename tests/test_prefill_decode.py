@@ -1,4 +1,5 @@
-"""Prefill and decode in different processes: two workers compute prompts, two others decode them, over one host pool.
+"""Prefill and decode in different processes: two workers compute prompts, two others decode them, over one host pool or
+from one pool to another.
 
 Deterministic, so outputs are those of workers that do both; killed and stopped in the middle, too.
 """
@@ -8,16 +9,23 @@ from __future__ import annotations
 import http.client
 import re
 import signal
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.client.client import Client
+from coordinator.client.client import Client, open_client
+from coordinator.cluster.children import Child, stop_children
+from coordinator.cluster.up import _answers, _start
+from coordinator.config import Config, pool_path
+from coordinator.errors import CapacityError
 from coordinator.messages import AUTO, DIRECT, Sampling
 from tests.cluster_rig import (
+    assert_books_agreed,
     assert_nothing_leaked,
     cluster_of_two,
     crash_config,
@@ -25,6 +33,8 @@ from tests.cluster_rig import (
     until_all_connected,
     write_model,
 )
+from tests.test_transfer_engines import why_absent
+from worker.pool_file import remove_pool
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -138,3 +148,96 @@ async def test_prompts_of_a_worker_that_is_lost_are_prefilled_by_another(
         await assert_nothing_leaked(client)
         stories = [(await client.request(f"lost-{i}")).story for i in range(REQUESTS)]
     assert any(line.event == "lost" for story in stories for line in story), said
+
+
+# ---------------------------------------------------------------- two nodes
+
+
+@asynccontextmanager
+async def two_nodes(
+    config: Config, log_dir: Path, engine: str, *, decoder_page: str = "auto"
+) -> AsyncIterator[tuple[dict[str, Child], Client]]:
+    """A coordinator, two workers that prefill on node a and two that decode on node b: two pools, on one machine."""
+    address = "" if engine == "shared" else "tcp://127.0.0.1:0"
+    children = {"coordinator": _start("coordinator", config, log_dir)}
+    try:
+        for i, role in enumerate(ROLES):
+            own = msgspec.structs.replace(
+                config.worker,
+                name=f"w{i}",
+                role=role,
+                node="a" if role == "prefill" else "b",
+                transfer=engine,
+                transfer_address=address,
+                kv_dtype="auto" if role == "prefill" else decoder_page,
+            )
+            children[own.name] = _start("worker", msgspec.structs.replace(config, worker=own), log_dir)
+        with trio.fail_after(240):
+            while not await _answers(config):  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        async with open_client(config.cluster.admin_endpoint, role="admin", name="test") as client:
+            with trio.fail_after(240):
+                while sum(row.state == "connected" for row in await client.workers()) < len(ROLES):  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+            yield children, client
+            assert_books_agreed(log_dir, await client.audit())
+    finally:
+        await stop_children(list(children.values()), 10.0)
+        for child in children.values():
+            child.close()
+        for node in "ab":
+            remove_pool(pool_path(config.worker.pool_dir, node))
+
+
+@pytest.fixture(params=["shared", "nixl", "mooncake"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """One that can be had here."""
+    name: str = request.param
+    if name != "shared" and (reason := why_absent(name)):
+        pytest.skip(reason)
+    return name
+
+
+async def test_rows_of_one_node_are_decoded_on_another(
+    model: Path, colocated: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """Outputs as of workers that do both; not a byte is staged where it is decoded."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with two_nodes(config, tmp_path, engine) as (_, client):
+        assert await decode_all(client, mixed_prompts(), "far-") == colocated
+        copied = {worker: await copied_bytes(tmp_path, worker) for worker in ("w0", "w1", "w2", "w3")}
+        story = (await client.request("far-9")).story
+        await assert_nothing_leaked(client)
+    assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
+    assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
+    assert "w2" in " ".join(line.reason for line in story) or "w3" in " ".join(line.reason for line in story)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w2"], ids=["prefills", "decodes"])
+async def test_a_worker_killed_amid_transfers_costs_no_output(
+    model: Path, colocated: list[list[int]], tmp_path: Path, victim: str
+) -> None:
+    """I2, I5: others take its requests on; nothing leaks, on either node. Some clients lose interest meanwhile."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with two_nodes(config, tmp_path, "shared") as (children, client):
+
+        async def disturb() -> None:
+            while not any(row.state == "TRANSFERRING" for row in (await client.requests()).rows):  # noqa: ASYNC110
+                await trio.sleep(0.002)
+            children[victim].signal(signal.SIGKILL)
+            for i in range(3):
+                await client.submit_detached([1] * 600, Sampling(400, ignore_eos=True), request_id=f"gone-{i}")
+            await trio.sleep(0.05)
+            await client.abort([f"gone-{i}" for i in range(3)])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disturb)
+            assert await decode_all(client, mixed_prompts(), "far-") == colocated
+        await assert_nothing_leaked(client)
+
+
+async def test_pages_of_another_layout_are_refused_with_both_sizes(model: Path, tmp_path: Path) -> None:
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with two_nodes(config, tmp_path, "shared", decoder_page="bfloat16") as (_, client):
+        with pytest.raises(CapacityError, match=r"host pages of w\d have \d+ bytes, those of w\d \d+"):
+            await client.submit([1] * 100, Sampling(8))

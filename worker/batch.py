@@ -1,6 +1,7 @@
 """One request's stay on this worker, as plain host-side truth: no tensor, no stream, no clock inside.
 
     PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
+        for its prompt alone: LEAVING, or SENDING ─ its pages were delivered to another node, or cannot be ─► LEAVING
     LOADING ─ loaded (or nothing else runs) ──────────────┴► RUNNING ⇄ PARKED (next row's page not granted)
         ▲                                                       │
         └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +20,7 @@ from enum import Enum
 from coordinator.arrays import Int32Array
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Resize, Sampling
 from kernels.layout import PAGE_TOKENS
+from worker.handover import Outgoing
 from worker.hot_buffer import HotBuffer
 from worker.output import Output
 from worker.streams import Fence
@@ -26,6 +29,7 @@ from worker.streams import Fence
 class Status(Enum):
     PREFILLING = "prefilling"
     STAGING = "staging"
+    SENDING = "sending"
     LOADING = "loading"
     RUNNING = "running"
     PARKED = "parked"
@@ -36,6 +40,7 @@ class Status(Enum):
 class RunningRequest:
     """`hot_slots` and `hot_chunks` are what was granted; `hot` is what it holds, nothing before the take-over.
 
+    `outgoing` are its pages for another node, `staged_marks` the fences after which rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
     when prefill, then staging, or loading began.
     """
@@ -61,6 +66,8 @@ class RunningRequest:
     fences: Sequence[Fence] = ()
     first_token: Fence | None = None
     resize: Resize | None = None
+    outgoing: Outgoing | None = None
+    staged_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
     since_s: float = 0.0
     prefill_s: float = 0.0
     hits: int = 0
@@ -112,6 +119,8 @@ class RunningRequest:
     def left_behind(self, rows: int) -> tuple[int, int]:
         """As `durable`, when it leaves; and the first token if that is needed to go on, being held back."""
         tokens = self.output.tokens
+        if self.outgoing is not None and not self.outgoing.is_delivered:
+            return 0, NO_TOKEN
         if self.output.published or not tokens or rows < self.prompt_tokens:
             return self.durable(rows), NO_TOKEN
         return self.prompt_tokens, tokens[0]

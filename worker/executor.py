@@ -34,12 +34,14 @@ from torch import Tensor
 
 from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
-from coordinator.errors import InternalError
-from coordinator.messages import Admit, Audit, Command, Grant, Resize, Stop, Withdraw
+from coordinator.errors import HiSparseError, InternalError
+from coordinator.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
+from metrics.logs import fields, logger
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from worker.batch import RunningRequest, Status
 from worker.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.device_memory import free_device_bytes
+from worker.handover import Outgoing
 from worker.inventory import Holding, take_inventory
 from worker.output import Output
 from worker.prefill_slab import Prefill
@@ -50,6 +52,7 @@ from worker.seats import Seats, allocate_state, check_admit, check_hot_size, hel
 from worker.sizing import Sizing
 from worker.streams import Streams
 from worker.swap import Swap
+from worker.transfers import Transfers
 
 #: Commands submitted and not yet applied: more than the coordinator's log of unacknowledged ones can hold.
 COMMANDS_MAX: Final = 1_048_576
@@ -61,6 +64,8 @@ POLL_S: Final = 0.0005
 COUNTERS_INTERVAL_S: Final = 1.0
 
 P = ParamSpec("P")
+
+log = logger("worker.executor")
 
 
 class Executor:
@@ -80,12 +85,15 @@ class Executor:
         clock: Callable[[], float] = time.monotonic,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
+        transfers: Transfers | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are made by
+        whoever closes them."""
         streams.adopt_thread()
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
+        self.transfers = transfers or Transfers()
         self.counters.swap = SwapTotals(runner.geometry.group_of_layer, runner.geometry.row_bytes)
         self.state = allocate_state(runner, settings, sizing, host)
         self._runner = runner
@@ -138,6 +146,11 @@ class Executor:
             self._commands.append(command)
             self._news.notify()
 
+    def wake(self) -> None:
+        """There is news for the next turn."""
+        with self._news:
+            self._news.notify()
+
     def stop(self) -> None:
         """Let `run` return after its present turn. Requests still held lose nothing but this process."""
         with self._news:
@@ -167,7 +180,13 @@ class Executor:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do, read or observe."""
-        return not self._commands and not self._waiting and not self._running and self._decoder.settled
+        return (
+            self.transfers.is_idle
+            and not self._commands
+            and not self._waiting
+            and not self._running
+            and self._decoder.settled
+        )
 
     def held(self) -> tuple[RunningRequest, ...]:
         """Admissions that hold memory here. For tests and scrapes: the thread changes them."""
@@ -205,7 +224,9 @@ class Executor:
     def _sleep(self) -> None:
         with self._news:
             if not self._commands and not self._stopped:
-                self._news.wait(POLL_S if self._waiting or not self._decoder.settled else IDLE_S)
+                self._news.wait(
+                    POLL_S if self._waiting or not self.transfers.is_idle or not self._decoder.settled else IDLE_S
+                )
 
     def _contain(
         self,
@@ -234,14 +255,23 @@ class Executor:
 
     def _apply(self, command: Command) -> None:
         """A command for a departed admission does nothing."""
-        if isinstance(command, Admit):
-            self._admit(command)
-            return
-        if isinstance(command, Stop):  # the link withdraws what is here and then ends the process
-            return
-        if isinstance(command, Audit):
-            self._report.inventory(take_inventory(command.number, self._holdings(), self._seats.free()))
-            return
+        match command:
+            case Admit():
+                self._admit(command)
+            case Receive():
+                self._receive(command)
+            case Exited(worker, pid):
+                self.transfers.exited(worker, pid)
+            case Audit(number):
+                self._take_inventory(number)
+            case Withdraw(ticket) if self.transfers.takes(ticket):
+                self.transfers.revoke(ticket)
+            case Grant() | Resize() | Withdraw():
+                self._apply_to_request(command)
+            case Stop():  # the link withdraws what is here and then ends the process
+                pass
+
+    def _apply_to_request(self, command: Grant | Resize | Withdraw) -> None:
         request = self._requests.get(command.admission)
         if request is None or request.status is Status.LEAVING:
             return
@@ -252,6 +282,11 @@ class Executor:
                 self._contain(self._resize, request, command)
             case Withdraw():
                 self._leave(request)
+
+    def _take_inventory(self, number: int) -> None:
+        tickets, free = self.transfers.holdings(), self._seats.free()
+        free = free._replace(seats=free.seats - len(tickets))
+        self._report.inventory(take_inventory(number, [*self._holdings(), *tickets], free))
 
     def _holdings(self) -> Iterator[Holding]:
         for it in self._requests.values():
@@ -280,6 +315,26 @@ class Executor:
         if request.status is Status.PREFILLING:
             self._prompts.append(request)
         self.counters.admitted += 1
+        if admit.ticket:
+            self._contain(self._begin_sending, request, admit)
+
+    def _receive(self, command: Receive) -> None:
+        try:
+            self.transfers.receive(command)
+        except HiSparseError as error:
+            log.warning("ticket refused", extra=fields(ticket=command.admission, error=error))
+            self._report.released(command.admission, 0)
+
+    def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
+        request.outgoing = self.transfers.begin(admit.ticket, admit.destination, request.prompt_tokens)
+
+    def _send_staged(self, request: RunningRequest) -> None:
+        """Rows that were seen staged since the last look may go."""
+        rows = 0
+        while request.staged_marks and request.staged_marks[0][0].done():
+            rows = request.staged_marks.popleft()[1]
+        if rows and request.outgoing is not None:
+            self.transfers.send(request.outgoing, rows, request.host_pages)
 
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
@@ -312,6 +367,8 @@ class Executor:
     # ---------------------------------------------------------------- polls
 
     def _poll(self) -> bool:
+        for ticket, rows in self.transfers.poll():
+            self._report.released(ticket, rows)
         moved = [request for request in list(self._waiting.values()) if self._poll_one(request)]
         for request in self._decoder.note_durable():
             if request.status is Status.PARKED:
@@ -321,10 +378,9 @@ class Executor:
     def _poll_one(self, request: RunningRequest) -> bool:
         """Whether what `request` waits for was seen to be complete."""
         if request.status is Status.LEAVING:
-            if all(fence.done() for fence in request.fences):
-                self._release(request)
-                return True
-            return False
+            return self._poll_leaving(request)
+        if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
+            return True
         if request.first_token is not None and request.first_token.done():
             self._contain(self._take_first_token, request)
             return True
@@ -335,6 +391,21 @@ class Executor:
             self._take_loaded(request)
             return True
         return False
+
+    def _poll_leaving(self, request: RunningRequest) -> bool:
+        is_read = request.outgoing is not None and not request.outgoing.is_over
+        if is_read or not all(fence.done() for fence in request.fences):
+            return False
+        self._release(request)
+        return True
+
+    def _poll_outgoing(self, request: RunningRequest, out: Outgoing) -> bool:
+        """Whether it leaves: its pages were delivered, or cannot be."""
+        if request.staged_marks:
+            self._contain(self._send_staged, request)
+        if request.status is Status.SENDING and out.is_over:
+            self._leave(request)
+        return request.status is Status.LEAVING
 
     def _take_first_token(self, request: RunningRequest) -> None:
         request.first_token = None
@@ -353,7 +424,9 @@ class Executor:
         else:
             self._seats.take_over(request)
         self._report.staged(request, self._clock() - request.since_s)
-        if request.prefills_only:
+        if request.outgoing is not None:
+            self._set_aside(request, Status.SENDING)
+        elif request.prefills_only:
             self._leave(request)
         else:
             self._join(request)
@@ -376,7 +449,10 @@ class Executor:
         return True
 
     def _launch_chunk(self, request: RunningRequest) -> None:
-        if self._prefill.launch_chunk(request):
+        is_last = self._prefill.launch_chunk(request)
+        if request.outgoing is not None:
+            request.staged_marks.append((self._swap.staged(), request.prefilled))
+        if is_last:
             self._prompts.popleft()
             request.status = Status.STAGING
             request.fences = (self._swap.staged(),)
@@ -430,6 +506,9 @@ class Executor:
     def _leave(self, request: RunningRequest) -> None:
         """Out of the batch for good: what was launched for it goes on, nothing more is."""
         self._set_aside(request, Status.LEAVING)
+        request.staged_marks.clear()
+        if request.outgoing is not None:
+            self.transfers.cancel(request.outgoing, "its request leaves")
         if request in self._prompts:
             self._prompts.remove(request)
         self._seats.close(request)

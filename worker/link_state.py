@@ -49,6 +49,7 @@ from coordinator.messages import (
     Grant,
     Heartbeat,
     ModelInfo,
+    Receive,
     Refused,
     ReplayCommands,
     ReplayReports,
@@ -99,6 +100,7 @@ class Identity:
     pid: int
     model: ModelInfo
     capacity: WorkerCapacity
+    receiver: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class LinkState:
             capacity=me.capacity,
             held=self.outbox.inventory(),
             report_first=self.outbox.first_number,
+            receiver=me.receiver,
         )
 
     # ---------------------------------------------------------------- messages
@@ -303,7 +306,7 @@ class LinkState:
         match command:
             case Stop():
                 yield StopAsked(command.deadline_s)
-            case Admit():
+            case Admit() | Receive():
                 self.outbox.hold(command)
                 yield Apply(command)
                 if self.stopping:

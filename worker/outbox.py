@@ -32,6 +32,7 @@ from typing import Final
 from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import InternalError, ProtocolError
 from coordinator.messages import (
+    NO_HOT_BUFFER,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Counters,
@@ -41,6 +42,7 @@ from coordinator.messages import (
     Inventory,
     Parked,
     Progress,
+    Receive,
     Released,
     Report,
     Resize,
@@ -189,9 +191,13 @@ class Outbox:
 
     # ---------------------------------------------------------------- link's side
 
-    def hold(self, admit: Admit) -> None:
+    def hold(self, admit: Admit | Receive) -> None:
         """The executor is about to get this admission; it is held until Released."""
         with self._lock:
+            if isinstance(admit, Receive):
+                pages = len(admit.host_pages) // 4
+                self._stays[admit.admission] = _Stay(admit.slot, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False)
+                return
             self._stays[admit.admission] = _Stay(
                 admit.slot,
                 len(admit.generated) // 4,

@@ -49,6 +49,7 @@ from worker.runners.text import TokenizerFile, make_tokenizer, read_tokenizer
 from worker.runners.transformers_dsa import load_runner
 from worker.sizing import Sizing, size_worker
 from worker.streams import make_streams
+from worker.transfers import open_transfers
 
 EXIT_CLEAN: Final = 0
 #: The executor died, or did not release what it held within its bounds: EX_SOFTWARE.
@@ -116,8 +117,17 @@ class Worker:
             left = free_device_bytes(settings.device)
             log.info("sized: scratch and graph bytes %d; device bytes left %d", self._executor.scratch_bytes, left)
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
-        capacity = msgspec.structs.replace(sizing.capacity, pool_id=self._pool.pool_id)
-        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, capacity)
+        transfers = self._executor.transfers
+        open_transfers(transfers, config, runner, self._pool, wake=self._executor.wake)
+        receiver = transfers.receiver
+        capacity = msgspec.structs.replace(
+            sizing.capacity,
+            pool_id=self._pool.pool_id,
+            sends=transfers.sender is not None,
+            receives=receiver is not None,
+        )
+        described = receiver.describe() if receiver is not None else b""
+        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, capacity, described)
         self._link_counters = LinkCounters()
         self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
         self._exporter = self._serve_metrics(settings)
@@ -138,6 +148,7 @@ class Worker:
             self._exporter.close()
         if not self._end_executor():
             return False
+        self._executor.transfers.close()
         self._pool.close()
         return True
 
@@ -176,6 +187,7 @@ class Worker:
             unreported_tokens=lambda: self._outbox.pending_tokens,
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
+            transfers=self._executor.transfers.counters,
         )
         exporter = serve(
             [WorkerCollector(sources)],

@@ -76,6 +76,8 @@ def coordinator(config: Config, die_with: int | None) -> int:
     Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
     Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
     Setting("--role", "worker.role", "prefill, decode or both."),
+    Setting("--transfer", "worker.transfer", "How host pages go to other nodes: shared, nixl or mooncake."),
+    Setting("--transfer-address", "worker.transfer_address", "Where they come in, as in tcp://10.0.0.2:0."),
     Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
     Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
     *LOG_SETTINGS,

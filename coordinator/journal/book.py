@@ -25,6 +25,7 @@ from coordinator.journal.records import (
     Departed,
     Ended,
     Forgotten,
+    HandedOver,
     Joined,
     NodeImage,
     Ordered,
@@ -94,10 +95,10 @@ class Book:
             case Admission():
                 self.admissions = max(self.admissions, record.admission)
                 self._note_of_request(record)
-            case Ordered() | Departed() | Ended():
+            case Ordered() | HandedOver() | Departed() | Ended():
                 self._note_of_request(record)
 
-    def _note_of_request(self, record: Ordered | Admission | Departed | Ended) -> None:
+    def _note_of_request(self, record: Ordered | Admission | HandedOver | Departed | Ended) -> None:
         known = self.requests.get(record.slot)
         if known is None:
             return
@@ -106,6 +107,9 @@ class Book:
                 known.ordered = record
             case Admission():
                 known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
+            case HandedOver(slot, ticket, node, worker, epoch, kept_tokens, first_token):
+                known.stay = Admission(slot, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
+                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
             case Departed(_, kept_tokens, first_token):
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token

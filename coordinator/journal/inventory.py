@@ -7,6 +7,8 @@
     no             released           it left before, and only the acknowledgement was lost: nothing
     no             held               the books have lost something: the epoch is not to be trusted
 
+Of a ticket likewise; one that its worker does not have, or that nobody wants, is closed.
+
 Whatever the worker reported and nobody acknowledged comes again behind the welcome, as usual. The books never have less
 than the worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
 """
@@ -14,14 +16,15 @@ than the worker, since memory is given after its commit (I4); a worker that clai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from coordinator.errors import WrongState
 from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger, Memory
-from coordinator.messages import Grant, Held, Resize
-from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.messages import Grant, Held, Resize, Withdraw
+from coordinator.scheduling.dispatch import Dispatch, Heard, Send, Step, Tell
 from coordinator.scheduling.events import Adopted, Lost, Retract, Told
-from coordinator.scheduling.roster import Entry, Phase, Worker
+from coordinator.scheduling.roster import Entry, Phase, Ticket, Worker
 from coordinator.scheduling.sizing import RESIDENT, Rung
 
 
@@ -29,7 +32,8 @@ def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger:
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
     held = {it.admission: it for it in inventory}
     entries = list(dispatch.roster.on(worker.name))
-    _check(held, entries, ledger)
+    tickets = dispatch.roster.tickets_on(worker.name, worker.epoch)
+    _check(held, {entry.admission for entry in entries} | {ticket.admission for ticket in tickets}, ledger)
     worker.awaited = False
     dispatch.dirty = True
     parts = [
@@ -38,19 +42,27 @@ def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger:
         else _depart(dispatch, entry, worker)
         for entry in entries
     ]
-    return Heard(tuple(step for part in parts for step in part.steps), tuple(t for part in parts for t in part.tells))
+    parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.admission)) for ticket in tickets]
+    return reduce(Heard.plus, parts, Heard())
 
 
-def _check(held: dict[int, Held], entries: Sequence[Entry], ledger: Ledger) -> None:
-    known = {entry.admission for entry in entries}
+def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
     for admission, it in held.items():
         if admission not in known and not it.is_released:
             raise WrongState("was never given, as far as is known", field="admission", value=admission)
-    for entry in entries:
-        if entry.admission in held:
-            has, given = _memory(held[entry.admission], 0), ledger.held(entry.admission)
-            if has.host_pages > given.host_pages or has.hot_chunks > given.hot_chunks:
-                raise WrongState(f"holds {has}, was given {given}", field="admission", value=entry.admission)
+    for admission in known & held.keys():
+        has, given = _memory(held[admission], 0), ledger.held(admission)
+        if has.host_pages > given.host_pages or has.hot_chunks > given.hot_chunks:
+            raise WrongState(f"holds {has}, was given {given}", field="admission", value=admission)
+
+
+def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Heard:
+    """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
+    if it is None:
+        return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
+    if ticket.slot is None and not it.is_released:
+        return Heard(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+    return Heard()
 
 
 def _memory(it: Held, missing_pages: int) -> Memory:

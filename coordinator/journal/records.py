@@ -1,6 +1,7 @@
 """What the journal holds: the facts that a coordinator may not forget, as records in the order of their commits. Pure.
 
-    of a request   Accepted, Ordered, Admission, Departed, Ended, Forgotten     who it is, where it stays, how it ended
+    of a request   Accepted, Ordered, Admission, HandedOver, Departed, Ended,   who it is, where it stays, how it ended
+                   Forgotten
     of a node      PoolOpened, Joined, Changed                                  its pool, its workers, its page tables
     of all         Tokens                                                       one row of arrays per group commit
     of a summary   Summary, NodeImage, Output                                   what came before, in fewer words
@@ -61,7 +62,8 @@ class Ordered(JournalEntry, frozen=True):
 
 
 class Admission(JournalEntry, frozen=True):
-    """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with."""
+    """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
+    `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
     slot: int
     admission: int
@@ -70,6 +72,20 @@ class Admission(JournalEntry, frozen=True):
     epoch: int
     durable_tokens: int
     prefills_only: bool = False
+    ticket: int = 0
+
+
+class HandedOver(JournalEntry, frozen=True):
+    """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
+    under `ticket`."""
+
+    slot: int
+    ticket: int
+    node: str
+    worker: str
+    epoch: int
+    kept_tokens: int
+    first_token: int = NO_TOKEN
 
 
 class Departed(JournalEntry, frozen=True):
@@ -205,6 +221,7 @@ Record: TypeAlias = (
     Accepted
     | Ordered
     | Admission
+    | HandedOver
     | Departed
     | Ended
     | Forgotten

@@ -8,6 +8,9 @@ the actors that its caller makes.
                                      (coordinator.journal.inventory). Workers decode on meanwhile
     on a worker of a lost epoch      departed: what the earlier life had begun is finished
 
+What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.roster): of the request whose rows
+are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
+
 An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
 other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
 """
@@ -27,7 +30,7 @@ from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
 from coordinator.scheduling.events import Ending, Listener, Lost, WorkerPort
 from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.roster import Entry, Worker
+from coordinator.scheduling.roster import Entry, Roster, Ticket, Worker
 
 MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
 
@@ -74,15 +77,46 @@ def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> H
     for (name, epoch), port in ports.items():
         joined = book.workers[name, epoch]
         roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
-    steps: list[Step] = []
-    tells: list[Tell] = []
+    _restore_tickets(book, roster)
+    heard = Heard()
     ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
     for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
-        heard = _restore_ended(known, book, place) if known.ended else _restore_live(known, book, place)
-        steps += heard.steps
-        tells += heard.tells
+        heard = heard.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
+    for ticket in list(roster.tickets.values()):
+        heard = heard.plus(_settle_ticket(ticket, book, place.dispatch))
     place.dispatch.dirty = True
-    return Heard(tuple(steps), tuple(tells))
+    return heard
+
+
+def _restore_tickets(book: Book, roster: Roster) -> None:
+    """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
+    stays: set[int] = set()
+    owners: dict[int, int] = {}
+    for known in book.requests.values():
+        stay = known.stay
+        if stay is None or not (known.on_worker or _is_held(stay, book)):
+            continue
+        if known.on_worker or book.ledgers[stay.node].holder_of(stay.admission) is None:
+            stays.add(stay.admission)
+        ticket = stay.ticket if known.on_worker else stay.admission
+        if not known.ended:
+            owners[ticket] = known.accepted.slot
+    for node, ledger in book.ledgers.items():
+        for admission in sorted(ledger.admissions() - stays):
+            key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
+            roster.tickets[admission] = Ticket(
+                admission, owners.get(admission), node, *(key or ("", 0)), pages, arrived=key is None
+            )
+
+
+def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Heard:
+    """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
+    if ticket.arrived:
+        return dispatch.revoke(ticket) if ticket.slot is None else Heard()
+    ledger = book.ledgers[ticket.node]
+    if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
+        return Heard()
+    return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
 
 
 def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
@@ -100,7 +134,7 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     )
     live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
-    if known.stay is None or not _is_held(known.stay, book):
+    if known.stay is None or not _is_held(known.stay, book) or known.stay.admission in place.dispatch.roster.tickets:
         return Heard()
     return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
@@ -117,6 +151,9 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     rank = -accepted.priority, accepted.arrival
     sampling, way = accepted.sampling, accepted.admission
     entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
+    if stay is not None:
+        ticket = stay.ticket if known.on_worker else stay.admission
+        entry.ticket = ticket if ticket in dispatch.roster.tickets else 0
     state = _state_of(known, place)
     worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
     if worker is not None and stay and worker.epoch != stay.epoch:

@@ -138,6 +138,15 @@ class Ledger:
         """Admissions that hold memory of an epoch."""
         return {it.admission for it in self._holdings.values() if it.budget is not None and it.budget.key == key}
 
+    def holder_of(self, admission: int) -> EpochKey | None:
+        """The epoch whose memory an admission holds; None: it only keeps pages."""
+        budget = self._holding(admission).budget
+        return budget.key if budget is not None else None
+
+    def admissions(self) -> set[int]:
+        """Every admission that holds something."""
+        return set(self._holdings)
+
     def kept_admissions(self) -> set[int]:
         """Departed admissions whose pages are kept."""
         return {it.admission for it in self._holdings.values() if it.budget is None}

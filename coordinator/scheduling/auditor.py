@@ -125,7 +125,8 @@ class Auditor:
         return live is not None and live.entry.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
-        return [entry.admission for entry in self._roster.kept.values() if entry.node == node]
+        kept = [entry.admission for entry in self._roster.kept.values() if entry.node == node]
+        return kept + [it.admission for it in self._roster.tickets.values() if it.node == node]
 
     def _tell(self, name: str, node: str, worker: Worker | None, difference: Difference) -> list[Step]:
         self._counters.audit_differences[difference.kind] += 1

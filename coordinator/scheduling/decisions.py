@@ -13,9 +13,18 @@ from coordinator.scheduling.roster import Entry, Worker
 from coordinator.scheduling.sizing import Rung
 
 
+class Transfer(msgspec.Struct, frozen=True):
+    """What is to be taken in on another node: `ticket` is an admission there, with `pages` host pages and a seat."""
+
+    ticket: int
+    worker: Worker
+    pages: int
+
+
 class Admit(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first, and `first_token`
-    with them. `decoder` names the worker for which a prompt is prefilled on another."""
+    with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
+    by `transfer`."""
 
     entry: Entry
     worker: Worker
@@ -26,6 +35,7 @@ class Admit(msgspec.Struct, frozen=True):
     rung: Rung
     first_token: int = NO_TOKEN
     decoder: str = ""
+    transfer: Transfer | None = None
 
 
 class Grow(msgspec.Struct, frozen=True):

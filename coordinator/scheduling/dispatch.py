@@ -15,14 +15,16 @@ event names its admission, and one of an admission that has departed changes not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from coordinator.arrays import Int32Array
 from coordinator.journal import records as journal
 from coordinator.journal.records import Record
 from coordinator.memory.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import NO_TOKEN, Grant, Resize
+from coordinator.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from coordinator.scheduling import decisions
 from coordinator.scheduling.events import (
     Demoted,
@@ -38,7 +40,7 @@ from coordinator.scheduling.events import (
     Told,
 )
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Worker
+from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Ticket, Worker
 from coordinator.scheduling.suspicion import poison_reason
 from kernels.layout import PAGE_TOKENS, pages_for
 
@@ -56,14 +58,27 @@ class Tell(NamedTuple):
     event: Told
 
 
+class Send(NamedTuple):
+    """A command that concerns no stay of a request, to the worker that is called so now."""
+
+    worker: str
+    command: Withdraw | Exited
+
+
 class Heard(NamedTuple):
-    """Ledger changes to apply first, then tells."""
+    """Ledger changes to apply first, then tells and commands."""
 
     steps: tuple[Step, ...] = ()
     tells: tuple[Tell, ...] = ()
+    sends: tuple[Send, ...] = ()
+
+    def plus(self, other: Heard) -> Heard:
+        return Heard(self.steps + other.steps, self.tells + other.tells, self.sends + other.sends)
 
 
 NOTHING = Heard()
+#: Transfers of one request that may fail, with both workers alive, before it does.
+TRANSFERS_FAILED_MAX: Final = 6
 
 
 class Dispatch:
@@ -110,6 +125,8 @@ class Dispatch:
         if entry is None:
             return NOTHING
         self.dirty = True
+        if ticket := self.roster.ticket_of(entry):
+            return self._departed_sender(entry, ticket, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
         pages = self._pages_kept(entry, kept_tokens)
@@ -124,6 +141,89 @@ class Dispatch:
             self.roster.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
+
+    def _departed_sender(self, entry: Entry, ticket: Ticket, event: Departed, generated: int) -> Heard:
+        """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
+        they have arrived, the other one says."""
+        entry.generated = generated
+        has_rows = (
+            event.durable_tokens and not (entry.frees_pages or entry.ending) and (ticket.arrived or not entry.lost)
+        )
+        if has_rows:
+            kept_tokens = min(event.durable_tokens, entry.prompt_tokens)
+            key = ticket.node, ticket.worker, ticket.epoch
+            note = journal.HandedOver(entry.slot, ticket.admission, *key, kept_tokens, event.first_token)
+            step = Step(entry.node, Release(entry.admission), note)
+            self.roster.hand_over(entry, ticket, kept_tokens, event.first_token)
+            if ticket.arrived:
+                self.roster.close_ticket(ticket)
+            return _heard(step)
+        is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
+        step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
+        tells = (Tell(entry.slot, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
+        self.roster.depart(entry, 0, 0)
+        heard = self.revoke(ticket)
+        heard = Heard((step, *heard.steps), tells, heard.sends)
+        if event.final or entry.ending:
+            self.roster.close(entry)
+        elif is_failure:
+            heard = heard.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
+        return heard
+
+    def revoke(self, ticket: Ticket) -> Heard:
+        """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
+        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        if entry is not None:
+            entry.ticket = 0
+        ticket.slot = None
+        if not ticket.arrived:
+            return Heard(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+        self.roster.close_ticket(ticket)
+        return _heard(Step(ticket.node, Release(ticket.admission)))
+
+    def _count_failure(self, entry: Entry, reason: str) -> Heard:
+        entry.transfers_failed += 1
+        if entry.transfers_failed < TRANSFERS_FAILED_MAX:
+            return NOTHING
+        return self.end(entry, "FAILED", f"{TRANSFERS_FAILED_MAX} transfers failed, the last: {reason}")
+
+    def ticket_closed(self, worker: str, epoch: int, admission: int, durable_tokens: int) -> Heard:
+        """The worker has let go of a ticket: nothing is written to its pages any more. All rows have arrived, or none
+        count."""
+        ticket = self.roster.tickets.get(admission)
+        if ticket is None or (ticket.worker, ticket.epoch) != (worker, epoch) or ticket.arrived:
+            return NOTHING
+        if not durable_tokens:
+            return self.close_ticket(ticket, f"{worker} has not taken its rows in", is_lost=False)
+        self.dirty = True
+        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        if entry is None:
+            return self.close_ticket(ticket, "", is_lost=False)
+        ticket.arrived = True
+        if entry.phase is Phase.WAITING:
+            self.roster.close_ticket(ticket)
+        return _heard(Step(ticket.node, Keep(admission, ticket.pages)))
+
+    def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Heard:
+        """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
+        self.dirty = True
+        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        self.roster.close_ticket(ticket)
+        released = Heard((Step(ticket.node, Release(ticket.admission)),))
+        return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
+
+    def _transfer_failed(self, entry: Entry, released: Heard, reason: str, *, is_lost: bool) -> Heard:
+        """Its worker is told to leave, or what was taken for sent is given up."""
+        if entry.phase in ON_WORKER:
+            self.roster.leave(entry, frees_pages=True)
+            heard = released._replace(tells=(Tell(entry.slot, Retract(False, False, reason)),))
+        else:
+            self.roster.demote(entry)
+            note = journal.Departed(entry.slot, 0)
+            heard = Heard((released.steps[0]._replace(note=note),), (Tell(entry.slot, Demoted(reason)),))
+        if is_lost or entry.phase is Phase.CLOSING:
+            return heard
+        return heard.plus(self._count_failure(entry, reason))
 
     @staticmethod
     def _pages_kept(entry: Entry, kept_tokens: int) -> int:
@@ -161,27 +261,34 @@ class Dispatch:
         ends = self._judge(key, died=died) if proved_exit else NOTHING
         tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
         step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit))
-        return Heard((step, *ends.steps), (*ends.tells, *tells))
+        heard = Heard((step, *ends.steps), (*ends.tells, *tells), ends.sends)
+        for ticket in self.roster.tickets_on(*key):
+            heard = heard.plus(self.close_ticket(ticket, reason, is_lost=True))
+        return heard.plus(self._tell_exited(key)) if proved_exit and died else heard
+
+    def _tell_exited(self, key: EpochKey) -> Heard:
+        """To whoever may be waiting for it to let go of pages."""
+        pid = self.roster.pids.pop(key, 0)
+        takers = {it.worker for it in self.roster.tickets.values() if not it.arrived}
+        return Heard(sends=tuple(Send(name, Exited(key[0], pid)) for name in sorted(takers)))
 
     def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
         self.dirty = True
         ends = self._judge((worker, epoch), died=died)
         steps = [Step(node, ProveExit(worker, epoch)) for node in self.policy.ledgers]
-        return Heard((*steps, *ends.steps), ends.tells)
+        heard = Heard((*steps, *ends.steps), ends.tells, ends.sends)
+        return heard.plus(self._tell_exited((worker, epoch))) if died else heard
 
     def _judge(self, key: EpochKey, *, died: bool) -> Heard:
         """Fail those for whom this death was one too many."""
         if not died:
             self.roster.suspects.survived(key)
             return NOTHING
-        steps: list[Step] = []
-        tells: list[Tell] = []
+        heard = NOTHING
         for entry in self.roster.suspects.died(key, self.roster.entries):
             if entry.phase is not Phase.CLOSING:
-                heard = self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison")
-                steps += heard.steps
-                tells += heard.tells
-        return Heard(tuple(steps), tuple(tells))
+                heard = heard.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
+        return heard
 
     # ---------------------------------------------------------------- from operators
 
@@ -225,6 +332,10 @@ class Dispatch:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Heard((), (tell,))
+        if ticket := self.roster.ticket_of(entry):
+            heard = self.revoke(ticket)
+            self.roster.demote(entry)
+            return heard._replace(tells=(tell, Tell(entry.slot, Demoted(reason))))
         step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
         self.roster.demote(entry)
         return Heard((step,), (tell, Tell(entry.slot, Demoted(reason))))
@@ -242,9 +353,9 @@ class Dispatch:
     def step(decision: decisions.Decision) -> Step | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory, _, _, decoder):
-                key = worker.node, worker.name, worker.epoch
-                stay = journal.Admission(entry.slot, admission, *key, durable_tokens, bool(decoder))
+            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory, _, _, decoder, transfer):
+                key, ticket = (worker.node, worker.name, worker.epoch), transfer.ticket if transfer else 0
+                stay = journal.Admission(entry.slot, admission, *key, durable_tokens, bool(decoder), ticket)
                 return Step(worker.node, Reserve(admission, worker.name, memory, take_over), stay)
             case decisions.Grow(entry, more):
                 return Step(entry.node, Extend(entry.admission, more))
@@ -253,6 +364,14 @@ class Dispatch:
             case decisions.Demote(entry, node, admission):
                 return Step(node, Release(admission), journal.Departed(entry.slot, 0))
         return None
+
+    @staticmethod
+    def ticket_step(decision: decisions.Decision) -> Step | None:
+        """The change of another node's ledger that goes with a decision: carried out before `step`."""
+        if not isinstance(decision, decisions.Admit) or decision.transfer is None:
+            return None
+        ticket, worker, pages = msgspec.structs.astuple(decision.transfer)
+        return Step(worker.node, Reserve(ticket, worker.name, Memory(pages)))
 
     @staticmethod
     def told(

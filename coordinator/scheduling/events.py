@@ -3,7 +3,8 @@
 Who tells whom (asks go down the first column only, everything else is a tell):
 
     Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
-    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters
+    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
+                                                            TicketClosed
     WorkerLink ────► Request                                messages.Event, routed by admission
     Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
     Request ───────► Scheduler                              Progressed, Departed, Closed
@@ -25,7 +26,7 @@ from coordinator.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.scheduling.dispatch import Step, Tell
+    from coordinator.scheduling.dispatch import Send, Step, Tell
 
 
 class Handle(NamedTuple):
@@ -183,6 +184,15 @@ class WorkerExited(msgspec.Struct, frozen=True):
     died: bool = True
 
 
+class TicketClosed(msgspec.Struct, frozen=True):
+    """A worker has let go of host pages that it let rows be written into from another node."""
+
+    worker: str
+    epoch: int
+    admission: int
+    durable_tokens: int
+
+
 class Starving(msgspec.Struct, frozen=True):
     """Requests whose granted headroom is short. `slots` is int32."""
 
@@ -233,6 +243,7 @@ class Recovered(msgspec.Struct, frozen=True):
 
     steps: tuple[Step, ...]
     tells: tuple[Tell, ...]
+    sends: tuple[Send, ...] = ()
 
 
 class AuditAsk(msgspec.Struct, frozen=True):

@@ -74,7 +74,8 @@ class Fleet:
         if len(self._epochs) > EPOCHS_MAX:
             self._epochs.popitem(last=False)
         self._gone.pop(hello.worker, None)
-        return Worker(hello.worker, hello.node, hello.epoch, hello.capacity, hello.model, port)
+        about = hello.capacity, hello.model, port
+        return Worker(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
 
     def recover(self, opened: PoolOpened, joined: Sequence[Joined]) -> None:
         """A node of an earlier life, and its epochs."""

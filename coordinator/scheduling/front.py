@@ -22,6 +22,7 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, Verb, WorkerPort
 from coordinator.scheduling.fleet import Fleet
 from coordinator.scheduling.live import Requests, Swaps
+from coordinator.scheduling.roster import Roster
 
 #: A worker may not leave less room than this in a Request's mailbox.
 FLOOD_MARGIN: Final = 64
@@ -40,6 +41,7 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
+    | events.TicketClosed
     | events.Progressed
     | events.Resized
     | events.Departed
@@ -53,6 +55,7 @@ class Front(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
     _requests: Requests
+    _roster: Roster
     _fleet: Fleet
     _auditor: Auditor
     _clock: Callable[[], float]
@@ -199,6 +202,8 @@ class Front(Actor[Message]):
             return
         live = self._requests.admitted(worker, epoch, event.admission)
         if live is None:
+            if isinstance(event, messages.Released) and event.admission in self._roster.tickets:
+                self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)

@@ -90,16 +90,29 @@ def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity
     return sorted(found, key=len)[0] if found else None
 
 
+def _share(one: WorkerCapacity, other: WorkerCapacity) -> bool:
+    return (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
+
+
+def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[str, ...]:
+    """Pages travel as they are, and are never converted."""
+    if one.page_bytes == other.page_bytes:
+        return ()
+    return (f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}",)
+
+
 def _misfit_paired(
     length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], way: str
 ) -> tuple[str, ...] | None:
-    """Likewise of two workers of one node. Unless asked for, only a worker that does nothing else is the first."""
+    """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
     found = [
-        misfit(length, one, first, PREFILL) + misfit(length, other, second, DECODE)
+        _mismatch(first, one, second, other)
+        + misfit(length, one, first, PREFILL)
+        + misfit(length, other, second, DECODE)
         for first, one in capacities
         if one.role == PREFILL or (way == DIRECT and one.role == BOTH)
         for second, other in capacities
-        if other.decodes and first != second and (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
+        if other.decodes and first != second and (_share(one, other) or (one.sends and other.receives))
     ]
     return sorted(found, key=len)[0] if found else None
 

@@ -18,10 +18,12 @@ never a victim. A running request makes room only when it is URGENT, that is, ne
 
 Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
-been retracted. The pair is admitted at once or not at all: host pages and the first worker's memory are reserved, the
-second worker's are *promised* until the prompt is there, that is, subtracted at the request's place in the order of
-rank. So only a better-ranked request can come between, and a coordinator that restarts has no promise to look after.
-Asked for neither, a request goes directly while there is a worker that does nothing but prefill, else staged.
+been retracted; on another node, its rows are sent to pages there that a *ticket* holds (coordinator.scheduling.roster),
+with a seat of the worker that lets them in. The pair is admitted at once or not at all: host pages and the first
+worker's memory are reserved, the second worker's are *promised* until the prompt is there, that is, subtracted at the
+request's place in the order of rank. So only a better-ranked request can come between, and a coordinator that restarts
+has no promise to look after. Asked for neither, a request goes directly while there is a worker that does nothing but
+prefill, else staged.
 
 Hot buffers. Resident while chunks suffice, else the largest class that fits. Grown lazily, smallest first, while
 nobody waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes effect
@@ -46,7 +48,17 @@ from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
-from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract
+from coordinator.scheduling.decisions import (
+    DISPLACING,
+    Admit,
+    Cause,
+    Decision,
+    Demote,
+    Grow,
+    Resize,
+    Retract,
+    Transfer,
+)
 from coordinator.scheduling.room import Needs, Remedy, find_remedy, is_pinned, next_lower
 from coordinator.scheduling.roster import Entry, Phase, Rank, Roster, Worker
 from coordinator.scheduling.sizing import (
@@ -63,7 +75,7 @@ from coordinator.scheduling.sizing import (
     pages_wanted,
 )
 from coordinator.scheduling.space import HostSpace, Space
-from kernels.layout import PAGE_TOKENS
+from kernels.layout import PAGE_TOKENS, pages_for
 
 #: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
 GRANT_STEP_PAGES: Final = 2
@@ -192,7 +204,7 @@ class _Plan:
     def _asks(self, entry: Entry) -> list[_Ask]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
-            return self._asks_of(entry, DECODE)
+            return [] if entry.ticket else self._asks_of(entry, DECODE)
         asks = self._asks_of(entry, BOTH) if entry.way != DIRECT else []
         return asks if entry.way == STAGED else asks + self._pairs(entry)
 
@@ -214,7 +226,8 @@ class _Plan:
         return asks
 
     def _pairs(self, entry: Entry) -> list[_Ask]:
-        """Two workers of a node, one to prefill and one to decode: for each of the first the best of the second."""
+        """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
+        there is one, or else of another that can take its rows in."""
         first = [ask for ask in self._asks_of(entry, PREFILL) if entry.way == DIRECT or not ask.worker.decodes]
         if not first:
             return []
@@ -223,10 +236,13 @@ class _Plan:
         pairs: list[_Ask] = []
         for ask in first:
             worker = ask.worker
-            other = next((it for it in second if it.worker.node == worker.node and it.worker is not worker), None)
+            able = [it for it in second if worker.hands_to(it.worker)]
+            other = next((it for it in able if it.worker.node == worker.node), next(iter(able), None))
             if other is not None:
-                need = ask.need._replace(chunks=0, host_pages=0)
-                pairs.append(_Ask(worker, other.pages, [NO_RUNG], need._replace(index_pages=other.pages), 0, other))
+                is_near = other.worker.node == worker.node
+                pages = other.pages if is_near else pages_for(entry.prompt_tokens)
+                need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
+                pairs.append(_Ask(worker, pages, [NO_RUNG], need, 0, other))
         return pairs
 
     def _shape(self, entry: Entry, worker: Worker, part: str) -> _Shape | None:
@@ -245,7 +261,9 @@ class _Plan:
         worker = self.roster.workers.get(entry.decoder)
         shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
-            self.spaces[worker.name].promise(shape.need)
+            has_ticket = entry.ticket in self.roster.tickets  # with a seat and host pages
+            need = shape.need._replace(seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
+            self.spaces[worker.name].promise(need)
 
     def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
         if is_pinned(entry, worker):
@@ -267,13 +285,14 @@ class _Plan:
         margin = Needs(0, chunks, index_pages, 0, host_pages)
         return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
 
-    def _preference(self, ask: _Ask) -> tuple[bool, bool, int, int, int]:
-        """Rather directly; rather where it can be resident, then where chunks are plenty, then where seats are, first
-        those of the worker that decodes."""
+    def _preference(self, ask: _Ask) -> tuple[bool, bool, bool, int, int, int]:
+        """Rather directly, and within a node; rather where it can be resident, then where chunks are plenty, then where
+        seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
         space = self.spaces[last.worker.name]
         is_resident = last.rungs[-1].hot_chunks <= space.chunks
-        return ask.decoder is not None, is_resident, space.chunks, space.seats, self.spaces[ask.worker.name].seats
+        is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
+        return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
 
     def _admit(self, entry: Entry, ask: _Ask) -> None:
         worker = ask.worker
@@ -282,13 +301,21 @@ class _Plan:
         memory = first_memory(entry.length, ask.pages, entry.pages, rung)
         take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
+        transfer = self._open_transfer(entry, ask)
         admission = self.roster.admit(entry, worker, memory, rung, decoder)
         self.spaces[worker.name].take(_needs(memory))
         if ask.decoder:
-            self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=0))
+            self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder)
+            Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder, transfer)
         )
+
+    def _open_transfer(self, entry: Entry, ask: _Ask) -> Transfer | None:
+        """To a worker of another node."""
+        if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
+            return None
+        worker, pages = ask.decoder.worker, ask.decoder.pages
+        return Transfer(self.roster.open_ticket(entry, worker, pages), worker, pages)
 
     # ---------------------------------------------------------------- growth
 
@@ -456,7 +483,7 @@ class _Plan:
     def give_up_stranded(self) -> None:
         """Kept pages tie a request to their node. Nobody there for long, but elsewhere: let it be prefilled again."""
         for entry in list(self.roster.kept.values()):
-            if entry.held or self._asks(entry) or not self._could_go_elsewhere(entry):
+            if entry.held or entry.ticket or self._asks(entry) or not self._could_go_elsewhere(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
@@ -474,7 +501,7 @@ class _Plan:
             return True
         pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
         return entry.way != STAGED and any(
-            one.node == other.node and (entry.way == DIRECT or not one.decodes) for one, other in pairs
+            one.hands_to(other) and (entry.way == DIRECT or not one.decodes) for one, other in pairs
         )
 
 

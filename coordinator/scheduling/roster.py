@@ -16,17 +16,21 @@ What an entry holds is a mirror of the ledger's holding, kept for speed; `check_
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from coordinator.errors import InternalError
-from coordinator.memory.ledger import Ledger, Memory
+from coordinator.memory.ledger import EpochKey, Ledger, Memory
 from coordinator.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.sizing import NO_RUNG, RESIDENT, Length, Rung
 from coordinator.scheduling.suspicion import Suspects
+
+#: Epochs that went down whose processes' ids are remembered.
+LOST_MAX: Final = 1_024
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
@@ -70,6 +74,8 @@ class Entry:
     kept_tokens: int = 0
     first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
+    ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in Roster.tickets
+    transfers_failed: int = 0
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
     ending: bool = False  # leaving: its end was asked for, so it will not wait again
@@ -96,6 +102,21 @@ class Entry:
         return Memory(self.pages, self.chunks, self.pages if on_worker else 0, self.slab_pages)
 
 
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
+    request behind them. `slot` None: nobody wants them any more, and they wait for the worker's word. `arrived`: all
+    rows are there, and the worker has let go."""
+
+    admission: int
+    slot: int | None
+    node: str
+    worker: str
+    epoch: int
+    pages: int
+    arrived: bool = False
+
+
 @dataclass(slots=True)
 class Drain:
     deadline: float
@@ -115,6 +136,8 @@ class Worker:
     port: WorkerPort
     drain: Drain | None = None
     awaited: bool = False  # known from the journal; its inventory is to come
+    receiver: bytes = b""  # where it takes host pages of other nodes in; empty: nowhere
+    pid: int = 0
     shrunk_at: float = 0.0
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, Entry] = field(default_factory=dict)
@@ -134,6 +157,13 @@ class Worker:
     def decodes(self) -> bool:
         return self.capacity.decodes
 
+    def hands_to(self, other: Worker) -> bool:
+        """Whether what it prefills can come to be decoded there."""
+        ours, theirs = self.capacity, other.capacity
+        if self is other or self.node == other.node:
+            return self is not other
+        return ours.sends and theirs.receives and bool(other.receiver) and ours.page_bytes == theirs.page_bytes
+
 
 class Roster:
     """All live requests and workers."""
@@ -147,6 +177,8 @@ class Roster:
         self.kept: dict[int, Entry] = {}  # off their workers, with host pages
         self.forcing: dict[int, Entry] = {}  # an operator's hot size has yet to be applied
         self.promised: dict[int, Entry] = {}  # on one worker for their prompt, with a `decoder`
+        self.tickets: dict[int, Ticket] = {}  # by admission
+        self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.suspects = Suspects()
         self._arrivals = 0
         self._admissions = 0
@@ -186,6 +218,33 @@ class Roster:
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
         return entry.admission
+
+    def open_ticket(self, entry: Entry, worker: Worker, pages: int) -> int:
+        """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
+        self._admissions += 1
+        ticket = Ticket(self._admissions, entry.slot, worker.node, worker.name, worker.epoch, pages)
+        self.tickets[ticket.admission] = ticket
+        entry.ticket = ticket.admission
+        return ticket.admission
+
+    def ticket_of(self, entry: Entry) -> Ticket | None:
+        return self.tickets.get(entry.ticket)
+
+    def close_ticket(self, ticket: Ticket) -> None:
+        """Its pages are free, or a request's like any other."""
+        del self.tickets[ticket.admission]
+        entry = self.entries.get(ticket.slot) if ticket.slot is not None else None
+        if entry is not None and entry.ticket == ticket.admission:
+            entry.ticket = 0
+
+    def hand_over(self, entry: Entry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
+        """It is off its worker, and what it keeps is where its ticket is."""
+        self.depart(entry, kept_tokens, ticket.pages, first_token)
+        entry.node, entry.admission = ticket.node, ticket.admission
+
+    def tickets_on(self, worker: str, epoch: int) -> list[Ticket]:
+        """Those that the epoch has yet to let go."""
+        return [it for it in self.tickets.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 
     def start(self, entry: Entry) -> None:
         """It joined the batch. Not so if it is leaving already."""
@@ -348,6 +407,9 @@ class Roster:
     def lose(self, worker: Worker) -> list[Entry]:
         """The worker is gone; returns its requests, all leaving now."""
         entries = list(self.on(worker.name))
+        self.pids[worker.name, worker.epoch] = worker.pid
+        if len(self.pids) > LOST_MAX:
+            self.pids.popitem(last=False)
         for entry in entries:
             self.leave(entry, frees_pages=False)
             entry.lost = True

@@ -32,7 +32,7 @@ from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.scheduling import decisions, events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
+from coordinator.scheduling.dispatch import Dispatch, Heard, Send, Step, Tell
 from coordinator.scheduling.events import Listener, Verb, WorkerPort
 from coordinator.scheduling.fleet import Fleet
 from coordinator.scheduling.front import Front, Message
@@ -72,12 +72,14 @@ class _Turn:
 
     steps: list[Step] = field(default_factory=list)
     tells: list[Tell] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
     joined: list[Reply[None]] = field(default_factory=list)
     released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
 
     def take(self, heard: Heard) -> None:
         self.steps += heard.steps
         self.tells += heard.tells
+        self.sends += heard.sends
 
 
 @dataclass(slots=True)
@@ -159,13 +161,15 @@ class Scheduler(Front):
         for live in self._requests.live.values():
             if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
-        self.tell(events.Recovered(first.steps, first.tells))
+        self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
     def _worker_back(self, hello: messages.WorkerHello) -> Heard:
         worker = self._roster.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        return adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        heard = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        worker.receiver, worker.pid = hello.receiver, hello.pid
+        return heard
 
     # ---------------------------------------------------------------- one turn
 
@@ -186,8 +190,7 @@ class Scheduler(Front):
             self._hear(message, now, turn)
             tick = tick or isinstance(message, events.Tick)
         await self._transact(turn.steps)
-        for tell in turn.tells:
-            self._tell(tell)
+        self._announce_turn(turn)
         for reply in turn.joined:
             reply.set(None)
         for told, lines in turn.released:
@@ -199,6 +202,21 @@ class Scheduler(Front):
         await self._decide(now, tick)
         if self._stop is not None:
             await self._wind_up(self._stop, now)
+
+    def _starving(self, message: events.Starving) -> None:
+        for slot in message.slots.tolist():
+            if entry := self._roster.entries.get(slot):
+                self._dispatch.starve(entry)
+
+    def _ticket_closed(self, it: events.TicketClosed) -> Heard:
+        return self._dispatch.ticket_closed(it.worker, it.epoch, it.admission, it.durable_tokens)
+
+    def _announce_turn(self, turn: _Turn) -> None:
+        for tell in turn.tells:
+            self._tell(tell)
+        for send in turn.sends:
+            if worker := self._roster.workers.get(send.worker):
+                worker.port.send(send.command)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
         match message:
@@ -212,16 +230,16 @@ class Scheduler(Front):
             case events.Closed():
                 self._dispatch.closed(message.slot)
                 self._requests.end(self._requests.by_slot[message.slot], now)
+            case events.TicketClosed():
+                turn.take(self._ticket_closed(message))
             case events.Starving():
-                for slot in message.slots.tolist():
-                    if entry := self._roster.entries.get(slot):
-                        self._dispatch.starve(entry)
+                self._starving(message)
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn)
             case events.InventoryTaken():
                 turn.take(self._auditor.hear(message, now))
-            case events.Recovered(steps, tells):
-                turn.take(Heard(steps, tells))
+            case events.Recovered(steps, tells, sends):
+                turn.take(Heard(steps, tells, sends))
             case (
                 events.SubmitAsk()
                 | events.VerbAsk()
@@ -341,10 +359,13 @@ class Scheduler(Front):
         for entry in self._roster.in_view():
             entry.generated = self._token_log.length(entry.slot)
         plan = self._dispatch.plan(now, tick=tick)
-        steps = [self._dispatch.step(decision) for decision in plan]
-        given = iter(await self._transact([step for step in steps if step is not None]))
-        for decision, step in zip(plan, steps, strict=True):
-            self._announce(decision, NO_PAGES if step is None else next(given))
+        pairs = [(self._dispatch.ticket_step(decision), self._dispatch.step(decision)) for decision in plan]
+        given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))
+        for decision, pair in zip(plan, pairs, strict=True):
+            taken, pages = (NO_PAGES if step is None else next(given) for step in pair)
+            if isinstance(decision, decisions.Admit) and decision.transfer is not None:
+                self._receive(decision.entry, decision.transfer, taken)
+            self._announce(decision, pages)
 
     async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
@@ -376,6 +397,12 @@ class Scheduler(Front):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
+    def _receive(self, entry: Entry, transfer: decisions.Transfer, pages: Int32Array) -> None:
+        request_id = self._requests.by_slot[entry.slot].state.request_id
+        transfer.worker.port.send(
+            messages.Receive(transfer.ticket, entry.slot, request_id, entry.prompt_tokens, pages.tobytes())
+        )
+
     def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
         entry, worker, rung = decision.entry, decision.worker, decision.rung
         live = self._requests.by_slot[entry.slot]
@@ -395,6 +422,8 @@ class Scheduler(Front):
             hot_slots=rung.hot_slots,
             hot_chunks=rung.hot_chunks,
             first_token=decision.first_token,
+            ticket=decision.transfer.ticket if decision.transfer else 0,
+            destination=decision.transfer.worker.receiver if decision.transfer else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
@@ -435,8 +464,7 @@ class Scheduler(Front):
             for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))
         await self._transact(turn.steps)
-        for tell in turn.tells:
-            self._tell(tell)
+        self._announce_turn(turn)
 
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[Live], now: float) -> bool:

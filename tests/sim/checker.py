@@ -32,7 +32,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.roster import Entry, Phase
 from coordinator.workers.worker_link import WorkerLink
 from kernels import layout
-from tests.sim.fake_worker import Run
+from tests.sim.fake_worker import Run, Ticket
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
 from worker.outbox import REPORTS_UNACKED_MAX
@@ -100,6 +100,7 @@ class Checker(trio.abc.Instrument):
         life = self._cluster.coordinator
         for pool in self._cluster.pools.values():
             pool.settle()
+        self._cluster.wire.settle()
         if life is not None:
             if self.has_ledger_news:
                 self._check_books(life)
@@ -123,10 +124,10 @@ class Checker(trio.abc.Instrument):
     # ---------------------------------------------------------------- memory
 
     def _check_pages(self, node: str, ledger: Ledger) -> None:
-        holders: dict[int, Run] = {}
+        holders: dict[int, Run | Ticket] = {}
         refcounts = ledger._refcounts
         for process in self._cluster.processes_of(node):
-            for run in process.executor.runs.values():
+            for run in (*process.executor.runs.values(), *process.executor.tickets.values()):
                 for place, page in enumerate(run.pages):
                     if not refcounts[page]:
                         raise Violation(
@@ -171,7 +172,11 @@ class Checker(trio.abc.Instrument):
         life, disk = self._cluster.coordinator, self._cluster.disk
         assert life is not None
         self._given[life.incarnation, link.name, link.state.epoch].append(command)
-        if disk is not None and self.expects_crashes and isinstance(command, (messages.Admit, messages.Grant)):
+        if (
+            disk is not None
+            and self.expects_crashes
+            and isinstance(command, (messages.Admit, messages.Grant, messages.Receive))
+        ):
             ledger = disk.ledgers.get(link.state.node)
             held = ledger.pages_of(command.admission) if ledger and ledger.holds(command.admission) else ()
             if not set(unpack_int32(command.host_pages, "host_pages").tolist()) <= set(held):
@@ -294,12 +299,14 @@ class Checker(trio.abc.Instrument):
                     f"{ledger.holdings_count} holdings, quarantined by {ledger.quarantines}",
                 )
         for process in self._cluster.processes():
-            if process.executor.runs:
-                raise Violation("I1", f"{process.name} still holds {sorted(process.executor.runs)}")
+            if held := [*process.executor.runs, *process.executor.tickets]:
+                raise Violation("I1", f"{process.name} still holds {sorted(held)}")
 
 
-def _may_share(one: Run, other: Run, place: int) -> bool:
+def _may_share(one: Run | Ticket, other: Run | Ticket, place: int) -> bool:
     """A request goes on while a process that had it is not proved gone: on pages that were full before it began."""
+    if isinstance(one, Ticket) or isinstance(other, Ticket):
+        return False
     durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
     is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
     return is_same and (place + 1) * layout.PAGE_TOKENS <= durable

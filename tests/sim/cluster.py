@@ -54,6 +54,7 @@ from tests.sim.fake_worker import FakeExecutor, FakePool
 from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
+from tests.sim.transfer import Wire
 from worker.link import Link, Pace
 from worker.link_state import Action, Identity, LinkState
 from worker.outbox import Outbox
@@ -94,6 +95,7 @@ class Shape:
     capacity: WorkerCapacity
     settings: CoordinatorSettings
     roles: dict[str, str] = field(default_factory=dict)
+    is_roomy: bool = False
 
     def capacity_of(self, worker: str) -> WorkerCapacity:
         return msgspec.structs.replace(self.capacity, role=self.roles.get(worker, messages.BOTH))
@@ -102,11 +104,8 @@ class Shape:
     def pairs(self) -> bool:
         """Whether one worker can prefill for another."""
         return any(
-            self.capacity_of(one).prefills
-            and self.capacity_of(other).decodes
-            and one != other
-            and node == self.workers[other]
-            for one, node in self.workers.items()
+            self.capacity_of(one).prefills and self.capacity_of(other).decodes and one != other
+            for one in self.workers
             for other in self.workers
         )
 
@@ -115,7 +114,8 @@ class Shape:
         """`roomy`: with memory for everybody at once, so that nobody is ever in another's way."""
         if roomy:
             roles = rng.choice(({}, {"w0": messages.PREFILL, "w1": messages.DECODE}))
-            return cls({"w0": "n0", "w1": "n0"}, _capacity(12, 100, 100, 60, 200), SETTINGS, roles)
+            nodes = {"w0": "n0", "w1": rng.choice(("n0", "n1"))}
+            return cls(nodes, _capacity(12, 100, 100, 60, 200), SETTINGS, roles, is_roomy=True)
         nodes = rng.choice((["n0"], ["n0", "n0"], ["n0", "n0"], ["n0", "n1"], ["n0", "n0", "n1"]))
         capacity = _capacity(
             rng.randint(2, 4), rng.randint(6, 14), rng.randint(9, 16), rng.randint(4, 8), rng.randint(9, 24)
@@ -130,11 +130,12 @@ class Shape:
 
 
 def _draw_roles(rng: random.Random, nodes: list[str]) -> dict[str, str]:
-    """In half of the clusters with two workers on a node: what each of the two is for."""
-    if nodes.count("n0") < 2 or rng.random() < 0.5:
+    """In half of the clusters with several workers, what each of the two outermost is for: of one node, or of two."""
+    if len(nodes) < 2 or rng.random() < 0.5:
         return {}
     first = rng.choice((messages.PREFILL, messages.PREFILL, messages.BOTH))
-    return {"w0": first, "w1": rng.choice((messages.DECODE, messages.DECODE, messages.BOTH))}
+    last = f"w{len(nodes) - 1}"
+    return {"w0": first, last: rng.choice((messages.DECODE, messages.DECODE, messages.BOTH))}
 
 
 def _capacity(seats: int, hot_chunks: int, index_pages: int, slab_pages: int, host_pages: int) -> WorkerCapacity:
@@ -187,8 +188,12 @@ class WorkerProcess:
         self.gate = Gate()
         self.exited = trio.Event()
         checker = cluster.checker
-        capacity = msgspec.structs.replace(cluster.shape.capacity_of(name), pool_id=cluster.pools[node].id)
-        identity = Identity(name, node, pid, MODEL, capacity)
+        capacity = msgspec.structs.replace(
+            cluster.shape.capacity_of(name), pool_id=cluster.pools[node].id, sends=True, receives=True
+        )
+        self.address = f"{name}/{pid}"
+        receiver = cluster.wire.receiver(self.address, cluster.pools[node])
+        identity = Identity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
         self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)
@@ -200,6 +205,8 @@ class WorkerProcess:
             self.gate,
             random.Random(f"{cluster.seed} executor {pid}"),
             lambda request_id: self.die_of(request_id) if request_id in cluster.poison else None,
+            cluster.wire,
+            receiver,
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()
@@ -360,6 +367,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.seed} cluster")
         self.network = Network(random.Random(f"{self.seed} links"), self.trace)
+        self.wire = Wire(random.Random(f"{self.seed} wire"), is_calm=self.shape.is_roomy)
         self.checker = Checker(self)
         self.scope = trio.CancelScope()
         self.is_over = False
@@ -411,6 +419,7 @@ class Cluster:
         self.deaths += 1
         self.trace.note(process.name, "exits", process.pid)
         self.pools[process.node].end_process(process.pid)
+        self.wire.end_process(process.address)
         del self._workers[process.name]
         await trio.sleep(self.rng.uniform(0.0, EXIT_SEEN_S))
         process.exited.set()
@@ -458,7 +467,7 @@ class Cluster:
         return (
             self.coordinator is not None
             and self.coordinator.is_empty
-            and not any(process.executor.runs for process in processes)
+            and not any(process.executor.runs or process.executor.tickets for process in processes)
         )
 
     # ------------------------------------------------------------ what clients may be told

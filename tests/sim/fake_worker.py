@@ -35,9 +35,11 @@ from coordinator.messages import (
     Audit,
     Command,
     Event,
+    Exited,
     Finished,
     Grant,
     Parked,
+    Receive,
     Released,
     Resize,
     Resized,
@@ -52,6 +54,8 @@ from metrics.state import WorkerCounters
 from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
+from tests.sim.transfer import FakeReceiver, Sending, Wire
+from worker.handover import Incoming, Outgoing
 from worker.inventory import Free, Holding, take_inventory
 from worker.output import Output
 from worker.runners.text import ByteTokenizer
@@ -134,6 +138,11 @@ class FakePool:
         context: Rows = self.rows[pages[: pages_for(rows)]].reshape(-1)[:rows]
         return context
 
+    def overwrite(self, page: int, rows: Rows) -> None:
+        """What another node has written."""
+        self.rows[page, : len(rows)] = rows
+        self.version += 1
+
     def _land(self, write: Write) -> None:
         self.rows[write.page, write.offset : write.offset + len(write.rows)] = write.rows
         write.landed = True
@@ -166,6 +175,7 @@ class Run:
     last_token: int = -1
     in_steps: int = 0
     tail: dict[int, int] = field(default_factory=dict)
+    sending: Sending | None = None
     writes: deque[tuple[int, Write]] = field(default_factory=deque)
 
     @property
@@ -188,7 +198,8 @@ class Run:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing that was launched for it is under way."""
-        return not self.in_steps and all(write.landed for _, write in self.writes)
+        is_sent = self.sending is None or self.sending.is_quiet
+        return is_sent and not self.in_steps and all(write.landed for _, write in self.writes)
 
     @property
     def wakes_at(self) -> float:
@@ -212,9 +223,27 @@ class Run:
     def left_behind(self, rows: int) -> tuple[int, int]:
         """As `durable`, when it leaves; and the first token, if only that is known of what follows the prompt."""
         tokens = self.output.tokens
+        if self.sending is not None and not self.sending.out.is_delivered:
+            return 0, NO_TOKEN
         if self.output.published or not tokens or rows < len(self.prompt):
             return self.durable(rows), NO_TOKEN
         return len(self.prompt), tokens[0]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What another node's rows are let into, as the checker sees a Run."""
+
+    admit: Receive
+    incoming: Incoming
+
+    @property
+    def admission(self) -> int:
+        return self.admit.admission
+
+    @property
+    def pages(self) -> list[int]:
+        return self.incoming.host_pages
 
 
 @dataclass(frozen=True)
@@ -239,7 +268,12 @@ class FakeExecutor:
         gate: Gate,
         rng: random.Random,
         on_decode: Callable[[str], None],
+        wire: Wire,
+        receiver: FakeReceiver,
     ) -> None:
+        self.tickets: dict[int, Ticket] = {}
+        self._wire = wire
+        self._receiver = receiver
         self.counters = WorkerCounters()
         self.runs: dict[int, Run] = {}
         self.admitted: set[int] = set()
@@ -287,6 +321,7 @@ class FakeExecutor:
         while self._commands:
             self._apply(self._commands.popleft())
         self._pool.settle()
+        self._turn_transfers()
         for run in list(self.runs.values()):
             self._observe(run)
         busy_s = self._launch_chunk() + self._launch_step()
@@ -299,6 +334,12 @@ class FakeExecutor:
     def _apply(self, command: Command) -> None:
         if isinstance(command, Admit):
             self._admit(command)
+        elif isinstance(command, Receive):
+            self._receive(command)
+        elif isinstance(command, Withdraw) and command.admission in self.tickets:
+            self._receiver.revoke(command.admission)
+        elif isinstance(command, Exited):
+            return
         elif isinstance(command, Audit):
             self._reports.add_event(take_inventory(command.number, self._holdings(), self._free()))
         elif not isinstance(command, Stop):
@@ -315,9 +356,7 @@ class FakeExecutor:
         self._check_memory()
 
     def _admit(self, admit: Admit) -> None:
-        if admit.admission in self.admitted:
-            raise Violation("I4", f"admission {admit.admission} came twice to one worker")
-        self.admitted.add(admit.admission)
+        self._admit_once(admit.admission)
         prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
         held_back = () if admit.first_token == NO_TOKEN else (admit.first_token,)
         output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
@@ -348,8 +387,46 @@ class FakeExecutor:
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
         self.runs[admit.admission] = run
+        if admit.ticket:
+            run.sending = self._wire.begin(Outgoing(admit.ticket, len(prompt)), admit.destination)
         if not durable:
             self._prompts.append(run)
+
+    def _receive(self, command: Receive) -> None:
+        self._admit_once(command.admission)
+        if self._wire.refuse:
+            self._wire.refuse -= 1
+            self._reports.add_event(Released(command.admission, 0, 0, 0))
+            return
+        incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
+        self.tickets[command.admission] = Ticket(command, incoming)
+        self._receiver.open(command.admission, incoming)
+
+    def _admit_once(self, admission: int) -> None:
+        if admission in self.admitted:
+            raise Violation("I4", f"admission {admission} came twice to one worker")
+        self.admitted.add(admission)
+
+    def _turn_transfers(self) -> None:
+        for ticket in self._receiver.poll():
+            durable = self.tickets.pop(ticket).incoming.durable_tokens
+            self._reports.add_event(Released(ticket, durable, 0, 0))
+        for run in self.runs.values():
+            if run.sending is not None:
+                self._send(run, run.sending)
+                run.sending.turn()
+
+    def _send(self, run: Run, sending: Sending) -> None:
+        if run.status == "leaving" or run.prefilled < len(run.prompt):
+            return
+        staged = len(run.prompt)
+        for first, write in run.writes:
+            if not write.landed:
+                staged = min(staged, first)
+        for index in sending.out.take_ready(staged):
+            first = index * PAGE_TOKENS
+            rows = self._pool.rows[run.pages[index], : min(PAGE_TOKENS, len(run.prompt) - first)]
+            sending.send(index, rows.copy())
 
     def _grant(self, run: Run, grant: Grant) -> None:
         run.pages += unpack_int32(grant.host_pages, "host_pages").tolist()
@@ -379,6 +456,8 @@ class FakeExecutor:
 
     def _leave(self, run: Run) -> None:
         run.status = "leaving"
+        if run.sending is not None:
+            run.sending.cancel("its request leaves")
         if run in self._prompts:
             self._prompts.remove(run)
 
@@ -394,6 +473,8 @@ class FakeExecutor:
                 self._take_first_token(run)
             case "staging" if all(write.landed for _, write in run.writes):
                 self._take_over(run)
+            case "sending" if run.sending is not None and run.sending.out.is_over:
+                self._leave(run)
             case "loading" if run.ready_at <= trio.current_time():
                 resize, run.resize = run.resize, None
                 self._join(run)
@@ -421,7 +502,9 @@ class FakeExecutor:
         run.slab_pages = 0
         self._report_durable(run)
         self._reports.add_event(Staged(run.admission, 1.0, 1.0, 0))
-        if run.hot_slots == NO_HOT_BUFFER:
+        if run.sending is not None:
+            run.status = "sending"
+        elif run.hot_slots == NO_HOT_BUFFER:
             self._leave(run)
         else:
             self._join(run)
@@ -526,7 +609,7 @@ class FakeExecutor:
                 run.status == "leaving",
             )
             for run in self.runs.values()
-        ]
+        ] + [Holding(it.admission, it.pages, 0, 0, 0, 0, False) for it in self.tickets.values()]
 
     def _free(self) -> Free:
         held, capacity = self._holdings(), self._capacity
@@ -540,7 +623,7 @@ class FakeExecutor:
         """What is given to this worker is never more than it has (I2), nor given twice (I1)."""
         runs, capacity = self.runs.values(), self._capacity
         rows = (
-            ("seats", len(runs), capacity.seats),
+            ("seats", len(runs) + len(self.tickets), capacity.seats),
             ("hot chunks", sum(_chunks(run) for run in runs), capacity.hot_chunks),
             ("index pages", sum(run.index_pages for run in runs), capacity.index_pages),
             ("slab pages", sum(run.slab_pages for run in runs), capacity.slab_pages),

@@ -67,6 +67,8 @@ class Faults:
             (self._mute, 2),
             (self._lose, 2),
             (self._lag, 2),
+            (self._harm_pages, 2),
+            (self._refuse_pages, 0.5),
             (self._ghost, 1),
             (self._kill_client, 2),
             (self._slow_client, 2),
@@ -84,6 +86,7 @@ class Faults:
         self._is_healed = True
         self._cluster.trace.note("fault", "heal")
         self._cluster.network.cut_off.clear()
+        self._cluster.wire.lose = self._cluster.wire.corrupt = self._cluster.wire.refuse = 0
         for process in self._cluster.processes():
             process.gate.open()
         for connection in list(self._cluster.network.connections):
@@ -208,6 +211,22 @@ class Faults:
         frames, way = self._rng.randint(1, 5), self._rng.choice(("up", "down"))
         getattr(connection, way).lose_frames += frames
         return f"{frames} {way} of {connection.owner}"
+
+    def _harm_pages(self) -> str | None:
+        """The next pages between nodes are lost on the way, or arrive with a bit changed."""
+        wire, count = self._cluster.wire, self._rng.randint(1, 6)
+        if not wire.frames:
+            return None
+        how = self._rng.choice(("lose", "corrupt"))
+        setattr(wire, how, count)
+        return f"{how} {count} pages"
+
+    def _refuse_pages(self) -> str | None:
+        """The next ticket is refused by whoever is to take its rows in."""
+        if not self._cluster.shape.pairs:
+            return None
+        self._cluster.wire.refuse = 1
+        return "one ticket"
 
     def _lag(self) -> str | None:
         connection = self._connection("worker", "client", "admin")

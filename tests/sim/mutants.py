@@ -18,6 +18,7 @@ from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal_records
 from coordinator.journal.journal import Commit
+from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
 from coordinator.messages import Withdraw
 from coordinator.scheduling import dispatch, events, scheduler
@@ -27,6 +28,8 @@ from coordinator.scheduling.request_state import _HANDLERS, RequestState
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
 from kernels import layout
+from tests.sim.transfer import FakeReceiver
+from worker.handover import Incoming, Outgoing
 from worker.link_state import LinkState, Phase
 
 MUTANTS: Final[dict[str, Any]] = {}
@@ -261,6 +264,45 @@ def keep_the_reserve_behind_a_lost_prompt() -> Plan:
         return pages
 
     yield dispatch.Dispatch, "_pages_kept", staticmethod(pages_kept)
+
+
+# ---------------------------------------------------------------- transfer between nodes
+
+
+@plant
+def reuse_destination_pages_before_revocation() -> Plan:
+    """The sender is gone: what should still write to the pages that it was given?"""
+    original = dispatch.Dispatch._departed_sender
+
+    def departed_sender(self: Any, entry: Any, ticket: Any, event: Any, generated: int) -> Any:
+        was_lost = entry.lost and not ticket.arrived
+        heard = original(self, entry, ticket, event, generated)
+        if not was_lost or ticket.admission not in self.roster.tickets:
+            return heard
+        self.roster.close_ticket(ticket)
+        return heard.plus(dispatch.Heard((dispatch.Step(ticket.node, Release(ticket.admission)),)))
+
+    yield dispatch.Dispatch, "_departed_sender", departed_sender
+
+
+@plant
+def admit_when_the_last_page_has_arrived() -> Plan:
+    """Pages come in order, so the last one ends it."""
+
+    def is_whole(self: Incoming) -> bool:
+        return layout.pages_for(self.prompt_tokens) - 1 in self.arrived
+
+    def is_delivered(self: Outgoing) -> bool:
+        return not self.failure and self.pages - 1 in self.delivered
+
+    yield Incoming, "is_whole", property(is_whole)
+    yield Outgoing, "is_delivered", property(is_delivered)
+
+
+@plant
+def skip_the_checksum() -> Plan:
+    """TCP has one of its own."""
+    yield FakeReceiver, "verify", lambda self, rows, expected: True
 
 
 # ---------------------------------------------------------------- clients
