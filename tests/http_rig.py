@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 import trio
+import trio.testing
 
 from coordinator.client.client import open_client
 from coordinator.config import HttpSettings
@@ -86,7 +87,8 @@ class Peer:
         return await self._receive.receive()
 
     async def send(self, message: dict[str, Any]) -> None:
-        """As hypercorn: after the last message the application is told of its own end."""
+        """As hypercorn: it takes a while, and after the last message the application is told of its own end."""
+        await trio.testing.wait_all_tasks_blocked()
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}

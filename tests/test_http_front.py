@@ -17,6 +17,7 @@ from coordinator.errors import CapacityError, ConfigError
 from coordinator.http import exchange, front, link, outputs, server
 from coordinator.http.exchange import BODY_BYTES_MAX, Receive, Scope, Send
 from coordinator.http.server import run_http
+from coordinator.transport.keys import make_keys
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
 from metrics.names import Role, names_of
@@ -330,6 +331,22 @@ async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: p
         assert error_of(await again.answer()) == ("bad_input", "body")  # it was read, and is no JSON
 
 
+async def test_a_body_that_nobody_wanted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8. Strangers who are refused before it is read must not use up the room of the others."""
+    monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
+    async with front_rig(tmp_path, keys=(KEY,)) as rig:
+        for _ in range(3):
+            peer = rig.open("POST", "/v1/completions")
+            await peer.say(bytes(800), more=True)
+            assert error_of(await peer.answer()) == ("unauthorized", "authorization")
+            gone = rig.open("POST", "/v1/completions", {"Authorization": f"Bearer {KEY}"})
+            await gone.say(bytes(800), more=True)
+            await gone.leave()
+        await until(lambda: rig.counters.disconnects == 3)
+        again = await rig.complete(bytes(900), Authorization=f"Bearer {KEY}")
+        assert error_of(await again.answer()) == ("bad_input", "body")
+
+
 async def test_a_body_must_come_in_time(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
     monkeypatch.setattr(exchange, "BODY_LIMIT_S", 0.05)
@@ -447,6 +464,21 @@ def test_settings_that_cannot_work_are_refused(flags: dict[str, object], field: 
 @pytest.mark.parametrize("extra", [{"http.api_keys_file": "keys"}, {"cluster.insecure": True}])
 def test_beyond_loopback_wants_keys_or_a_word(extra: dict[str, object]) -> None:
     assert build({}, {}, {"http.host": "0.0.0.0", **extra}, HostFacts("host", 1, 1)).http.host == "0.0.0.0"
+
+
+def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read for each connection, since it may have been replaced."""
+    flags = {"cluster.keys_dir": str(tmp_path), "cluster.client_endpoint": "tcp://127.0.0.1:7400"}
+    config = build({}, {}, flags, HostFacts("host", 1, 1))
+    shown: list[Any] = []
+    monkeypatch.setattr(server, "open_client", lambda endpoint, **how: shown.append(how["key"]))
+    for _ in range(2):
+        make_keys(tmp_path)
+        server._connect(config)
+        for file in tmp_path.iterdir():
+            file.unlink()
+    assert [key.role for key in shown] == ["client", "client"]
+    assert shown[0] != shown[1]
 
 
 def test_an_address_that_cannot_be_had_is_refused() -> None:

@@ -75,11 +75,14 @@ class Exchange:
     # ------------------------------------------------------------ what comes
 
     async def listen(self) -> None:
-        """Until the client has left, or the answer is complete."""
-        while (message := await self._receive())["type"] != "http.disconnect":
-            self._take(message.get("body", b""))
-            if not message.get("more_body", False):
-                self._received.set()
+        """Until the client has left, or the answer is complete. What nobody wanted of the body is let go then."""
+        try:
+            while (message := await self._receive())["type"] != "http.disconnect":
+                self._take(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self._received.set()
+        finally:
+            self._drop_body()
         if not self._answered:
             self.disconnected = True
             self.leaving.cancel()
