@@ -165,13 +165,17 @@ def test_what_a_fence_costs_is_measured_on_a_sample(streams: CudaStreams) -> Non
 
 
 def test_timed_work_takes_as_long_as_it_does(streams: CudaStreams) -> None:
+    """No more than the host waited: others may use the device too."""
     spent: list[float] = []
+    began = time.perf_counter()
     for _ in range(3):
         streams.stage.launch("spin", streams.timed(partial(spin, 0.003), spent.append))
     streams.stage.record("staged").wait()
+    waited_s = time.perf_counter() - began
     streams.stage.launch("spin", streams.timed(partial(spin, 0.003), spent.append))
     assert len(spent) == 3
-    assert all(0.0029 < seconds < 0.004 for seconds in spent)
+    assert all(seconds > 0.0029 for seconds in spent)
+    assert sum(spent) < waited_s
 
 
 def test_timed_work_in_a_graph_is_measured_at_every_replay(streams: CudaStreams) -> None:
@@ -186,11 +190,13 @@ def test_timed_work_in_a_graph_is_measured_at_every_replay(streams: CudaStreams)
     replay = streams.capture(launch)
     streams.layer_spent = None
     assert replay is not None
+    began = time.perf_counter()
     for _ in range(3):
         streams.compute.launch("replay", replay)
         streams.compute.record("sampled").wait()
     assert [layer for layer, _ in told] == [0, 1, 0, 1]
-    assert all(0.0019 < seconds - 0.003 * layer < 0.003 for layer, seconds in told)
+    assert all(seconds - 0.003 * layer > 0.0019 for layer, seconds in told)
+    assert sum(seconds for _, seconds in told) < time.perf_counter() - began
 
 
 # ---------------------------------------------------------------- graphs
