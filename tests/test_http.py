@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.cli.common import EXIT_CODES
+from coordinator.config import HttpSettings
 from coordinator.errors import (
     BY_CODE,
     BadInput,
@@ -38,6 +40,7 @@ from coordinator.http.errors import (
 )
 from coordinator.messages import Ended, ModelInfo
 from tests.http_rig import KEY, TEMPLATE, byte_tokenizer_json
+from tests.test_cli import run
 from worker.runners.text import JsonTokenizer, read_tokenizer
 
 MODEL = ModelInfo("f" * 8, "tiny", 4_096, 264, 4, 16, (257,), "json", "")
@@ -438,3 +441,23 @@ def test_a_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None
     with pytest.raises(ConfigError) as caught:
         parse_keys(text, "file")
     assert not text or text not in str(caught.value)
+
+
+# ---------------------------------------------------------------- hisparse up --http
+
+
+@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x", "host:0"])
+def test_up_wants_an_address_for_the_front(address: str) -> None:
+    result = run("up", "--http", address)
+    assert result.exit_code == 2
+    assert f"{address!r} is not HOST:PORT" in result.stderr
+
+
+def test_up_opens_no_front_to_everybody_without_keys() -> None:
+    result = run("up", "--http", "0.0.0.0:8000")
+    assert result.exit_code == EXIT_CODES["config"]
+    assert "http.host=0.0.0.0: whoever reaches it could ask" in result.stderr
+
+
+def test_an_address_of_ipv6_is_written_in_brackets() -> None:
+    assert HttpSettings(host="::1", port=1).url == "http://[::1]:1"
