@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.demo.compare import TIE_BOUNDS, OracleRun, compare, first_difference
+from coordinator.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
 from coordinator.demo.oracles import deal
 from coordinator.demo.plan import DemoOptions, Source, cut_prompts, memory_for, prompt_lengths
 from coordinator.demo.report import DemoReport, RequestReport, figure_lines, judged, render
@@ -15,8 +15,6 @@ from coordinator.demo.watch import Outcome, Watch, pages_in_use
 from coordinator.errors import BadInput
 from coordinator.messages import PoolRow, RequestRow
 from kernels.layout import managed_chunks, pages_for
-
-TIE_BOUND = TIE_BOUNDS["float32"]
 
 
 def oracle(tokens: list[int], gaps: list[float] | None = None, runners_up: list[int] | None = None) -> OracleRun:
@@ -53,7 +51,6 @@ def test_no_request_can_become_resident_and_one_always_fits(requests: int, short
         {"new_tokens": 8},
         {"prompt_tokens_min": 2047},
         {"prompt_tokens_min": 4096, "prompt_tokens_max": 4000},
-        {"dtype": "float64"},
     ],
 )
 def test_a_demo_that_could_show_nothing_is_refused(changes: dict[str, object]) -> None:
@@ -193,7 +190,7 @@ def report(**changes: object) -> DemoReport:
         divergence=None, gap=None, hits=90, misses=10, oracle_s=1.5,
     )  # fmt: skip
     base = DemoReport(
-        family="glm-5", device="cpu", dtype="float32",
+        family="glm-5", device="cpu",
         requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
         unverified_tokens=0, tie_excused=0, tie_bound=TIE_BOUND, hits=90, misses=10, hit_rate=0.9, rows_swapped=20,
         bytes_swapped=2048, retracted=1, handed_over=1, host_pages_before=0, host_pages_peak=70, host_pages_after=0,

@@ -39,13 +39,6 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(2), help="Worker processes.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it.")
 @click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Precision of model and KV rows, the model library's run included.",
-)
-@click.option(
     "--streams",
     type=click.Choice(["inline", "simulated"]),
     help="simulated: copies lag and run in any order that the fences permit. Default: what the device has.",
@@ -65,7 +58,6 @@ def demo(
     prompt_tokens: tuple[int, int],
     workers: int,
     device: str,
-    dtype: str,
     streams: str | None,
     work_dir: Path | None,
     as_json: bool,
@@ -88,7 +80,6 @@ def demo(
         prompt_tokens_min=prompt_tokens[0],
         prompt_tokens_max=prompt_tokens[1],
         device=device,
-        dtype=dtype,
         streams=streams or "",
     )
     report = run_demo(options, prompts, work_dir)

@@ -64,7 +64,7 @@ async def _consult_one(
         "prompts": [{"tokens": request.prompt, "max_new_tokens": options.new_tokens} for request in requests],
         "ignore_eos": True,
         "threads": 1,
-        "dtype": options.dtype,
+        "dtype": "float32",
         "device": options.device,
     }
     answered = 0

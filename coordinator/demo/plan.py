@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.demo.compare import TIE_BOUNDS
 from coordinator.errors import BadInput
 from kernels.layout import PAGE_TOKENS, managed_chunks
 
@@ -43,12 +42,9 @@ class DemoOptions:
     prompt_tokens_max: int = 6_000
     topk: int = 128
     device: str = "cpu"
-    dtype: str = "float32"
     streams: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in TIE_BOUNDS:
-            raise BadInput("unknown", field="dtype", value=self.dtype, remedy=f"use one of {', '.join(TIE_BOUNDS)}")
         _at_least("requests", self.requests, REQUESTS_MIN)
         _at_least("workers", self.workers, 2)
         _at_least("new-tokens", self.new_tokens, NEW_TOKENS_MIN)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.demo.compare import TIE_BOUNDS, OracleRun, compare
+from coordinator.demo.compare import TIE_BOUND, OracleRun, compare
 from coordinator.demo.plan import DemoOptions, DemoRequest, memory_for
 from coordinator.demo.watch import Outcome
 from kernels.layout import PAGE_TOKENS
@@ -46,7 +46,6 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
     family: str
     device: str
-    dtype: str
     requests: int
     workers: int
     verified_tokens: int
@@ -95,15 +94,13 @@ class Evidence:
 def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence: Evidence) -> DemoReport:
     """Compare every output, add up, judge."""
     outcome, watch = evidence.outcome, evidence.outcome.watch
-    tie_bound = TIE_BOUNDS[options.dtype]
-    rows = [_request_report(request, evidence, tie_bound) for request in requests]
+    rows = [_request_report(request, evidence) for request in requests]
     hits, misses = sum(row.hits for row in rows), sum(row.misses for row in rows)
     swapped = sum(worker.swapped_bytes for worker in watch.workers.values())
     page_kv_bytes = PAGE_TOKENS * evidence.layers * evidence.kv_row_bytes
     report = DemoReport(
         family=options.family,
         device=options.device,
-        dtype=options.dtype,
         requests=len(requests),
         workers=options.workers,
         verified_tokens=sum(row.verified for row in rows),
@@ -111,7 +108,7 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
         mismatched_tokens=sum(row.mismatched for row in rows),
         unverified_tokens=sum(row.unverified for row in rows),
         tie_excused=sum(row.tie_excused for row in rows),
-        tie_bound=tie_bound,
+        tie_bound=TIE_BOUND,
         hits=hits,
         misses=misses,
         hit_rate=round(hits / max(hits + misses, 1), 4),
@@ -134,10 +131,10 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
     return judged(report)
 
 
-def _request_report(request: DemoRequest, evidence: Evidence, tie_bound: float) -> RequestReport:
+def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
     outcome, run = evidence.outcome, evidence.runs[request.request_id]
     row = outcome.watch.rows[request.request_id]
-    verdict = compare(request.request_id, outcome.tokens[request.request_id], run, tie_bound)
+    verdict = compare(request.request_id, outcome.tokens[request.request_id], run, TIE_BOUND)
     return RequestReport(
         request_id=request.request_id,
         source=request.source,
@@ -236,7 +233,7 @@ def figure_lines(report: DemoReport) -> Mapping[str, str]:
     return {
         "tokens": f"{report.verified_tokens:,} verified, {report.distinct_tokens} distinct, "
         f"{report.mismatched_tokens} mismatched, {report.tie_excused} requests excused by a tie below "
-        f"{report.tie_bound:g}; {report.dtype} on {report.device}",
+        f"{report.tie_bound:g}; float32 on {report.device}",
         "swap-in": f"{_share(report.hits, report.hits + report.misses)} hits with {report.hot_slots} hot slots "
         f"for top-{report.topk}; {report.rows_swapped:,} rows, {_mib(report.bytes_swapped)} loaded from host memory",
         "memory": f"{_mib(report.hot_bytes)} hot buffers against {_mib(report.full_kv_bytes)} full KV "

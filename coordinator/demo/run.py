@@ -78,7 +78,7 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
                     await run_scenario(client, requests, options, outcome, display.say)
     began = trio.current_time()
     runs = await _oracle_runs(model, requests, options, directory, display)
-    layers, row_bytes = kv_shape(model, options.dtype)
+    layers, row_bytes = kv_shape(model)
     return Evidence(
         outcome=outcome,
         runs=runs,

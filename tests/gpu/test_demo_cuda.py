@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("glm-5", "float32"), ("deepseek-v3.2", "bfloat16")])
-def test_the_demo_passes_on_a_gpu(family: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm-5", "deepseek-v3.2"])
+def test_the_demo_passes_on_a_gpu(family: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -30,11 +30,11 @@ def test_the_demo_passes_on_a_gpu(family: str, dtype: str, tmp_path: Path) -> No
         "--work-dir",
         str(tmp_path),
     ]
-    options = ["--family", family, "--dtype", dtype, "--requests", "4", "--prompt-tokens", "2048:2600"]
+    options = ["--family", family, "--requests", "4", "--prompt-tokens", "2048:2600"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
-    assert (report["device"], report["dtype"]) == ("cuda", dtype)
+    assert report["device"] == "cuda"
     assert report["mismatched_tokens"] == 0
     assert report["verified_tokens"] > 0
     assert min(report["misses"], report["retracted"], report["handed_over"]) > 0
