@@ -1,11 +1,13 @@
 """Each request's tokens against the model library's own. Pure.
 
 Both sides decode greedily in float32, but not in the same order of additions: the library expands the latents of the
-whole context and masks, we absorb and gather. (In bfloat16 that order moves the indexer's selection, and with it whole
-logits: there no two programs agree token by token, and tests/gpu/test_runner_cuda.py compares logits instead.) A logit may so differ in its last bits, and where the
-library's two best logits lie closer than that, either token is a right answer. This is the only excuse (`tie_excused`):
-a first divergence where the *oracle's own* gap is below the tie bound and our token is its runner-up. After it the two
-contexts differ, so the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
+whole context and masks, we absorb and gather. A logit may so differ in its last bits, and where the library's two best
+logits lie closer than that, either token is a right answer. This is the only excuse (`tie_excused`): a first divergence
+where the *oracle's own* gap is below the tie bound and our token is its runner-up. After it the two contexts differ, so
+the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
+
+In bfloat16 that order moves the indexer's selection, and with it whole logits: no two programs agree token by token
+there, and tests/gpu/test_runner_cuda.py compares logits instead.
 """
 
 from __future__ import annotations
