@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,15 @@ def test_no_verb_but_worker_and_model_brings_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_help_takes_less_than_150_ms() -> None:
-    """The best of up to 20 runs: the others measure the machine's load."""
+def test_help_takes_less_than_150_ms_of_a_processor() -> None:
+    """The best of up to 20 runs, in time of a processor: a clock would measure the machine's load."""
     command = [sys.executable, "-m", "coordinator.cli", "--help"]
     took_s = []
     for _ in range(20):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        took_s.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert "Exit codes:" in done.stdout
         if took_s[-1] < 0.150:
             return
