@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import socket
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -24,11 +23,10 @@ from typing import Any, Final
 
 import msgspec
 
+from coordinator.config_checks import check
 from coordinator.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
-#: `host_mem` or `device_mem` that the worker works out for itself.
-AUTO: Final = "auto"
 #: `journal` of a coordinator that keeps none.
 NO_JOURNAL: Final = "none"
 #: The path of the TOML file.
@@ -191,8 +189,6 @@ def build(
     file_name: str = "",
 ) -> Config:
     """Merge the three sources over the defaults, resolve and check. Pure. Raises ConfigError."""
-    from coordinator.config_checks import check
-
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for section, field, value, origin in _all_values(table, environ, flags, file_name):
         values[section][field] = _convert(section, field, value, origin)
@@ -247,8 +243,6 @@ def _default_runtime_dir(facts: HostFacts) -> str:
 
 def listening_at(config: Config, host: str, port: int) -> Config:
     """`config` with the HTTP front there. Raises ConfigError."""
-    from coordinator.config_checks import check
-
     changed = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, host=host, port=port))
     check(changed)
     return changed
@@ -267,22 +261,6 @@ def to_environ(config: Config) -> dict[str, str]:
 def pool_path(pool_dir: str, node: str) -> Path:
     """Where the host pool of `node` lies."""
     return Path(pool_dir) / f"{node}.pool"
-
-
-SIZE_UNITS: Final = {"": 1, "B": 1} | {
-    name: scale**power
-    for power, letter in enumerate("KMGT", start=1)
-    for name, scale in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024))
-}
-
-
-def parse_size(text: str, field: str) -> int:
-    """Bytes of "256MiB", "1.5 GiB", "1GB" (1000-based) or "4096". Raises ConfigError naming `field`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = SIZE_UNITS.get(match[2]) if match else None
-    if match is None or unit is None:
-        raise ConfigError("not a size", field=field, value=text, remedy="write a number and KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * unit)
 
 
 # ---------------------------------------------------------------- sources

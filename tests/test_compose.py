@@ -113,7 +113,7 @@ def test_the_pool_fits_its_tmpfs() -> None:
 
 
 def _bytes(text: str) -> int:
-    from coordinator.config import parse_size
+    from coordinator.sizes import parse_size
 
     return parse_size(text, "size")
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coordinator.config import AUTO, WorkerSettings, parse_size
+from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
+from coordinator.sizes import AUTO, parse_size
 from metrics.logs import fields, logger
 
 #: Share of the memory that decides which `auto` takes.

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.config import AUTO, Config, pool_path
+from coordinator.config import Config, pool_path
+from coordinator.sizes import AUTO
 from kernels.layout import Geometry
 from metrics.logs import fields, logger
 from worker.host_memory import file_system_room, memory_room, resolve_host_mem

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.config import AUTO, WorkerSettings, parse_size
+from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import DECODE, ModelInfo, WorkerCapacity
 from coordinator.scheduling.sizing import smallest_chunks
+from coordinator.sizes import AUTO, parse_size
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
 
 #: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
