@@ -126,6 +126,7 @@ class Scene:
     place: Drilled
     coordinator: Process
     worker: Process
+    http: Process | None
     server: Server
     client: Client
     sightings: list[Sighting] = field(default_factory=list)
@@ -155,20 +156,27 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    path: Path, *, defects: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None
+    path: Path,
+    *,
+    defects: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
+    with_http: bool = False,
 ) -> AsyncIterator[Scene]:
-    """A cluster with one worker in the directory `path`, both scraped, and nothing wrong with it."""
+    """A cluster with one worker in the directory `path`, all of it scraped, and nothing wrong with it."""
     write_tiny_checkpoint(path / "model")
     port = free_port()
     fixed = {"HISPARSE_COORDINATOR_METRICS_PORT": str(port), "HISPARSE_COORDINATOR_AUDIT_INTERVAL_S": "1"}
     place = Drilled(path, path / "model", defects or {}, fixed | dict(settings or {}))
-    async with place.worker() as worker, place.coordinator() as coordinator:
+    async with place.worker() as worker, place.coordinator() as coordinator, AsyncExitStack() as stack:
+        http = await stack.enter_async_context(place.http()) if with_http else None
         jobs = {"hisparse-coordinator": [port], "hisparse-worker": [await worker.metrics_port()]}
+        if http is not None:
+            jobs["hisparse-http"] = [await http.metrics_port()]
         with prometheus(path, free_port(), jobs) as server:
             await until(lambda: server.is_up(jobs))
             await until(lambda: server.query("hisparse_link_welcomed == 1"))
             async with open_client(place.endpoint("admin"), role="admin", name="drill") as client:
-                yield Scene(place, coordinator, worker, server, client)
+                yield Scene(place, coordinator, worker, http, server, client)
 
 
 # ---------------------------------------------------------------- scenes
@@ -189,6 +197,7 @@ DRAIN: Final = Trouble(
     "HiSparseDrainStuck", "a drain of a worker with a long request", 'hisparse_workers{state="draining"}'
 )
 WORKER_DOWN: Final = Trouble("HiSparseWorkerDown", "SIGKILL", 'up{job="hisparse-worker"}')
+HTTP_DOWN: Final = Trouble("HiSparseHttpDown", "SIGKILL", 'up{job="hisparse-http"}')
 COORDINATOR_DOWN: Final = Trouble("HiSparseCoordinatorDown", "SIGKILL", 'up{job="hisparse-coordinator"}')
 RESTARTS: Final = Trouble(
     "HiSparseCoordinatorRestarts",
@@ -240,6 +249,13 @@ async def pressure(path: Path) -> list[Sighting]:
         async with AsyncExitStack() as stack:
             await it.cause(partial(stack.enter_async_context, it.place.coordinator()), RESTARTS)
         return it.sightings
+
+
+async def no_front(path: Path) -> list[Sighting]:
+    async with scene(path, with_http=True) as it:
+        assert it.http is not None
+        await it.cause(killed(it.http), HTTP_DOWN)
+    return it.sightings
 
 
 async def storm(path: Path) -> list[Sighting]:
@@ -304,6 +320,7 @@ async def waits(path: Path) -> list[Sighting]:
 #: Each with what it causes, in order.
 SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (pressure, (POOL_FULL, MISSES, DRAIN, WORKER_DOWN, COORDINATOR_DOWN, RESTARTS)),
+    (no_front, (HTTP_DOWN,)),
     (storm, (STORM,)),
     (wrong_count, (WRONG_COUNT,)),
     (hang, (HANG,)),

@@ -97,7 +97,7 @@ def test_the_runbook_names_metrics_and_settings_that_exist() -> None:
 
     for expr in re.findall(r"`((?:hisparse|process)_[\w{}=\"]+)`", RUNBOOK):
         assert unknown_in(expr) == set()
-    for section, field in re.findall(r"`(coordinator|worker|cluster)\.(\w+)`", RUNBOOK):
+    for section, field in re.findall(r"`(coordinator|worker|cluster|http)\.(\w+)`", RUNBOOK):
         assert field in SECTIONS[section].__struct_fields__
 
 
