@@ -41,6 +41,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 REQUESTS = 64
 ROLES = ("prefill", "prefill", "decode", "decode")
 HOST_MEM = "48MiB"
+#: Its prompt is on the prefill worker, or lately was.
+SENT = ("PREFILLING", "TRANSFERRING", "PREFILLED")
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +235,34 @@ async def test_a_worker_killed_amid_transfers_costs_no_output(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             assert await decode_all(client, mixed_prompts(), "far-") == colocated
+        await assert_nothing_leaked(client)
+
+
+async def test_a_coordinator_killed_amid_transfers_finds_them_again(
+    model: Path, colocated: list[list[int]], tmp_path: Path
+) -> None:
+    """I2, I4, I5: from the journal and from what workers say that they have; pages went on travelling meanwhile."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with two_nodes(config, tmp_path, "shared") as (children, client):
+
+        async def disturb() -> None:
+            for kill in range(2):
+                while sum(row.state in SENT for row in (await client.requests()).rows) < 1 + kill:  # noqa: ASYNC110
+                    await trio.sleep(0.002)
+                children["coordinator"].signal(signal.SIGKILL)
+                await children["coordinator"].wait()
+                children["coordinator"].close()
+                children["coordinator"] = _start("coordinator", config, tmp_path)
+                while not await _answers(config):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disturb)
+            assert await decode_all(client, mixed_prompts(), "far-") == colocated
+            nursery.cancel_scope.cancel()
+        with trio.fail_after(60):
+            while sum(row.state == "connected" for row in await client.workers()) < len(ROLES):  # noqa: ASYNC110
+                await trio.sleep(0.1)
         await assert_nothing_leaked(client)
 
 

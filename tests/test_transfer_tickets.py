@@ -240,6 +240,17 @@ def test_a_ticket_is_closed_once(desk: Desk) -> None:
     assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
 
 
+def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk: Desk) -> None:
+    """Seed 8272: its node is booted anew while the sender has yet to leave."""
+    ticket = begin(desk)
+    desk.staged()
+    desk.closed(ticket)
+    heard = desk.hear(desk.dispatch.close_ticket(desk.roster.tickets[ticket], "gone", is_lost=True))
+    assert [type(tell.event) for tell in heard.tells] == [Retract]
+    desk.sent()
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (Phase.WAITING, 0, 0)
+
+
 def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
     """A better-ranked request waits rather than take pages that are still written."""
     ticket = begin(desk)

@@ -323,6 +323,9 @@ class Scheduler(Front):
             self._roster.demote(entry)
             self._journal.append([Departed(entry.slot, 0)])
             self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
+        for ticket in [ticket for ticket in self._roster.tickets.values() if ticket.node == hello.node]:
+            for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
+                self._tell(tell)  # and its pages are gone with their ledger
         self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
         self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
         self._start_pool(hello.node)
