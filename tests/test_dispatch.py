@@ -8,9 +8,10 @@ from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.scheduling.decisions import Admit
-from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard, Step
+from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard
 from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
 from coordinator.scheduling.roster import Entry, Phase, Worker
+from coordinator.scheduling.steps import Step
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 
 

@@ -22,10 +22,11 @@ from coordinator.errors import WrongState
 from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import Grant, Held, Resize, Withdraw
-from coordinator.scheduling.dispatch import Dispatch, Heard, Send, Step, Tell
-from coordinator.scheduling.events import Adopted, Lost, Retract, Told
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.events import Adopted, Lost, Retract, Tell, Told
 from coordinator.scheduling.roster import Entry, Phase, Ticket, Worker
 from coordinator.scheduling.sizing import RESIDENT, Rung
+from coordinator.scheduling.steps import Send, Step
 
 
 def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger: Ledger) -> Heard:

@@ -26,11 +26,12 @@ from coordinator.journal.book import Book, Known
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.messages import NO_TOKEN
-from coordinator.scheduling.dispatch import Dispatch, Heard, Step, Tell
-from coordinator.scheduling.events import Ending, Listener, Lost, WorkerPort
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
 from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.roster import Entry, Roster, Ticket, Worker
+from coordinator.scheduling.steps import Step
 
 MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
 

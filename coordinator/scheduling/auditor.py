@@ -16,10 +16,11 @@ from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Roun
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
-from coordinator.scheduling.dispatch import Heard, Step
+from coordinator.scheduling.dispatch import Heard
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.live import Live, Requests
 from coordinator.scheduling.roster import Roster, Worker
+from coordinator.scheduling.steps import Step
 from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters
 

@@ -21,8 +21,7 @@ import msgspec
 
 from coordinator.arrays import Int32Array
 from coordinator.journal import records as journal
-from coordinator.journal.records import Record
-from coordinator.memory.changes import AddWorker, Change, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
+from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger, Memory
 from coordinator.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from coordinator.scheduling import decisions
@@ -37,32 +36,13 @@ from coordinator.scheduling.events import (
     Resume,
     Retract,
     Stage,
-    Told,
+    Tell,
 )
 from coordinator.scheduling.policy import Policy
 from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Ticket, Worker
+from coordinator.scheduling.steps import Send, Step
 from coordinator.scheduling.suspicion import poison_reason
 from kernels.layout import PAGE_TOKENS, pages_for
-
-
-class Step(NamedTuple):
-    """A ledger change of `node`, and what is true with it."""
-
-    node: str
-    change: Change
-    note: Record | None = None
-
-
-class Tell(NamedTuple):
-    slot: int
-    event: Told
-
-
-class Send(NamedTuple):
-    """A command that concerns no stay of a request, to the worker that is called so now."""
-
-    worker: str
-    command: Withdraw | Exited
 
 
 class Heard(NamedTuple):

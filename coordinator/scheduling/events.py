@@ -26,7 +26,7 @@ from coordinator.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.scheduling.dispatch import Send, Step, Tell
+    from coordinator.scheduling.steps import Send, Step
 
 
 class Handle(NamedTuple):
@@ -236,6 +236,11 @@ class Closed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
     slot: int
+
+
+class Tell(NamedTuple):
+    slot: int
+    event: Told
 
 
 class Recovered(msgspec.Struct, frozen=True):

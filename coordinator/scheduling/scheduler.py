@@ -32,8 +32,8 @@ from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.scheduling import decisions, events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.dispatch import Dispatch, Heard, Send, Step, Tell
-from coordinator.scheduling.events import Listener, Verb, WorkerPort
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.events import Listener, Tell, Verb, WorkerPort
 from coordinator.scheduling.fleet import Fleet
 from coordinator.scheduling.front import Front, Message
 from coordinator.scheduling.intake import check_deadline
@@ -42,6 +42,7 @@ from coordinator.scheduling.reception import Reception
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.roster import Drain, Entry
 from coordinator.scheduling.sizing import page_limit
+from coordinator.scheduling.steps import Send, Step
 from coordinator.scheduling.verbs import carry_out, release_quarantine
 from kernels.layout import PAGE_TOKENS
 from metrics.logs import fields, logger
