@@ -1,5 +1,5 @@
-// attend_rows: the warps that gather. A block of rows goes to a stage of shared memory, tile by tile, swizzled; fp8
-// rows are decoded on the way. Entries of -1 become rows of zeros.
+// attend_rows: the warps that gather. A block of rows goes to a stage of shared memory, tile by tile, swizzled; fp8 rows
+// are decoded on the way. Entries of -1 become rows of zeros.
 #pragma once
 
 #include "attend_hopper.cuh"
@@ -49,7 +49,7 @@ struct Gatherer {
         look_up(entries, begin + BLOCK, end);
     }
 };
-constexpr int GATHER_REGISTERS = 40, PRODUCT_REGISTERS = 232, FILL_ARRIVALS = GROUP;
+constexpr int GATHER_REGISTERS = 40, PRODUCT_REGISTERS = 232;
 #else
 // Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of
 // two blocks are in registers or under way: those of a block are loaded when the one two ahead of it has left them.
@@ -121,7 +121,6 @@ struct Gatherer {
             copy_chunk(shared_address(stage) + LATENT_TILES * TILE_BYTES + swizzled(row, chunk),
                        row_at(rows, I) + LATENT + 16 + 16 * chunk, places[I] >= 0);
         }
-        arrive_copied(full);
         const u32 by_group[4] = {scales[I].x, scales[I].y, scales[I].z, scales[I].w};
 #pragma unroll
         for (int tile = 0; tile < LATENT_TILES; ++tile) {
@@ -134,13 +133,14 @@ struct Gatherer {
             *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter)) = low;
             *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter + 1)) = high;
         }
-        publish_shared();  // before the next loads begin, which it would wait for
-        arrive(full);
         load(rows, I);
         look_up(entries, begin + (AHEAD + 1) * BLOCK, end);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        publish_shared();
+        arrive(full);
     }
 };
-constexpr int GATHER_REGISTERS = 104, PRODUCT_REGISTERS = 200, FILL_ARRIVALS = 2 * GROUP;  // rope apart
+constexpr int GATHER_REGISTERS = 104, PRODUCT_REGISTERS = 200;
 #endif
 
 // Block i of the gatherers, in a half of two.

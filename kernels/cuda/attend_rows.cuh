@@ -67,9 +67,9 @@ __device__ __forceinline__ void raise_to(Attention& a, int half, float raised) {
     a.level[half] = raised;
     a.weight[half] *= a.fade[half];
 }
-__device__ __forceinline__ void rescale(Attention& a) {
+__device__ __forceinline__ void rescale(Attention& a, const float (&fade)[2]) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] *= a.fade[i / 2 % 2];
+    for (int i = 0; i < 128; ++i) a.sums[i] *= fade[i / 2 % 2];
 }
 // To the highest scores of the block.
 template <int W> __device__ __forceinline__ void raise_levels(Attention& a, float scale, Shared& s) {
@@ -151,15 +151,16 @@ template <int W> struct Turns {
         if (threadIdx.x % 32 == 0) arrive(s.shared[W]);
         return raised;
     }
-    // Wait for the shares of the other group's block i, and take over the levels that it raised.
-    __device__ __forceinline__ void follow(Attention& a, int i) const {
+    // Wait for the shares of the other group's block i; sets `fade` and returns true if that raised levels.
+    __device__ __forceinline__ bool follow(Attention& a, int i) const {
         await(s.shared[1 - W], i / 2 & 1);
-        if (!s.raised[1 - W]) return;
-        follow_levels<W>(a, s);
-        rescale(a);
+        const bool raised = s.raised[1 - W];
+        if (raised) follow_levels<W>(a, s);
+        return raised;
     }
     // Sum the other group's block in STAGE.
-    template <int STAGE> __device__ __forceinline__ void sum_other(Attention& a) const {
+    template <int STAGE> __device__ __forceinline__ void sum_other(Attention& a, bool raised, const float (&fade)[2]) const {
+        if (raised) rescale(a, fade);
         issue_sums<STAGE, 1 - W>(a);
         await_products<0>();
         if (threadIdx.x % 32 == 0) arrive(s.empty[STAGE]);
@@ -167,12 +168,13 @@ template <int W> struct Turns {
     // Block i of this group, in STAGE, whose scores are there, the other group's before it, and scores of the next.
     template <int STAGE> __device__ __forceinline__ void turn(Attention& a, int i, u32& held) const {
         constexpr int BEFORE = (STAGE + STAGES - 1) % STAGES, NEXT = (STAGE + 2) % STAGES;
-        if (i > 0) follow(a, i - 1);
+        const bool raised_before = i > 0 && follow(a, i - 1);
+        const float fade_before[2] = {a.fade[0], a.fade[1]};
         if (i >= 2) await(s.empty[NEXT], (i - 2) / STAGES & 1);  // both groups have read this one's last shares
         const bool raised = share_out(a, held);
-        if (i > 0) sum_other<BEFORE>(a);
+        if (i > 0) sum_other<BEFORE>(a, raised_before, fade_before);
         await(s.shared[W], i / 2 & 1);
-        if (raised) rescale(a);
+        if (raised) rescale(a, a.fade);
         issue_sums<STAGE, W>(a);
         if (i + 2 < blocks) {
             issue_scores<NEXT>(a, i + 2);
@@ -195,11 +197,12 @@ template <int W> struct Turns {
         }
         const int last = blocks - 1;
         if (last % 2 == W || last < 0) return;
-        follow(a, last);
+        const bool raised = follow(a, last);
+        const float fade[2] = {a.fade[0], a.fade[1]};
         if (last % STAGES < 2)
-            sum_other<1 - W>(a);
+            sum_other<1 - W>(a, raised, fade);
         else
-            sum_other<3 - W>(a);
+            sum_other<3 - W>(a, raised, fade);
     }
 };
 
@@ -279,6 +282,7 @@ __device__ __forceinline__ void attend(const AttendRows& p, const i32* entries, 
     for (int i = 0; i < 128; ++i) a.sums[i] = 0;
     a.level[0] = a.level[1] = none();
     a.weight[0] = a.weight[1] = 0;
+    a.fade[0] = a.fade[1] = 1;
     Turns<W>{p, entries, begin, end, blocks, s}.run(a);
     write_sums<W>(p, row, split, first_head, a, s);
 }
@@ -298,10 +302,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     const i32* const entries = p.entries + static_cast<i64>(row) * p.k;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            open_barrier(s.full[i], FILL_ARRIVALS);
-            open_barrier(s.empty[i], CONSUMERS / 32);
-        }
+        for (int i = 0; i < STAGES; ++i) open_barrier(s.full[i], GROUP), open_barrier(s.empty[i], CONSUMERS / 32);
         for (int i = 0; i < 2; ++i) open_barrier(s.shared[i], GROUP / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

@@ -119,8 +119,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     u8* const rings = dynamic + sizeof(u32) * BINS + (sizeof(Queries) + 127) / 128 * 128;
     u8* const ring = rings + threadIdx.x / 32 * (STAGES * UNIT_BYTES);
     let_next_begin();
-    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
-        *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
     divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
     u32 begin = share(total, blockIdx.x);

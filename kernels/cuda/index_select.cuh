@@ -134,29 +134,19 @@ template <class Each> __device__ __forceinline__ void each_score(const float* sc
     }
 }
 
-// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges count from 0.
-// Each warp takes places for what it found in a span, so that no warp waits for another.
+// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges say how many.
 __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32 end, Lists& lists, SelectShared& s) {
-    const int lane = threadIdx.x % 32;
+    u64 listed = 0;  // edges << 32 | sure
     for (u32 at = begin; at < end; ++at) {
         const Span now = span;
         if (at + 1 < end) span.load(r.scores, (at + 1) * SPAN, r.length);
-        u32 count = 0;  // edges << 16 | sure
+        u64 count = 0, total;
         now.each([&](u32 key, u32, int) {
             const u32 bin = key >> BIN_SHIFT;
-            count += bin > r.cut.bin ? 1u : bin == r.cut.bin ? 1u << 16 : 0u;
+            count += bin > r.cut.bin ? 1ull : bin == r.cut.bin ? 1ull << 32 : 0ull;
         });
-        u32 inclusive = count;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
-            if (lane >= step) inclusive += left;
-        }
-        const u32 all = __shfl_sync(0xFFFFFFFF, inclusive, 31);
-        u32 first = 0;
-        if (lane < 2) first = atomicAdd(lane ? &s.edges : &s.sure, lane ? all >> 16 : all & 0xFFFF);
-        u32 sure = __shfl_sync(0xFFFFFFFF, first, 0) + ((inclusive - count) & 0xFFFF);
-        u32 edges = __shfl_sync(0xFFFFFFFF, first, 1) + ((inclusive - count) >> 16);
+        const u64 place = listed + sum_before<SELECT_THREADS, u64>(count, s.row_sums, total);
+        u32 sure = static_cast<u32>(place), edges = static_cast<u32>(place >> 32);
         now.each([&](u32 key, u32 position, int) {
             const u32 bin = key >> BIN_SHIFT;
             if (bin > r.cut.bin) {
@@ -167,7 +157,9 @@ __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32
                 ++edges;
             }
         });
+        listed += total;
     }
+    if (threadIdx.x == 0) s.sure = static_cast<u32>(listed), s.edges = static_cast<u32>(listed >> 32);
     __syncthreads();
 }
 
@@ -397,7 +389,6 @@ __device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 len
     r.length = length;
     Span span;
     span.load(r.scores, begin * SPAN, length);
-    if (threadIdx.x == 0) s.sure = s.edges = 0;
     r.cut = row_cut(p, histogram, s);
     if (all > 1) {
         collect(r, span, begin, end, lists, s);
