@@ -36,7 +36,7 @@ import torch
 from kernels.cuda.jit import load
 from kernels.cuda.launch import defines_of, prepare, stream_of
 from kernels.cuda.parameters import Plan
-from kernels.cuda.swap_in import blocks_per_request, replay_misses, swap_in, without_copies
+from kernels.cuda.swap_in import ranks_of, replay_misses, swap_in, without_copies
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks
 from kernels.seat import init_managed
 from kernels.state import DeviceState, MissPlan, StepBatch
@@ -301,14 +301,13 @@ def main() -> None:
             break
         setup = build(pool, row_bytes, hot, batch)
         null = null_us(setup.state)
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
         for misses in missing:
             cell = {
                 "row_bytes": row_bytes,
                 "hot_slots": hot,
                 "batch": batch,
                 "misses": misses,
-                "blocks": options.ranks or blocks_per_request(batch, processors, True),
+                "blocks": options.ranks or ranks_of(setup.state, batch, TOPK),
                 "null_us": null,
                 "floor_us": batch * misses * row_bytes / LINK_GB_PER_S / 1000 + null,
                 **measure(setup, misses, options.ranks, flush_us),

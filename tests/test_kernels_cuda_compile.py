@@ -126,9 +126,9 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
     assert caught.value.field == "HISPARSE_KERNEL_CACHE"
 
 
-def test_blocks_per_request_fill_the_card_within_a_cluster() -> None:
-    assert [blocks_per_request(n, 132, True) for n in (1, 4, 8, 16, 64, 128, 256)] == [16, 16, 16, 8, 2, 2, 1]
-    assert blocks_per_request(1, 132, False) == 1
+def test_as_many_blocks_per_request_as_run_at_once() -> None:
+    at_once = {16: 7, 8: 15, 4: 32, 2: 66}
+    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 7, 8, 16, 64, 67, 256)] == [16, 16, 8, 4, 2, 1, 1]
 
 
 def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
     monkeypatch.setattr(parameters, "state_parameters", lambda _: parameters.State())
     for rows in (1, 8, 32, 256):
         replay_misses(cast("DeviceState", None), 0, MissPlan.allocate(rows, 4))
-    assert grids == [(16, 1), (128, 1), (256, 1), (256, 1)]
+    assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
 
 
 def test_shared_memory_of_the_largest_cases_fits_a_block() -> None:

@@ -10,7 +10,7 @@ from kernels.state import DeviceState
 
 THREADS = 256  # copy_rows.cuh
 TILES_PER_PROCESSOR = 4
-ROWS_PER_TILE = 16  # about what one block holds in flight
+ROWS_PER_TILE = 64  # copy_rows.cuh
 
 
 def copy_rows_to_host(

@@ -151,6 +151,7 @@ class Kernel:
     def __init__(self, module: Any, name: str) -> None:
         driver = _bindings("driver")
         self._driver = driver
+        self._clusters: dict[tuple[int, int], int] = {}  # one per size of cluster and shape of top-k
         self._function = _call(driver.cuModuleGetFunction, module, name.encode())
         attribute = self._attribute = driver.CUfunction_attribute
         self.threads = int(
@@ -186,11 +187,28 @@ class Kernel:
         must await it (griddepcontrol) before touching what it wrote.
         """
         driver = self._driver
+        config = self._config(grid, threads or self.threads, cluster, shared_bytes, early=early)
+        config.hStream = driver.CUstream(stream)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
+
+    def clusters_at_once(self, cluster: int, shared_bytes: int) -> int:
+        """How many clusters of `cluster` blocks the device holds at once."""
+        held = self._clusters.get((cluster, shared_bytes))
+        if held is None:
+            config = self._config((cluster, 1), self.threads, cluster, shared_bytes)
+            held = int(_call(self._driver.cuOccupancyMaxActiveClusters, self._function, config))
+            self._clusters[cluster, shared_bytes] = held
+        return held
+
+    def _config(
+        self, grid: tuple[int, int], threads: int, cluster: int, shared_bytes: int, *, early: bool = False
+    ) -> Any:
+        driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads or self.threads, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        config.hStream = driver.CUstream(stream)
         attributes = []
         if cluster > 1:
             attribute = driver.CUlaunchAttribute()
@@ -204,8 +222,7 @@ class Kernel:
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-        _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
+        return config
 
 
 @lru_cache(maxsize=LOADED_MAX)

@@ -67,25 +67,23 @@ struct Plan {
     i32* count;        // [batch]
 };
 
-// Offsets in a thread block's shared memory, in bytes, each a multiple of 16; the first section, `entries`, is at 0.
+// Offsets in a thread block's shared memory, in bytes, each a multiple of 16; the first section, `keys`, is at 0.
 struct Sections {
-    u32 key, page, slot, missing, seen, chunks, stay, mail;
+    u32 pages, victims, order, seen, chunks, index, stay, mail, lists;
     u32 mail_bytes;  // of one block
-    u32 last;        // entries there is room for, minus one
+    u32 list_bytes;  // likewise
 };
 
 struct SwapIn {
-    State state;
+    State state;  // slot_of, slot_token, stamp, tail, hits and misses of one group
     Batch batch;
     Plan plan;
     const i32* topk;  // [batch, k]
     i32* out_rows;    // [batch, k]
-    i32 k, group, anchor_layer;
+    i32 k, anchor_layer;
     i32 slots_limit;  // slots that shared memory has room for
     i32 seen_mask;    // size of the hash set of tokens, minus one
     i32 copies;       // 0: everything but the copies
-    i32 wide_topk;    // 1 when every row of the top-k is a sequence of aligned 16 bytes
-    i32 unused;
     Sections sections;
 };
 
@@ -103,7 +101,7 @@ struct BeginStep {
 struct ReplayMisses {
     State state;
     Plan plan;
-    i32 k, layer, parts, unused;
+    i32 k, layer, rows, unused;
 };
 
 struct CopyRows {

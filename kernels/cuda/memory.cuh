@@ -41,9 +41,6 @@ __device__ __forceinline__ void load_once(u8& v, const void* at) {
 __device__ __forceinline__ void load_now(i32& v, const i32* at) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
 }
-__device__ __forceinline__ void load_now(i32 (&v)[4], const i32* at) {
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(at));
-}
 
 // How rows of BYTES bytes, all at multiples of ALIGN (a power of two up to 128), split into lines.
 template <int BYTES, int ALIGN> struct RowShape {
@@ -94,28 +91,33 @@ template <class Shape, int FLIGHT> struct Lines {
     }
 };
 
+// An id that has been asked for: widened where it is used, so that the wait for it is there too.
+struct Id {
+    i32 low, high;
+
+    __device__ __forceinline__ void load(const void* ids, int place, int wide) {
+        const i32* const at = static_cast<const i32*>(ids) + (static_cast<u32>(place) << wide);
+        load_now(low, at);
+        if (wide) load_now(high, at + 1);
+    }
+    __device__ __forceinline__ i64 value(int wide) const {
+        return wide ? static_cast<i64>(static_cast<u64>(static_cast<u32>(high)) << 32 | static_cast<u32>(low)) : low;
+    }
+};
+
 __device__ __forceinline__ i64 read_id(const void* ids, int place, int wide) {
     return wide ? static_cast<const i64*>(ids)[place] : static_cast<const i32*>(ids)[place];
-}
-
-__device__ __forceinline__ u8* host_row(const State& s, i32 page, i32 offset, i32 layer, int row_bytes) {
-    return s.host + page * s.page_bytes + (static_cast<i64>(layer) * PAGE_TOKENS + offset) * row_bytes;
 }
 
 __device__ __forceinline__ void trip(const State& s, Tripwire wire, int times) {
     if (times) atomicAdd(reinterpret_cast<u64*>(s.tripwires + wire), static_cast<u64>(times));
 }
 
-// Named barriers of `threads` threads of the block. Barrier 0 is __syncthreads().
+// A named barrier of `threads` threads of the block. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void sync_named(int barrier, int threads) {
     __syncwarp();
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void arrive_named(int barrier, int threads) {
-    __syncwarp();
-    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
 }
@@ -132,13 +134,7 @@ __device__ __forceinline__ int cluster_ranks() {
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
     return static_cast<int>(r);
 }
-__device__ __forceinline__ int cluster_number() {
-    u32 n;
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(n));
-    return static_cast<int>(n);
-}
-// The cluster's one barrier: all threads arrive and wait once, mailboxes being set up. The wait empties L1: it belongs
-// where nothing is in it yet.
+// The cluster's one barrier: all threads arrive once, mailboxes being set up; who is about to write to a peer waits.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -151,10 +147,13 @@ __device__ __forceinline__ void cluster_wait() {
 // `calls` peers will knock before `await_mail` returns.
 __device__ __forceinline__ void expect_knocks(u64* mailbox, u32 calls) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mailbox)), "r"(calls) : "memory");
+}
+// To the peers, who see the mailboxes once the cluster's barrier is passed.
+__device__ __forceinline__ void publish_mailboxes() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// `bytes` will be written by peers, through `send`, before `await_mail` returns. The mailbox has been told of one knock,
-// which this is.
+// `bytes` will be written by peers, through `send`, before `await_mail` returns. This is the one knock that the mailbox
+// expects.
 __device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
                  : "memory");
@@ -185,12 +184,12 @@ __device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbo
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_ranks() { return 1; }
-__device__ __forceinline__ int cluster_number() { return static_cast<int>(blockIdx.x); }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
 __device__ __forceinline__ void await_mail(u64*) {}
 __device__ __forceinline__ void expect_knocks(u64*, u32) {}
+__device__ __forceinline__ void publish_mailboxes() {}
 __device__ __forceinline__ void knock(u64*, int) {}
 __device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}
 #endif

@@ -85,7 +85,19 @@ class Plan(ctypes.Structure):
 class Sections(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint32)
-        for name in ("key", "page", "slot", "missing", "seen", "chunks", "stay", "mail", "mail_bytes", "last")
+        for name in (
+            "pages",
+            "victims",
+            "order",
+            "seen",
+            "chunks",
+            "index",
+            "stay",
+            "mail",
+            "lists",
+            "mail_bytes",
+            "list_bytes",
+        )
     )
 
 
@@ -97,13 +109,10 @@ class SwapIn(ctypes.Structure):
         ("topk", ctypes.c_void_p),
         ("out_rows", ctypes.c_void_p),
         ("k", ctypes.c_int32),
-        ("group", ctypes.c_int32),
         ("anchor_layer", ctypes.c_int32),
         ("slots_limit", ctypes.c_int32),
         ("seen_mask", ctypes.c_int32),
         ("copies", ctypes.c_int32),
-        ("wide_topk", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
         ("sections", Sections),
     )
 
@@ -127,7 +136,7 @@ class ReplayMisses(ctypes.Structure):
         ("plan", Plan),
         ("k", ctypes.c_int32),
         ("layer", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     )
 
@@ -233,6 +242,15 @@ def state_parameters(state: DeviceState) -> State:
         layers=geometry.layers,
         groups=geometry.groups,
     )
+
+
+def group_parameters(state: DeviceState, group: int) -> State:
+    """`state_parameters` with the slot tables, tails and counters of one group instead of those of all."""
+    block = state_parameters(state)
+    for name in ("slot_of", "slot_token", "stamp", "tail", "hits", "misses"):
+        table: torch.Tensor = getattr(state, name)
+        setattr(block, name, table.data_ptr() + group * table.stride(0) * table.element_size())
+    return block
 
 
 def batch_parameters(batch: StepBatch) -> Batch:

@@ -1,13 +1,13 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: enough to fill the card, at most a cluster. Fewer blocks at large batches, since
-each of them repeats the choice of victims; more at small ones, since a block resolves top-k entries and loads rows at
-its own pace.
+How many thread blocks share a request: as many as a cluster may have while all clusters run at once. Fewer at large
+batches than there are multiprocessors, because clusters of many blocks leave some unused: a second wave of blocks costs
+more than larger blocks do (batch 16 without misses: 6.7 us in clusters of 8, 4.1 us in clusters of 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
@@ -20,7 +20,8 @@ from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
 SEEN_MAX = 4096  # places of the hash set of tokens; twice the top-k up to half of that
-REPLAY_PARTS_MAX = 16
+STAGED_PAGES = 1024  # swap_in_block.cuh
+REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
 
@@ -40,27 +41,25 @@ def swap_in(
     Each row of `plan` is written by that row's blocks; nothing waits on the host.
     """
     rows, k = topk.shape
-    ranks = ranks or blocks_per_request(rows, processors(topk.device), has_clusters(state))
+    ranks = ranks or ranks_of(state, rows, k)
     limit = slots_limit(state)
     seen = seen_places(k)
     sections, shared_bytes = lay_out(k, ranks, limit)
     block = parameters.SwapIn(
-        state=parameters.state_parameters(state),
+        state=parameters.group_parameters(state, group),
         batch=parameters.batch_parameters(batch),
         plan=parameters.plan_parameters(plan),
         topk=topk.data_ptr(),
         out_rows=out_rows.data_ptr(),
         k=k,
-        group=group,
         anchor_layer=state.geometry.layers_of_group(group)[0],
         slots_limit=limit,
         seen_mask=seen - 1,
         copies=_copies.get(),
-        wide_topk=int(k % 4 == 0 and topk.data_ptr() % 16 == 0),
         sections=sections,
     )
     kernel_of(state, "swap_in", "swap_in").launch(
-        (rows * ranks, 1),
+        (ranks, rows),
         block,
         stream_of(state),
         cluster=ranks,
@@ -71,15 +70,17 @@ def swap_in(
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group."""
     rows, k = plan.device_row.shape
-    parts = max(1, min(REPLAY_PARTS_MAX, 2 * processors(plan.count.device) // rows))
     block = parameters.ReplayMisses(
         state=parameters.state_parameters(state),
         plan=parameters.plan_parameters(plan),
         k=k,
         layer=layer,
-        parts=parts,
+        rows=rows,
     )
-    kernel_of(state, "copy_rows", "replay_misses").launch((rows * parts, 1), block, stream_of(state), threads=256)
+    blocks = min(-(-rows * k // REPLAY_ROWS), processors(plan.count.device) // 2)
+    kernel_of(state, "copy_rows", "replay_misses").launch(
+        (blocks, 1), block, stream_of(state), threads=256, shared_bytes=4 * rows
+    )
 
 
 @contextmanager
@@ -95,35 +96,47 @@ def without_copies() -> Iterator[None]:
         _copies.reset(token)
 
 
-def blocks_per_request(rows: int, multiprocessors: int, clusters: bool) -> int:
-    """A power of two: as many as give each multiprocessor one block, two once that leaves a request alone."""
-    if not clusters:
+def ranks_of(state: DeviceState, rows: int, k: int) -> int:
+    """Blocks that share a request in a step of `rows` rows, top-k `k`."""
+    if not has_clusters(state):
         return 1
+    kernel, limit = kernel_of(state, "swap_in", "swap_in"), slots_limit(state)
+    return blocks_per_request(rows, lambda ranks: kernel.clusters_at_once(ranks, lay_out(k, ranks, limit)[1]))
+
+
+def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int:
+    """The largest power of two whose clusters the device holds all at once; it may be 1."""
     ranks = RANKS_MAX
-    while ranks > 1 and rows * ranks > multiprocessors:
+    while ranks > 1 and rows > clusters_at_once(ranks):
         ranks //= 2
-    return 2 if ranks == 1 and rows <= multiprocessors else ranks
+    return ranks
 
 
 def seen_places(k: int) -> int:
     return max(16, min(SEEN_MAX, 2 << (k - 1).bit_length()))
 
 
+def share_of(k: int, ranks: int) -> int:
+    """Top-k entries of one block at most: whole warps are dealt out in turn."""
+    return -(-k // (32 * ranks)) * 32
+
+
 def lay_out(k: int, ranks: int, limit: int) -> tuple[parameters.Sections, int]:
     """Offsets and size of one block's dynamic shared memory: struct Shared in swap_in_block.cuh. `limit`: slots."""
-    topk = -(-k // 8) * 8
+    share = share_of(k, ranks)
     mail = 16 * (1 + -(-limit // 128))
     sizes = {
-        "entries": 4 * topk,
-        "key": 4 * topk,
-        "page": 4 * topk,
-        "slot": 2 * topk,
-        "missing": 2 * topk,
+        "keys": 4 * share,
+        "pages": 4 * share,
+        "victims": 2 * share,
+        "order": 2 * share,
         "seen": 4 * seen_places(k),
         "chunks": -(-(4 * (limit // PAGE_TOKENS)) // 16) * 16,
+        "index": 4 * STAGED_PAGES,
         "stay": mail,
         "mail": ranks * mail,
+        "lists": ranks * 4 * share,
     }
     ends = list(accumulate(sizes.values()))
     places = dict(zip(list(sizes)[1:], ends, strict=False))
-    return parameters.Sections(**places, mail_bytes=mail, last=topk - 1), ends[-1]
+    return parameters.Sections(**places, mail_bytes=mail, list_bytes=4 * share), ends[-1]

@@ -2,12 +2,11 @@
 // alike, each for itself, from the same stamps and the same bits of slots that stay.
 //
 // Victims are all candidates with a stamp below the cut, and the lowest slots among those at it. The cut is found by
-// counting candidates in four neighbouring classes of stamps at a time, from the oldest candidate's stamp on: every step
-// evicts about as many slots as it leaves behind with one stamp, so that the first round nearly always ends the search.
-// Otherwise classes grow fourfold until the cut is passed, then shrink fourfold until each is one stamp.
+// counting candidates in four neighbouring classes of stamps at a time, from the oldest stamp on: a step evicts about as
+// many slots as it leaves behind with one stamp, so that the first round nearly always ends the search. Otherwise
+// classes grow fourfold until the cut is passed, then shrink fourfold until each is one stamp.
 //
-// Rejected: a histogram over all ages (atomics in shared memory on few distinct bins, then a scan: 4,800 cycles where
-// this takes some hundred).
+// Rejected: a histogram over all ages (atomics in shared memory on few distinct bins, then a scan: slower).
 #pragma once
 
 #include "swap_in_block.cuh"
@@ -29,27 +28,35 @@ __device__ __forceinline__ u32 shift_left(u32 value, u32 by) {  // 0 from 32 on,
     return shifted;
 }
 
-// Stamps of one control thread: `turns` quads of neighbouring slots, MUST_STAY for those that are no candidates. QUADS
-// of them are held at a time. Threads follow each other in slot order, so that one prefix sum over threads ranks all.
+// Stamps of one control thread: quads of neighbouring slots, MUST_STAY for those that are no candidates. QUADS of them
+// are held at a time. Threads follow each other in slot order, so that one prefix sum over threads ranks all.
 struct Stamps {
     i32 held[QUADS][4];
-    int first = -1;
-    const u32 turns, base;  // base: the first turn's slot
+    u32 first = ~0u;  // of the thread's quads, the first one held
+    u32 begin, own;   // the thread's first quad, and how many it has
+    u32 most, turns;  // quads of a thread of this warp at most, and of any thread
 
-    __device__ __forceinline__ explicit Stamps(const Seat& at)
-        : turns((at.limit + 4 * CONTROL_THREADS - 1) / (4 * CONTROL_THREADS)), base(threadIdx.x * turns * 4) {}
+    __device__ __forceinline__ explicit Stamps(const Seat& at) {
+        const u32 quads = (at.limit + 3) / 4, each = quads / CONTROL_THREADS, more = quads % CONTROL_THREADS;
+        begin = threadIdx.x * each + min(threadIdx.x, more);
+        own = each + (threadIdx.x < more);
+        most = each + ((threadIdx.x & ~31u) < more);
+        turns = each + (more > 0);
+    }
 
-    __device__ __forceinline__ u32 slot(int j) const { return base + (first + j) * 4; }
+    __device__ __forceinline__ bool all_held() const { return turns <= QUADS; }
+    __device__ __forceinline__ u32 slot(u32 j) const { return (begin + first + j) * 4; }
 
-    // As memory has them, from turn `turn` on.
-    __device__ __forceinline__ void load(const Seat& at, const Shared& s, const i32* stamp, int turn) {
+    // As memory has them, from quad `turn` on.
+    __device__ __forceinline__ void load(const Shared& s, const i32* stamp, u32 turn) {
         first = turn;
 #pragma unroll
-        for (int j = 0; j < QUADS; ++j) {
+        for (u32 j = 0; j < QUADS; ++j) {
             int4 quad = {MUST_STAY, MUST_STAY, MUST_STAY, MUST_STAY};
-            if (first + j < turns && slot(j) < at.limit) {
+            if (first + j < own) {
                 const i32 chunk = s.chunk(slot(j) / PAGE_TOKENS);
-                if (chunk >= 0) quad = *reinterpret_cast<const int4*>(stamp + chunk * PAGE_TOKENS + slot(j) % PAGE_TOKENS);
+                if (chunk >= 0)
+                    quad = *reinterpret_cast<const int4*>(stamp + chunk * PAGE_TOKENS + slot(j) % PAGE_TOKENS);
             }
             held[j][0] = quad.x, held[j][1] = quad.y, held[j][2] = quad.z, held[j][3] = quad.w;
         }
@@ -57,8 +64,9 @@ struct Stamps {
 
     __device__ __forceinline__ void mask(const Seat& at, const Shared& s) {
 #pragma unroll
-        for (int j = 0; j < QUADS; ++j) {
-            const u32 stays = slot(j) < at.limit ? s.stay(slot(j) / 32) >> slot(j) % 32 : 0;
+        for (u32 j = 0; j < QUADS; ++j) {
+            if (first + j >= most) break;
+            const u32 stays = first + j < own ? s.stay(slot(j) / 32) >> slot(j) % 32 : 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (stays >> i & 1 || held[j][i] >= at.now) held[j][i] = MUST_STAY;
@@ -68,7 +76,10 @@ struct Stamps {
     __device__ __forceinline__ i32 oldest() const {
         i32 least = MUST_STAY;
 #pragma unroll
-        for (int j = 0; j < QUADS; ++j) least = min(min(min(least, held[j][0]), min(held[j][1], held[j][2])), held[j][3]);
+        for (u32 j = 0; j < QUADS; ++j) {
+            if (first + j >= most) break;
+            least = min(min(min(least, held[j][0]), min(held[j][1], held[j][2])), held[j][3]);
+        }
         return least;
     }
 
@@ -76,31 +87,41 @@ struct Stamps {
     __device__ __forceinline__ u32 count(i32 stamp, int shift) const {
         u32 counts = 0;
 #pragma unroll
-        for (int j = 0; j < QUADS; ++j)
+        for (u32 j = 0; j < QUADS; ++j) {
+            if (first + j >= most) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 counts += shift_left(1, min(static_cast<u32>(held[j][i] - stamp) >> shift, 4u) * 8);
+        }
         return counts;
     }
 
-    // Victims of ranks up to before+wanted-1, from `sofar` (as in Cut) on, go to the entries that this block loads.
-    __device__ __forceinline__ void assign(const Shared& s, const Cut& cut, u32& sofar, u32 before, u32 wanted) const {
+    // This thread's victims to the block's misses in turn, from rank `rank` on, `ties` of them as old as the cut at most;
+    // both move on. The block's first miss has rank `before`, and `wanted` follow.
+    __device__ __forceinline__ void assign(const Shared& s, i32 cut, u32& rank, u32& ties, u32 before,
+                                           u32 wanted) const {
+        u64 older = 0, tied = 0;  // a bit per slot held
 #pragma unroll
-        for (int j = 0; j < QUADS; ++j)
+        for (u32 j = 0; j < QUADS; ++j) {
+            if (first + j >= most) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (held[j][i] > cut.stamp) continue;
-                const u32 rank = cut.chosen(sofar) - before;
-                sofar += held[j][i] < cut.stamp ? 1 << 16 : 1;
-                if (cut.chosen(sofar) - before > rank && rank < wanted)
-                    s.slot(s.missing(rank)) = static_cast<u16>(slot(j) + i);
+                older |= static_cast<u64>(held[j][i] < cut) << (j * 4 + i);
+                tied |= static_cast<u64>(held[j][i] == cut) << (j * 4 + i);
             }
+        }
+        while (__popcll(tied) > ties) tied &= ~(1ull << (63 - __clzll(tied)));
+        ties -= __popcll(tied);
+        for (u64 left = older | tied; left != 0; left &= left - 1, ++rank)
+            if (rank - before < wanted)
+                s.victim(s.order(rank - before)) = static_cast<u16>(slot(0) + __ffsll(left) - 1);
     }
 };
+static_assert(QUADS * 4 <= 64, "a bit per slot held");
 static_assert((SLOTS_MAX + CONTROL_THREADS - 1) / CONTROL_THREADS < 256 && SLOTS_MAX < 65536, "counts fit their bits");
 
-// Counts of four classes, as Stamps::count has them, summed over all warps, and over those before this one: 16 bits each,
-// even classes in x, odd ones in y.
+// Counts of four classes, as Stamps::count has them, summed over all warps, and over those before this one: 16 bits
+// each, even classes in x, odd ones in y.
 __device__ __forceinline__ void sum_classes(Scalars& q, u32 counts, int round, uint2& all, uint2& before) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     all = {__reduce_add_sync(0xFFFFFFFF, counts & 0x00FF00FF), __reduce_add_sync(0xFFFFFFFF, counts >> 8 & 0x00FF00FF)};
@@ -112,80 +133,81 @@ __device__ __forceinline__ void sum_classes(Scalars& q, u32 counts, int round, u
     before = {__reduce_add_sync(0xFFFFFFFF, earlier ? sum.x : 0), __reduce_add_sync(0xFFFFFFFF, earlier ? sum.y : 0)};
 }
 
-__device__ __forceinline__ u32 class_of(const uint2& sums, int c) { return (c % 2 ? sums.y : sums.x) >> c / 2 * 16 & 0xFFFF; }
-
-__device__ __forceinline__ i32 oldest_of_all(Scalars& q, i32 oldest) {
-    oldest = __reduce_min_sync(0xFFFFFFFF, oldest);
-    if (threadIdx.x % 32 == 0) q.oldest[threadIdx.x / 32] = oldest;
-    sync_named(CONTROL, CONTROL_THREADS);
-    return __reduce_min_sync(0xFFFFFFFF, q.oldest[threadIdx.x % CONTROL_WARPS]);
+__device__ __forceinline__ u32 class_of(const uint2& sums, int c) {
+    return (c % 2 ? sums.y : sums.x) >> c / 2 * 16 & 0xFFFF;
 }
 
-// Chooses `total` victims, or as many as there are, and gives those from rank `before` on to this block's `misses`.
-// `stamps` may come loaded, not masked. Returns the number of victims. One loop over the stamps for its three phases, since
-// that loop is most of the code.
+// A stamp that no candidate is older than, into q.oldest, so that it hides behind the wait for mail: by the stamps of all
+// slots that are not known to stay yet.
+__device__ __forceinline__ void find_oldest(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
+                                            Stamps& stamps) {
+    i32 oldest = MUST_STAY;
+#pragma unroll 1
+    for (u32 turn = 0; turn < stamps.turns; turn += QUADS) {
+        if (turn != stamps.first) stamps.load(s, stamp, turn);
+        stamps.mask(at, s);
+        oldest = min(oldest, stamps.oldest());
+    }
+    oldest = __reduce_min_sync(0xFFFFFFFF, oldest);
+    if (threadIdx.x % 32 == 0) q.oldest[threadIdx.x / 32] = oldest;
+}
+
+// Chooses `total` victims, or as many as there are; those of ranks before..before+misses-1 are this block's. find_oldest
+// has been called by all control warps, and their barrier passed. Returns the number of victims. One loop over the
+// stamps for both phases, since that loop is most of the code.
 __device__ __forceinline__ u32 choose_victims(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
                                               Stamps& stamps, u32 total, u32 before, u32 misses) {
-    enum { OLDEST, COUNT, ASSIGN } phase = OLDEST;
     Cut cut = {at.now, 0, 0};
-    i32 from = 0;
-    u32 older = 0;         // candidates older than `from`
-    u32 ahead = 0;         // older << 16 | as old as the cut, in the warps before this one
-    u32 own = 0;           // likewise in this thread
-    bool passed = false;
+    i32 from = __reduce_min_sync(0xFFFFFFFF, q.oldest[threadIdx.x % CONTROL_WARPS]);
+    if (stamps.all_held()) stamps.mask(at, s);
+    u32 older = 0;           // candidates older than `from`
+    u32 ahead = 0, own = 0;  // older << 16 | as old as the cut: in the threads before this one, and in this one
+    u32 rank = 0, ties = 0;
+    bool passed = false, assigns = false;
     int shift = 0;
-    if (stamps.first >= 0) stamps.mask(at, s);
 #pragma unroll 1
     for (int round = 0;; ++round) {
-        i32 oldest = MUST_STAY;
         u32 counts = 0;
 #pragma unroll 1
-        for (int turn = 0; turn < stamps.turns; turn += QUADS) {
+        for (u32 turn = 0; turn < stamps.turns; turn += QUADS) {
             if (turn != stamps.first) {
-                stamps.load(at, s, stamp, turn);
+                stamps.load(s, stamp, turn);
                 stamps.mask(at, s);
             }
-            if (phase == OLDEST) oldest = min(oldest, stamps.oldest());
-            else if (phase == COUNT) counts += stamps.count(from, shift);
-            else stamps.assign(s, cut, ahead, before, misses);
+            if (assigns) stamps.assign(s, cut.stamp, rank, ties, before, misses);
+            else counts += stamps.count(from, shift);
         }
-        if (phase == ASSIGN) break;
-        if (phase == OLDEST) {
-            from = oldest_of_all(q, oldest);
-            phase = COUNT;
-        } else {
-            uint2 all, in_warps_before;
-            sum_classes(q, counts, round, all, in_warps_before);
-            int found = 0;
+        if (assigns) break;
+        uint2 all, in_warps_before;
+        sum_classes(q, counts, round, all, in_warps_before);
+        int found = 0;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const u32 upto = older + class_of(all, c);
-                if (found < c || upto >= total) continue;
-                found = c + 1;
-                older = upto;
-                ahead += class_of(in_warps_before, c) << 16;
-                own += (counts >> 8 * c & 0xFF) << 16;
-            }
-            from += found << shift;
-            if (found < 4 && shift == 0) {
-                cut = {from, total - older, total};
-                ahead += class_of(in_warps_before, found);
-                own += counts >> 8 * found & 0xFF;
-                phase = ASSIGN;
-            }
-            passed |= found < 4;
-            shift = passed ? max(shift - 2, 0) : shift + 2;
+        for (int c = 0; c < 4; ++c) {
+            const u32 upto = older + class_of(all, c);
+            if (found < c || upto >= total) continue;
+            found = c + 1;
+            older = upto;
+            ahead += class_of(in_warps_before, c) << 16;
+            own += (counts >> 8 * c & 0xFF) << 16;
         }
-        if (phase == COUNT && from >= at.now) {  // slots run out
-            cut.victims = older;
-            phase = ASSIGN;
+        from += found << shift;
+        const bool exact = found < 4 && shift == 0, out_of_slots = !exact && from >= at.now;
+        passed |= found < 4;
+        shift = passed ? max(shift - 2, 0) : shift + 2;
+        if (!exact && !out_of_slots) continue;
+        cut = {at.now, 0, older};
+        if (exact) {
+            cut = {from, total - older, total};
+            ahead += class_of(in_warps_before, found);
+            own += counts >> 8 * found & 0xFF;
         }
-        if (phase == ASSIGN) {
-            ahead += warp_inclusive_sum(own) - own;
-            misses = min(misses, cut.victims - min(before, cut.victims));
-            const u32 first = cut.chosen(ahead), last = cut.chosen(ahead + own);
-            if (!__any_sync(0xFFFFFFFF, first < last && first < before + misses && last > before)) break;
-        }
+        ahead += warp_inclusive_sum(own) - own;
+        misses = min(misses, cut.victims - min(before, cut.victims));
+        rank = cut.chosen(ahead);
+        ties = cut.ties - min(cut.ties, ahead & 0xFFFF);
+        const u32 last = cut.chosen(ahead + own);
+        assigns = __any_sync(0xFFFFFFFF, rank < last && rank < before + misses && last > before);
+        if (!assigns) break;
     }
     return cut.victims;
 }

@@ -69,6 +69,40 @@ def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
     twin.check()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_of_no_seat_give_minus_one_and_count_no_position(ranks: int) -> None:
+    """Rows below num_real whose seat is empty or out of range, or whose length is none: begin_step has counted them."""
+    twin = Twin(6, groups=(0,), topk=40, hot_max=64, seats=3, batch=5, ranks=ranks)
+    twin.open(0, 400, 64, 64)
+    batches = twin.begin([0])
+    for batch in batches:
+        batch.seats.copy_(torch.tensor([0, 2, -1, 3, 0]))
+        batch.lengths.copy_(torch.tensor([401, 100, 100, 100, 0]))
+        batch.num_real.fill_(5)
+    topk = draw_topk(twin, [0])
+    topk[:, :6] = torch.tensor([-2, 401, 2**31 - 1, 5, -1, 6])
+    foreign = int(((topk[0] < -1) | (topk[0] >= 401)).sum())
+    twin.swap_in(0, batches, topk)
+    assert int(twin.gpu.tripwires[0]) == foreign > 0
+    assert int(twin.gpu.tripwires.sum()) == foreign
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+@pytest.mark.parametrize("hot", [0, 128])
+def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> None:
+    """One token at many places, in one block and in several, loaded and counted once."""
+    twin = Twin(ranks, groups=(0,), topk=1024, hot_max=1088, max_tokens=2048, ranks=ranks)
+    for seat, size in enumerate((1024, 1030, hot and 1088)):
+        twin.open(seat, 2000, size, 700)
+    for distinct in (1, 7, 300):
+        batches = twin.begin([1, 0, 2])
+        twin.write_new_rows(batches[0])
+        topk = torch.randint(0, 2000, (4, distinct), generator=twin.torch)
+        topk = topk.gather(1, torch.randint(0, distinct, (4, 1024), generator=twin.torch)).int()
+        twin.swap_in(0, batches, topk)
+        twin.check()
+
+
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])
 @pytest.mark.parametrize(
     ("row_bytes", "split", "index_row_bytes"),
