@@ -26,6 +26,8 @@ namespace hisparse {
 constexpr int SELECT_THREADS = 512;
 constexpr int STRIDE = 4 * SELECT_THREADS;  // positions that a block reads together
 constexpr int READS = SPAN / STRIDE;
+// A span is loaded while the one before it is worked on. The compiler does not find the registers for that on sm_120.
+constexpr bool LOADS_AHEAD = __CUDA_ARCH__ < 1200;
 constexpr int WINDOW_WORDS = 8192;
 constexpr int WINDOW = 32 * WINDOW_WORDS;
 constexpr int BINS_EACH = BINS / SELECT_THREADS;
@@ -139,7 +141,8 @@ __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32
     u64 listed = 0;  // edges << 32 | sure
     for (u32 at = begin; at < end; ++at) {
         const Span now = span;
-        if (at + 1 < end) span.load(r.scores, (at + 1) * SPAN, r.length);
+        const bool more = at + 1 < end;
+        if (LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
         u64 count = 0, total;
         now.each([&](u32 key, u32, int) {
             const u32 bin = key >> BIN_SHIFT;
@@ -158,6 +161,7 @@ __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32
             }
         });
         listed += total;
+        if (!LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
     }
     if (threadIdx.x == 0) s.sure = static_cast<u32>(listed), s.edges = static_cast<u32>(listed >> 32);
     __syncthreads();
