@@ -8,6 +8,7 @@
     prompt_topk   the same for each token of a prompt chunk
     swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
     row_format    float32, bfloat16 and fp8 rows and index keys: encode, decode
+    encode        values to rows and index keys, in as few launches as the device allows
     attention     absorbed attention over the rows that swap_in named
     rows          a model's reads and writes of rows and index keys
     copy_rows     device rows to host pages and back

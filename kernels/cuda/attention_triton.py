@@ -10,6 +10,7 @@ from memory once per block of heads (the blocks of one batch row run side by sid
     total     float32 [B, splits, H]           sum of exp2(score - peak)
 
 With one split the first kernel writes the output itself; otherwise `combine` adds the splits, always in the same tree.
+Splits may come from attend_rows.cuh too, whose peaks lie a little below the highest scores.
 
 Two things in the loop are for Triton's sake, on Hopper. Places are loaded a turn ahead, so that the gather of the next
 block does not begin with a wait for them. And the softmax stands in a branch that is always taken: Triton gives the
