@@ -77,7 +77,7 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
 __device__ __forceinline__ void copy_misses(const SwapIn& p, const Seat& at, const Shared& s, u32 rank, u32 misses) {
     copy_plane<Plane<0>>(p, s, rank, misses, [&] {
         stamp_hits(p, at, s, rank);
-        if (misses > 0) __syncthreads();  // victims are known
+        if (misses > 0) sync_chosen();
     });
     if (PLANES == 2) copy_plane<LastPlane>(p, s, rank, misses, [] {});
 }
@@ -269,7 +269,7 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, const Sh
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
     }
-    __syncthreads();  // victims are known, to the copy warps too
+    sync_chosen();
     if (!read) tell_read(q, rank, ranks);
     if (ranks > 1) await_mail(&q.readers_mail);
     publish(p, at, s, row, rank, lead);

@@ -23,7 +23,13 @@ constexpr i32 MUST_STAY = 0x7FFFFFF0;  // stamp of slots that are no candidates
 static_assert(TOPK_MAX <= 1 << ENTRY_BITS && CONTEXT_MAX_TOKENS <= 1 << (32 - ENTRY_BITS), "an entry is one word");
 static_assert(CONTROL_WARPS <= 32 && RANKS_MAX <= 32, "one lane per warp, and per block of a cluster");
 
-enum Barrier { CONTROL = 1 };
+enum Barrier { CONTROL = 1, CHOSEN = 2 };
+
+// Victims are known: a barrier of all warps, which copy warps and control warps reach at different places of the code.
+// __syncthreads() must not stand in two branches.
+__device__ __forceinline__ void sync_chosen() {
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(CHOSEN), "r"(BLOCK_THREADS) : "memory");
+}
 
 // Dynamic shared memory; the launcher lays the sections out (kernels/cuda/swap_in.py). `share`: the most entries that a
 // block has. A missing entry is one word, token << 12 | place in the top-k.
