@@ -280,13 +280,6 @@ _TRANSFER: Final = (
             "How many prompts travel in vain?",
         ),
         (
-            "hisparse_transfer_unproved_total",
-            "end",
-            "transfers",
-            "Revoked, and their sender neither answered nor could be shut out: pages in quarantine until its exit.",
-            "Do hung senders hold memory?",
-        ),
-        (
             "hisparse_transfer_shut_out_total",
             "end",
             "senders",

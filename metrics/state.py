@@ -203,7 +203,6 @@ class TransferCounters:
     refused_units: int = 0
     failed_tickets: int = 0
     revoked_tickets: int = 0
-    unproved_tickets: int = 0
     shut_out_senders: int = 0
     unreadable_messages: int = 0
     checksum_seconds: float = 0.0

@@ -129,7 +129,6 @@ def _transfers(ends: Mapping[str, TransferCounters]) -> Iterator[Family]:
     yield labelled("hisparse_transfer_pages_total", by_end(lambda it: it.pages))
     yield labelled("hisparse_transfer_refused_units_total", by_end(lambda it: it.refused_units))
     yield labelled("hisparse_transfer_ended_early_total", by_end(lambda it: it.failed_tickets + it.revoked_tickets))
-    yield labelled("hisparse_transfer_unproved_total", by_end(lambda it: it.unproved_tickets))
     yield labelled("hisparse_transfer_shut_out_total", by_end(lambda it: it.shut_out_senders))
     yield labelled("hisparse_transfer_unreadable_total", by_end(lambda it: it.unreadable_messages))
     yield labelled("hisparse_transfer_checksum_seconds_total", by_end(lambda it: it.checksum_seconds))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from coordinator.arrays import pack_int64
 from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
 from kernels.layout import Geometry
-from tests.transfer_rig import LARGE, MODEL, OTHERS, SMALL, arrivals, content, make_pool, peer_process, wait_for
+from tests.transfer_rig import MODEL, OTHERS, SMALL, WAIT_S, arrivals, content, make_pool, peer_process, wait_for
 from worker.transfer import (
     Arrived,
     Description,
@@ -26,11 +28,13 @@ from worker.transfer import (
     PoolMemory,
     Receiver,
     Revoked,
-    Unproved,
     open_receiver,
     open_sender,
     sending,
 )
+from worker.transfer.checksum import checksum
+from worker.transfer.engines import shared
+from worker.transfer.engines.shared import SharedTarget
 from worker.transfer.receiver import PageReceiver
 from worker.transfer.receiving import STOP_LIMIT_S
 from worker.transfer.wire import Begin, encode
@@ -38,6 +42,7 @@ from worker.transfer.wire import Begin, encode
 pytestmark = pytest.mark.pd
 
 SENDER = "prefill-0/1"
+Bytes = npt.NDArray[np.uint8]
 
 
 @pytest.fixture
@@ -104,19 +109,41 @@ def test_a_sender_may_come_before_the_ticket(receiver: PageReceiver, tmp_path: P
 # ---------------------------------------------------------------- corrupted pages
 
 
+def flip_a_byte(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Of the first `times` copies, before their checksum is taken."""
+    left = [times]
+    copy = SharedTarget.copy
+
+    def flipping(self: SharedTarget, target: Bytes, source: Bytes) -> int:
+        digest = copy(self, target, source)
+        left[0] -= 1
+        if left[0] < 0:
+            return digest
+        target[7] ^= 1
+        return checksum(target)
+
+    monkeypatch.setattr(SharedTarget, "copy", flipping)
+
+
 @pytest.mark.process
-def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+def test_a_page_with_a_flipped_byte_is_sent_again(
+    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_byte(monkeypatch, 1)
     receiver.open(1, [1, 2, 3])
-    with peer_process(tmp_path, **order(receiver, 3, fault="flip")):
+    with peer_process(tmp_path, **order(receiver, 3)):
         wait_for(receiver.poll, has_all(3))
     assert receiver.counters.refused_units == 1
     assert [bool((pool.pages[i + 1] == content(i, SMALL.page_bytes)).all()) for i in range(3)] == [True] * 3
 
 
 @pytest.mark.process
-def test_a_page_that_never_fits_fails_its_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_a_page_that_never_fits_fails_its_ticket(
+    receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_byte(monkeypatch, 1_000)
     receiver.open(1, [1, 2])
-    with peer_process(tmp_path, **order(receiver, 2, fault="flip", times=1_000)) as sender:
+    with peer_process(tmp_path, **order(receiver, 2)) as sender:
         said = wait_for(sender.said, lambda lines: any("checksum" in line for line in lines))
         events = wait_for(receiver.poll, lambda seen: any(isinstance(event, Revoked) for event in seen))
     assert said[-1].endswith(f"arrived with a wrong checksum {sending.ATTEMPTS_MAX} times")
@@ -145,63 +172,69 @@ def test_a_sender_that_answers_frees_the_pages_itself(receiver: PageReceiver, tm
     assert said[-1] == "stopped by its receiver: the client left"
 
 
-@pytest.fixture
-def large_pool(tmp_path: Path) -> PoolMemory:
-    return make_pool(tmp_path / "large.pool", LARGE, 3)
-
-
-@pytest.fixture
-def large_receiver(large_pool: PoolMemory, tmp_path: Path) -> Iterator[PageReceiver]:
-    layout = Layout.of(LARGE, MODEL)
-    end = open_receiver("shared", large_pool, layout, name="decode-0/1", address=f"ipc://{tmp_path}/control")
-    yield end
-    end.close()
-
-
 @pytest.mark.process
-def test_pages_of_a_stopped_sender_stay_in_quarantine(
-    large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
-) -> None:
-    """I2, SGLang #24578: a late write does land; in quarantine, and the pages are free only after it."""
-    receiver = large_receiver
+def test_a_stopped_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+    """I2, SGLang #24578: nothing of it can land late, since it never writes."""
     receiver.open(1, [1])
-    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "the client left")
-        assert wait_for(receiver.poll, bool) == [Unproved(1, SENDER)]
-        half = large_pool.pages[1].copy()
-        assert not half[-1]
+        assert wait_for(receiver.poll, bool, limit_s=STOP_LIMIT_S / 2) == [Revoked(1, "the client left")]
+        pool.pages[1] = OTHERS  # the next owner
         sender.process.send_signal(signal.SIGCONT)
-        assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
-        assert large_pool.pages[1, -1], "the late half has landed, before Revoked"
-        large_pool.pages[1] = OTHERS  # the next owner
         wait_for(sender.said, lambda said: any("stopped by its receiver" in line for line in said))
-    assert (large_pool.pages[1] == OTHERS).all()
+    assert (pool.pages[1] == OTHERS).all()
 
 
 @pytest.mark.process
-def test_pages_of_a_killed_sender_are_free_once_its_exit_is_proved(
-    large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
-) -> None:
-    receiver = large_receiver
+def test_a_killed_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+    """And its next life, under the same name, is served."""
     receiver.open(1, [1])
-    with peer_process(tmp_path, **order(receiver, 1, geometry="large", fault="halt")) as sender:
+    with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
-        receiver.revoke(1, "its heartbeats are overdue")
-        wait_for(receiver.poll, lambda seen: seen == [Unproved(1, SENDER)])
         sender.kill()
         receiver.sender_exited(SENDER)
-        assert wait_for(receiver.poll, bool) == [Revoked(1, "its heartbeats are overdue")]
-    assert os.path.exists(large_pool.path)  # I2: the pool outlives the process that wrote to it
+        assert wait_for(receiver.poll, bool) == [Revoked(1, f"{SENDER} was shut out")]
     receiver.open(2, [1])
-    with peer_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
+    with peer_process(tmp_path, **{**order(receiver, 1), "ticket": 2}):
         assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
-    assert np.array_equal(large_pool.pages[1], content(0, LARGE.page_bytes))
+    assert np.array_equal(pool.pages[1], content(0, SMALL.page_bytes))
 
 
 @pytest.mark.process
-def test_a_sender_can_be_asked_whether_it_still_writes_to_a_dead_receiver(pool: PoolMemory, tmp_path: Path) -> None:
-    """Nobody is left to revoke, and the pool file is still there: the sender's own Failed frees the pages."""
+@pytest.mark.parametrize("how", ["revoke", "exit"])
+def test_a_revocation_waits_for_the_copy_under_way(
+    how: str, receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: the pages are free when the last byte has been stored, and not before."""
+    begun, go_on = threading.Event(), threading.Event()
+    copy = SharedTarget.copy
+
+    def slow(self: SharedTarget, target: Bytes, source: Bytes) -> int:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return copy(self, target, source)
+
+    monkeypatch.setattr(SharedTarget, "copy", slow)
+    receiver.open(1, [1])
+    with peer_process(tmp_path, **order(receiver, 1)):
+        assert begun.wait(WAIT_S)
+        if how == "revoke":
+            receiver.revoke(1, "the client left")
+        else:
+            receiver.sender_exited(SENDER)
+        time.sleep(0.3)
+        assert receiver.poll() == []
+        go_on.set()
+        (event,) = wait_for(receiver.poll, bool)
+        assert isinstance(event, Revoked)
+        pool.pages[1] = OTHERS
+    assert (pool.pages[1] == OTHERS).all()
+
+
+@pytest.mark.process
+def test_a_sender_leaves_a_dead_receiver_when_it_is_told(pool: PoolMemory, tmp_path: Path) -> None:
+    """Long before nothing was verified for CHECK_LIMIT_S."""
     (tmp_path / "other").mkdir()
     with peer_process(tmp_path / "other", engine="shared", ticket=1, pages=8) as receiver:
         (description,) = wait_for(receiver.said, bool)
@@ -244,17 +277,18 @@ def test_a_ticket_of_another_length_is_refused_with_both(receiver: PageReceiver,
 
 
 @pytest.mark.process
-def test_a_pool_that_the_sender_cannot_see_fails_cleanly(
-    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
+def test_a_pool_that_the_receiver_cannot_see_fails_cleanly(
+    receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was written, so nothing is quarantined."""
     receiver.open(1, [1])
-    os.rename(pool.path, f"{pool.path}.elsewhere")
+    real = shared._map
+    monkeypatch.setattr(shared, "_map", lambda place: real(replace(place, path=f"{place.path}.elsewhere")))
     with peer_process(tmp_path, **order(receiver, 1)) as sender:
         (reason,) = wait_for(sender.said, bool)
-        (event,) = wait_for(receiver.poll, bool)
-    assert "cannot open the pool of its receiver" in reason
-    assert isinstance(event, Revoked)
+        receiver.revoke(1, "its sender failed")
+        assert wait_for(receiver.poll, bool) == [Revoked(1, "its sender failed")]
+    assert "cannot open the pool of the sender" in reason
 
 
 def test_a_receiver_that_never_opens_the_ticket_is_given_up(

@@ -163,7 +163,7 @@ def say(line: str) -> None:
 
 
 def plant(fault: str, times: int, pool: PoolMemory, flipped: int) -> None:
-    """Put `fault` into the first `times` writes, whatever the engine."""
+    """Put `fault` into the first `times` writes. (`shared` writes nothing: it only halts, with a page to tell of.)"""
     left = [times]
 
     def is_due() -> bool:
@@ -174,17 +174,10 @@ def plant(fault: str, times: int, pool: PoolMemory, flipped: int) -> None:
         say("halted")
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def copy(self: SharedSource, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
-        if not is_due():
-            return whole_copy(self, target, source)
-        half = len(source) // 2
-        target[:half] = source[:half]
-        if fault == "halt":
+    def tell(self: SharedSource, post: Any) -> None:
+        if is_due():
             halt()
-        digest = whole_copy(self, target, source)
-        if fault == "flip":
-            target[half] ^= 1
-        return digest
+        whole_tell(self, post)
 
     def post(self: NetworkSource[Any, Any], post: Any) -> None:
         begin = self._begin
@@ -203,9 +196,9 @@ def plant(fault: str, times: int, pool: PoolMemory, flipped: int) -> None:
         finally:
             self._begin = begin  # type: ignore[method-assign]
 
-    whole_copy, whole_post = SharedSource.copy, NetworkSource.post
+    whole_tell, whole_post = SharedSource.post, NetworkSource.post
     if fault:
-        SharedSource.copy = copy  # type: ignore[method-assign]
+        SharedSource.post = tell  # type: ignore[method-assign]
         NetworkSource.post = post  # type: ignore[method-assign]
 
 

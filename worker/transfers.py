@@ -28,7 +28,6 @@ from worker.transfer.interface import (
     Layout,
     PoolMemory,
     Revoked,
-    Unproved,
 )
 
 if TYPE_CHECKING:
@@ -152,9 +151,7 @@ class Transfers:
                 self._sent(event)
         if self.receiver is not None:
             for said in self.receiver.poll():
-                if isinstance(said, Unproved):
-                    log.warning("sender silent", extra=fields(ticket=said.ticket, sender=said.sender))
-                elif (incoming := self._incoming.get(said.ticket)) is not None:
+                if (incoming := self._incoming.get(said.ticket)) is not None:
                     _note(incoming, said)
         for ticket in [ticket for ticket, it in self._incoming.items() if it.is_over]:
             incoming = self._incoming.pop(ticket)

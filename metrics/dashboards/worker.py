@@ -312,8 +312,8 @@ TRANSFERS: Final = Row(
         ),
         Panel(
             "In vain",
-            "Per second: units whose checksum did not fit, transfers ended early, senders shut out, and revocations "
-            "that nobody could prove. Bad: checksums at all; unproved at all: pages in quarantine.",
+            "Per second: units whose checksum did not fit, transfers ended early, senders shut out. "
+            "Bad: checksums at all.",
             "cps",
             tuple(
                 Query(rate(f"hisparse_transfer_{name}_total"), f"{{{{instance}}}} {{{{end}}}} {words}", rare=True)
@@ -321,7 +321,6 @@ TRANSFERS: Final = Row(
                     ("refused_units", "checksum"),
                     ("ended_early", "early"),
                     ("shut_out", "shut out"),
-                    ("unproved", "unproved"),
                 )
             ),
         ),

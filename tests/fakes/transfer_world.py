@@ -1,9 +1,10 @@
 """A network, two senders and one receiver of pages under one seed, for the cores of worker/transfer.
 
-Messages are lost, doubled and reordered; checksums are taken late; writes land at any moment, and again until the
-engine says that they have ended, unless their endpoint is destroyed or, where that cannot be done, their process is
-gone; failed ones land all the same; processes die with writes under way. Every page has an owner, and a write that
-lands in a page of somebody else is the defect looked for.
+Messages are lost, doubled and reordered; checksums are taken late; processes die with writes under way. Where senders
+write, writes land at any moment, and again until the engine says that they have ended, unless their endpoint is
+destroyed; failed ones land all the same. Where the receiver fetches, it copies when it takes the checksum, from a dead
+sender whatever is there by then. Every page has an owner, and what lands in a page of somebody else is the defect
+looked for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked, Unproved
+from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Action as ReceiverAction
 from worker.transfer.receiving import Admit, Check, Receiving, ShutOut
 from worker.transfer.receiving import Say as ReceiverSay
@@ -60,11 +61,11 @@ class Write:
 class FakeTransferWorld:
     """One seed. `run` is chaos, `settle` a fair network to the end; both check what must hold after every event."""
 
-    def __init__(self, seed: int, *, can_shut_out: bool) -> None:
+    def __init__(self, seed: int, *, fetches: bool) -> None:
         self.random = Random(seed)
-        self.can_shut_out = can_shut_out
+        self.fetches = fetches
         self.now = 0.0
-        self.receiver = Receiving(LAYOUT, HOST_PAGES, LIFE, can_shut_out=can_shut_out)
+        self.receiver = Receiving(LAYOUT, HOST_PAGES, LIFE, fetches=fetches)
         self.senders: list[FakeSender] = []
         self.to_receiver: list[tuple[str, SenderMessage]] = []
         self.to_senders: list[tuple[str, ReceiverMessage]] = []
@@ -83,7 +84,7 @@ class FakeTransferWorld:
             self._start(name)
 
     def _start(self, name: str) -> None:
-        core = Sending(LAYOUT, HOST_PAGES, frozenset({"fake"}), window_bytes=WINDOW_BYTES, window_units=WINDOW_UNITS)
+        core = Sending(LAYOUT, HOST_PAGES, {"fake": b"here"}, window_bytes=WINDOW_BYTES, window_units=WINDOW_UNITS)
         self.senders.append(FakeSender(name, core))
 
     # ---------------------------------------------------------------- chaos
@@ -169,14 +170,14 @@ class FakeTransferWorld:
     def _hear(self) -> None:
         mine = self.random.random() < 0.5
         if mine and self.to_receiver:
-            name, message = self._take(self.to_receiver)
+            name, message = self._pick(self.to_receiver)
             self._perform(self.receiver.heard(name, message, self.now))
         elif not mine and self.to_senders:
-            name, answer = self._take(self.to_senders)
+            name, answer = self._pick(self.to_senders)
             for sender in [sender for sender in self._alive() if sender.name == name]:
                 self._act(sender, sender.core.heard(PEER, answer, self.now))
 
-    def _take(self, queue: list[tuple[str, SenderMessage]] | list[tuple[str, ReceiverMessage]]) -> tuple[str, object]:
+    def _pick(self, queue: list[tuple[str, SenderMessage]] | list[tuple[str, ReceiverMessage]]) -> tuple[str, object]:
         at = self.random.randrange(len(queue))
         return queue[at] if self.random.random() < self.loss / 2 else queue.pop(at)  # doubled, or once
 
@@ -186,9 +187,7 @@ class FakeTransferWorld:
             self._store(self.random.choice(flying))
 
     def _may_land(self, write: Write) -> bool:
-        if self.can_shut_out:
-            return self.endpoints.get(write.sender.name) is write.endpoint_life
-        return write.sender.is_alive
+        return not self.fetches and self.endpoints.get(write.sender.name) is write.endpoint_life
 
     def _store(self, write: Write) -> None:
         write.has_landed = True
@@ -205,20 +204,27 @@ class FakeTransferWorld:
         write = self.random.choice(open_writes)
         sender = write.sender
         is_cut = self.endpoints.get(sender.name) is not write.endpoint_life
-        if self.can_shut_out and (is_cut or (self.corruption and self.random.random() < 0.02)):  # a memcpy never fails
+        if not self.fetches and (is_cut or (self.corruption and self.random.random() < 0.02)):
             write.has_ended = True
             self._act(sender, sender.core.written(write.post, 0, "broken", self.now))
-        elif write.has_landed:
+        elif write.has_landed or self.fetches:
             write.has_ended = True
             checksum = hash(f"{write.post.ticket}:{write.post.unit}")
             self._act(sender, sender.core.written(write.post, checksum, "", self.now))
 
     def _check(self) -> None:
         if self.checks:
-            check = self.checks.pop(self.random.randrange(len(self.checks)))
-            part = check.unit % self.tickets[check.ticket][2]
-            found = hash(self.memory[check.page, part])
-            self._perform(self.receiver.checked(check, found == check.checksum))
+            self._take(self.checks.pop(self.random.randrange(len(self.checks))))
+
+    def _take(self, check: Check) -> None:
+        part = check.unit % self.tickets[check.ticket][2]
+        if self.fetches:
+            owner = self.owner.get(check.page)
+            assert owner == f"ticket {check.ticket}", f"I2: {check} was copied to a page of {owner}"
+            is_corrupt = self.random.random() < self.corruption or not self.tickets[check.ticket][0].is_alive
+            self.memory[check.page, part] = "corrupt" if is_corrupt else f"{check.ticket}:{check.unit}"
+        found = hash(self.memory[check.page, part])
+        self._perform(self.receiver.checked(check, found == check.checksum))
 
     def _tick(self) -> None:
         self._perform(self.receiver.tick(self.now))
@@ -281,10 +287,15 @@ class FakeTransferWorld:
                         self.lives[message.endpoint] = self.endpoints[sender]
                     if self.random.random() >= self.loss:
                         self.to_senders.append((sender, message))
-                case Admit(sender):
+                case Admit(sender, place):
+                    assert place == b"here"
                     self.endpoints[sender] = object()
                     self._perform(self.receiver.admitted(sender, b"blob"))
                 case ShutOut(sender):
+                    mine = [check for check in self.checks if check.sender == sender]
+                    self.checks = [check for check in self.checks if check.sender != sender]
+                    for check in mine:
+                        self._take(check)
                     del self.endpoints[sender]
                     self._perform(self.receiver.shut_out(sender))
                 case Check():
@@ -292,7 +303,7 @@ class FakeTransferWorld:
                 case ReceiverTell(event):
                     self._told(event)
 
-    def _told(self, event: Arrived | Revoked | Unproved) -> None:
+    def _told(self, event: Arrived | Revoked) -> None:
         match event:
             case Arrived(ticket, index):
                 _, pages, parts = self.tickets[ticket]
@@ -305,8 +316,6 @@ class FakeTransferWorld:
                     self._give_away(ticket, "arrived")
             case Revoked(ticket, _):
                 self._give_away(ticket, "revoked")
-            case Unproved():
-                assert not self.can_shut_out
 
     def _give_away(self, ticket: int, why: str) -> None:
         """The pages go to another owner: a request that decodes on, or the next ticket."""

@@ -3,23 +3,25 @@
     prefill node                                      decode node
     Sender ── Begin ────────────────────────────────► Receiver      control: small messages (wire.py)
            ◄──────────────────────── Ready: where ──
-           ══ page ═══════════════════════════════►  host page      data: the engine writes, one-sided
+           ══ page ═══════════════════════════════►  host page      data: the engine, one-sided
            ── Written: checksum ───────────────────►  verifies
            ◄──────────────────────────── Checked ──
 
 A ticket is one transfer for one request: destination pages in the order of its context. Pages travel whole, or in parts
 (layer groups), several at a time, in any order, while prefill is still at work on later ones.
 
-| engine     | writes by                                    | across nodes | shuts a silent sender out               |
-|------------|----------------------------------------------|--------------|-----------------------------------------|
-| `shared`   | memcpy into the mapped pool file             | no           | no: quarantine until its exit is proved |
-| `nixl`     | NIXL over UCX (TCP, RDMA by `UCX_TLS`)       | yes          | by destroying the endpoint it writes to |
-| `mooncake` | Mooncake Transfer Engine (TCP, RDMA)         | yes          | likewise                                |
+| engine     | moves bytes by                              | across nodes | shuts a silent sender out               |
+|------------|---------------------------------------------|--------------|-----------------------------------------|
+| `shared`   | memcpy by the receiver, from the mapped     | no           | need not: senders never write           |
+|            | pool file of the sender                     |              |                                         |
+| `nixl`     | NIXL over UCX (TCP, RDMA by `UCX_TLS`)      | yes          | by destroying the endpoint it writes to |
+| `mooncake` | Mooncake Transfer Engine (TCP, RDMA)        | yes          | likewise                                |
 
-**Revocation.** A sender that answers stops by itself: it posts nothing more, waits for what is in flight and says so.
-One that does not (dead, hung, cut off) is shut out where the engine can: each sender writes through an endpoint of its
+**Revocation.** Where the sender writes, one that answers stops by itself: it posts nothing more, waits for what is in
+flight and says so. One that does not (dead, hung, cut off) is shut out: each sender writes through an endpoint of its
 own, and destroying it ends all its tickets. That its process is proved dead is not enough with a network in between:
-what the kernel holds in socket buffers still lands. Without an endpoint to destroy, only proved exit frees the pages.
+what the kernel holds in socket buffers still lands. In every engine what lands goes through the receiver's process or
+its registrations, so that nothing lands once that is gone.
 
     interface.py                   layouts, descriptions, events, the two ends
     ends.py                        how they are made
@@ -48,7 +50,6 @@ from worker.transfer.interface import (
     Revoked,
     Sender,
     SenderEvent,
-    Unproved,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ __all__ = [
     "Revoked",
     "Sender",
     "SenderEvent",
-    "Unproved",
     "open_receiver",
     "open_sender",
 ]

@@ -7,7 +7,6 @@ crc32 16 (another dependency for 32 bits). It is on always: a switch would be on
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Final
 
 import numpy as np
@@ -23,17 +22,12 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def timed_checksum(data: npt.NDArray[np.uint8]) -> tuple[int, float]:
-    """Checksum, and the seconds it took."""
-    start = perf_counter()
-    return checksum(data), perf_counter() - start
-
-
 def copy_with_checksum(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
-    """Copy `source` over `target`, both uint8[n]; the checksum of what was copied."""
+    """Copy `source` over `target`, both uint8[n]; the checksum of what lies in `target` then, whoever changes `source`
+    meanwhile."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(source), BLOCK_BYTES):
-        block = source[start : start + BLOCK_BYTES]
-        target[start : start + BLOCK_BYTES] = block
+        block = target[start : start + BLOCK_BYTES]
+        block[:] = source[start : start + BLOCK_BYTES]
         digest.update(block.data)
     return digest.intdigest()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from coordinator.errors import ConfigError
 from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Jobs, Source, SourceMaker, Target
-from worker.transfer.engines.shared import SharedSource, SharedTarget
+from worker.transfer.engines.shared import SharedSource, SharedTarget, place_of
 from worker.transfer.interface import NAME_CHARS_MAX, Layout, PoolMemory
 from worker.transfer.receiver import PageReceiver
 from worker.transfer.sender import PageSender
@@ -83,7 +83,8 @@ def open_sender(
     receiver asks for it; one that is not installed fails that ticket. `host` is this node's address for `mooncake`."""
     _check(pool, layout, name)
     makers: Mapping[str, SourceMaker] = {engine: partial(_source, engine, name, host, options) for engine in engines}
-    return PageSender(pool, layout, name, makers, wake)
+    places = {engine: place_of(pool) if engine == "shared" else b"" for engine in engines}
+    return PageSender(pool, layout, name, makers, places, wake)
 
 
 def _check(pool: PoolMemory, layout: Layout, name: str) -> None:

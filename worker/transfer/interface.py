@@ -136,16 +136,7 @@ class Revoked:
     reason: str
 
 
-@dataclass(frozen=True)
-class Unproved:
-    """A revocation hangs: `sender` does not answer, and the engine cannot shut it out. Its pages stay in quarantine
-    until `sender_exited(sender)`; then `Revoked` follows."""
-
-    ticket: int
-    sender: str
-
-
-ReceiverEvent: TypeAlias = Arrived | Revoked | Unproved
+ReceiverEvent: TypeAlias = Arrived | Revoked
 
 
 # ---------------------------------------------------------------- what a sender says
@@ -186,8 +177,8 @@ class Receiver(Protocol):
         ...
 
     def revoke(self, ticket: int, reason: str) -> None:
-        """Close `ticket`, whatever has arrived. `Revoked` follows, at once when no sender has begun, else when the
-        sender has stopped or was shut out; `Unproved` first where that cannot be had. Of no ticket that is open: does
+        """Close `ticket`, whatever has arrived. `Revoked` follows: at once when no sender has begun, else when its last
+        page is copied, or its sender has stopped or was shut out, within seconds. Of no ticket that is open: does
         nothing (all pages have arrived, or it was revoked before)."""
         ...
 
@@ -201,8 +192,7 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop receiving; returns when nothing can be written through this end any more, within seconds. Senders on
-        the same host that write by themselves (`shared`) are not stopped."""
+        """Stop receiving; returns when nothing can be written through this end any more, within seconds."""
         ...
 
 

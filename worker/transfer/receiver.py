@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 import zmq
@@ -14,7 +14,6 @@ import zmq
 from coordinator.errors import HiSparseError
 from metrics.logs import fields
 from metrics.state import TransferCounters
-from worker.transfer.checksum import timed_checksum
 from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Target
 from worker.transfer.interface import (
@@ -25,7 +24,6 @@ from worker.transfer.interface import (
     PoolMemory,
     ReceiverEvent,
     Revoked,
-    Unproved,
 )
 from worker.transfer.pump import Pump, log
 from worker.transfer.receiving import Action, Admit, Check, Receiving, Say, ShutOut, Tell
@@ -51,10 +49,9 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         self.counters = TransferCounters()
         self._target = target
         self._control = control
-        self._pages = pool.pages
         life = secrets.randbits(61) + 1
         self._description = Description(TRANSFER_VERSION, engine, name, control.address, life, control.key, layout)
-        self._core = Receiving(layout, len(pool.pages), life, can_shut_out=target.can_shut_out)
+        self._core = Receiving(layout, len(pool.pages), life, fetches=target.fetches)
         self._checks: deque[tuple[Check, Future[tuple[int, float]]]] = deque()
         self.start()
 
@@ -107,22 +104,27 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
                 self.counters.refused_units += isinstance(message, Checked) and not message.good
                 self._control.send(sender, message)
             case Check():
-                extent = self._pages[action.page, action.offset : action.offset + action.length]
-                self._checks.append((action, self.jobs.submit(partial(timed_checksum, extent))))
+                self._checks.append((action, self.jobs.submit(partial(self._take, action))))
             case Tell(event):
                 self._count(event)
                 self._tell(event)
-            case Admit(sender):
-                self._admit(sender)
+            case Admit(sender, place):
+                self._admit(sender, place)
             case ShutOut(sender):
+                wait([future for check, future in self._checks if check.sender == sender])
                 self._target.shut_out(sender)
                 self.counters.shut_out_senders += 1
                 log.warning("sender of pages shut out", extra=fields(sender=sender))
                 self._ask(partial(self._core.shut_out, sender))
 
-    def _admit(self, sender: str) -> None:
+    def _take(self, check: Check) -> tuple[int, float]:
+        """Checksum, and the seconds it took, with the copy where there is one."""
+        began = time.perf_counter()
+        return self._target.take(check), time.perf_counter() - began
+
+    def _admit(self, sender: str, place: bytes) -> None:
         try:
-            blob = self._target.admit(sender)
+            blob = self._target.admit(sender, place)
         except HiSparseError as error:
             log.warning("sender of pages not admitted", extra=fields(sender=sender, reason=str(error)))
             self._ask(partial(self._core.not_admitted, sender, str(error)))
@@ -136,11 +138,8 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
             case Revoked(ticket, reason):
                 self.counters.revoked_tickets += 1
                 log.info("page transfer revoked", extra=fields(ticket=ticket, reason=reason))
-            case Unproved(ticket, sender):
-                self.counters.unproved_tickets += 1
-                log.warning("pages in quarantine until their sender's exit", extra=fields(ticket=ticket, sender=sender))
 
     def _tear_down(self) -> None:
-        self._target.close()
         self.jobs.close()
+        self._target.close()
         self._control.close()

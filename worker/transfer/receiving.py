@@ -3,12 +3,14 @@
     open ──► WAITING ──Begin──► LIVE ──all pages checked──► (arrived)
                 │                │ revoke; Stopped from the sender
                 │ revoke         ▼
-                │             STOPPING ──Stopped, clean──────────────────────► (revoked)
-                │                │ silence past STOP_LIMIT_S, or not clean
+                │             STOPPING ──Stopped, clean; or nothing more is fetched──► (revoked)
+                │                │ silence past STOP_LIMIT_S, not clean, or its exit is proved
                 │                ▼
-                │             engine can shut out: ShutOut(sender) ──────────► (revoked, with all its tickets)
-                │             else UNPROVED ──Stopped after all, or sender_exited ► (revoked)
-                └────────────────────────────────────────────────────────────► (revoked)
+                │             ShutOut(sender) ──► (revoked, with all tickets of that sender)
+                └──────────────────────────────► (revoked)
+
+An engine that *fetches* has the receiver copy each page; so what may land is known here, and a revocation waits for
+copies under way and for nobody else. With the others the sender writes, and is asked to stop, or shut out.
 
 A page counts as arrived when the checksum fits *after* its sender said that the write had completed. Since a unit is
 written again only after it was refused here, and an attempt refused once is never looked at again, no write to an
@@ -37,7 +39,6 @@ from worker.transfer.interface import (
     Layout,
     ReceiverEvent,
     Revoked,
-    Unproved,
 )
 from worker.transfer.wire import (
     Begin,
@@ -71,26 +72,30 @@ class Say:
 
 @dataclass(frozen=True)
 class Admit:
-    """Make an endpoint for `sender`; `admitted` or `not_admitted` answers."""
+    """Make an endpoint for `sender`, whose pages lie at `place`; `admitted` or `not_admitted` answers."""
 
     sender: str
+    place: bytes
 
 
 @dataclass(frozen=True)
 class ShutOut:
-    """Destroy the endpoint of `sender`; `shut_out` answers, when no write of it can land."""
+    """Destroy the endpoint of `sender`; `shut_out` answers, when nothing of it can land."""
 
     sender: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """Take the checksum of `length` bytes at `offset` of host page `page`; `checked` answers."""
+    """Take the checksum of `length` bytes at `offset` of host page `page`, fetched before from host page `source` of
+    `sender` where the engine does that; `checked` answers."""
 
+    sender: str
     ticket: int
     unit: int
     attempt: int
     page: int
+    source: int
     offset: int
     length: int
     checksum: int
@@ -108,7 +113,6 @@ class Phase(Enum):
     WAITING = "waiting"
     LIVE = "live"
     STOPPING = "stopping"
-    UNPROVED = "unproved"
 
 
 @dataclass(slots=True)
@@ -136,13 +140,13 @@ class _Endpoint:
 
 
 class Receiving:
-    """Events in, actions out. `can_shut_out`: the engine has endpoints that can be destroyed."""
+    """Events in, actions out. `fetches`: the receiver copies, not the sender."""
 
-    def __init__(self, layout: Layout, host_pages: int, life: int, *, can_shut_out: bool) -> None:
+    def __init__(self, layout: Layout, host_pages: int, life: int, *, fetches: bool) -> None:
         self._layout = layout
         self._host_pages = host_pages
         self._life = life
-        self._can_shut_out = can_shut_out
+        self._fetches = fetches
         self._tickets: dict[int, _Ticket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> whether all of it arrived
         self._endpoints: dict[str, _Endpoint] = {}
@@ -180,13 +184,13 @@ class Receiving:
 
     def revoke(self, ticket: int, reason: str, now: float) -> list[Action]:
         held = self._tickets.get(ticket)
-        if held is None or held.phase in (Phase.STOPPING, Phase.UNPROVED):
+        if held is None or held.phase is Phase.STOPPING:
             return []
         held.reason = reason
         if held.phase is Phase.WAITING:
             return [self._end(ticket)]
         held.phase, held.stop_at, held.resend_at = Phase.STOPPING, now + STOP_LIMIT_S, now + STOP_RESEND_S
-        return [Say(held.sender, Stop(ticket, reason))]
+        return [Say(held.sender, Stop(ticket, reason)), *self._end_if_fetched(ticket)]
 
     def sender_exited(self, sender: str) -> list[Action]:
         """Its process is gone; what a network still holds of it is not, where there is one. Another process may have
@@ -195,7 +199,7 @@ class Receiving:
         self._exited.move_to_end(sender)
         while len(self._exited) > SENDERS_MAX:
             self._exited.popitem(last=False)
-        return self._cut_off(sender, proved=True)
+        return self._cut_off(sender)
 
     # ---------------------------------------------------------------- senders
 
@@ -224,7 +228,7 @@ class Receiving:
         if endpoint is None:
             self._endpoint_numbers += 1
             self._endpoints[sender] = _Endpoint(self._endpoint_numbers)
-            return [Admit(sender)]
+            return [Admit(sender, begin.place)]
         return self._ready(begin.ticket, ticket, endpoint)
 
     def _require_fit(self, sender: str, begin: Begin, ticket: _Ticket | None) -> tuple[int, ...]:
@@ -236,7 +240,7 @@ class Receiving:
         if begin.life != self._life:
             raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
         self._layout.require_same(begin.layout, sender)
-        if ticket is None or ticket.phase in (Phase.STOPPING, Phase.UNPROVED):
+        if ticket is None or ticket.phase is Phase.STOPPING:
             raise WrongState("the ticket is closed", field="ticket", value=begin.ticket)
         if ticket.opened <= self._exited.get(sender, 0):
             raise WrongState("its process was proved dead when the ticket was open", field="sender", value=sender)
@@ -299,15 +303,18 @@ class Receiving:
         index, part = divmod(unit, len(ticket.part_ends))
         offset = ticket.part_ends[part - 1] if part else 0
         length = ticket.part_ends[part] - offset
-        return [Check(number, unit, written.attempt, ticket.pages[index], offset, length, written.checksum)]
+        page, source = ticket.pages[index], written.source
+        return [Check(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
 
     def checked(self, check: Check, good: bool) -> list[Action]:
         """The checksum was taken."""
         number, unit = check.ticket, check.unit
         ticket = self._tickets.get(number)
-        if ticket is None or ticket.phase is not Phase.LIVE:
+        if ticket is None:
             return []
         del ticket.checking[unit]
+        if ticket.phase is not Phase.LIVE:
+            return self._end_if_fetched(number)
         answer = Say(ticket.sender, Checked(number, unit, check.attempt, good))
         if not good:
             ticket.refused[unit] = check.attempt
@@ -329,10 +336,10 @@ class Receiving:
         if ticket is None or ticket.sender != sender:
             return []
         ticket.reason = ticket.reason or stopped.reason
-        if stopped.clean:
-            return [self._end(stopped.ticket)]
         ticket.phase = Phase.STOPPING
-        return self._cut_off(sender, proved=False)
+        if self._fetches:
+            return self._end_if_fetched(stopped.ticket)
+        return [self._end(stopped.ticket)] if stopped.clean else self._cut_off(sender)
 
     # ---------------------------------------------------------------- time
 
@@ -340,10 +347,10 @@ class Receiving:
         """Repeat Stop, and shut out who does not answer."""
         actions: list[Action] = []
         for number, ticket in list(self._tickets.items()):
-            if ticket.phase not in (Phase.STOPPING, Phase.UNPROVED):
+            if ticket.phase is not Phase.STOPPING or self._fetches:
                 continue
-            if ticket.phase is Phase.STOPPING and now >= ticket.stop_at:
-                actions += self._cut_off(ticket.sender, proved=False)
+            if now >= ticket.stop_at:
+                actions += self._cut_off(ticket.sender)
             elif now >= ticket.resend_at:
                 ticket.resend_at = now + STOP_RESEND_S
                 actions.append(Say(ticket.sender, Stop(number, ticket.reason)))
@@ -352,29 +359,24 @@ class Receiving:
     # ---------------------------------------------------------------- the end of tickets
 
     def shut_out(self, sender: str) -> list[Action]:
-        """No write of `sender` can land any more."""
+        """Nothing of `sender` can land any more."""
         del self._endpoints[sender]
         mine = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
         for number in mine:
             self._tickets[number].reason = self._tickets[number].reason or f"{sender} was shut out"
         return [self._end(number) for number in mine]
 
-    def _cut_off(self, sender: str, *, proved: bool) -> list[Action]:
-        """End every ticket of `sender`, by its endpoint or by the proof that it is gone."""
+    def _cut_off(self, sender: str) -> list[Action]:
+        """End every ticket of `sender`, by its endpoint."""
         endpoint = self._endpoints.get(sender)
         if endpoint is None or endpoint.shutting:
             return []
-        if self._can_shut_out:
-            endpoint.shutting = True
-            return [ShutOut(sender)]
-        if proved:
-            return self.shut_out(sender)
-        actions: list[Action] = []
-        for number, ticket in self._tickets.items():
-            if ticket.sender == sender and ticket.phase is Phase.STOPPING:
-                ticket.phase = Phase.UNPROVED
-                actions.append(Tell(Unproved(number, sender)))
-        return actions
+        endpoint.shutting = True
+        return [ShutOut(sender)]
+
+    def _end_if_fetched(self, number: int) -> list[Action]:
+        """End a stopping ticket whose pages only this end writes to, once it does not."""
+        return [self._end(number)] if self._fetches and not self._tickets[number].checking else []
 
     def _end(self, number: int) -> Action:
         ticket = self._tickets.pop(number)

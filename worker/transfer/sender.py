@@ -30,6 +30,7 @@ class PageSender(Pump[Action, SenderEvent]):
         layout: Layout,
         name: str,
         engines: Mapping[str, SourceMaker],
+        places: Mapping[str, bytes],
         wake: Callable[[], None],
         *,
         window_bytes: int = WINDOW_BYTES,
@@ -43,9 +44,7 @@ class PageSender(Pump[Action, SenderEvent]):
         self._sources: dict[str, Source] = {}
         self._by_endpoint: dict[tuple[str, int], Source] = {}
         self._reasons: dict[tuple[str, int], str] = {}
-        self._core = Sending(
-            layout, len(pool.pages), frozenset(engines), window_bytes=window_bytes, window_units=window_units
-        )
+        self._core = Sending(layout, len(pool.pages), places, window_bytes=window_bytes, window_units=window_units)
         self.start()
 
     # ---------------------------------------------------------------- Sender

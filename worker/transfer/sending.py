@@ -21,7 +21,7 @@ that hangs would hold up the pages of all others until its limit); one for each 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coordinator.arrays import pack_int64, unpack_int32
@@ -62,13 +62,14 @@ assert BEGIN_RESEND_S * 4 < BEGIN_LIMIT_S
 
 
 class Sending:
-    """Events in, actions out. `engines`: those that this process can write with."""
+    """Events in, actions out. `engines`: those that this process can send by, and what receivers that fetch are told of
+    where its pages lie."""
 
     def __init__(
         self,
         layout: Layout,
         host_pages: int,
-        engines: frozenset[str],
+        engines: Mapping[str, bytes],
         *,
         window_bytes: int = WINDOW_BYTES,
         window_units: int = WINDOW_UNITS,
@@ -116,7 +117,9 @@ class Sending:
             raise BadInput(
                 f"1 to {PARTS_MAX} ascending ends, the last {self._layout.page_bytes}", field="part_ends", value=ends
             )
-        begin = Begin(TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends))
+        begin = Begin(
+            TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends), self._engines[theirs.engine]
+        )
         self._lanes.setdefault(theirs.address, Lane())
         self._tickets[ticket] = Ticket(
             theirs.address, begin, ends, theirs.engine, now + BEGIN_LIMIT_S, now + BEGIN_RESEND_S, pages_left=pages
@@ -243,7 +246,7 @@ class Sending:
         if ticket.phase is Phase.STOPPING:
             self._leave_flight(ticket, post.unit)
             return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
-        return [Say(ticket.peer, Written(post.ticket, post.unit, unit.attempt, checksum))]
+        return [Say(ticket.peer, Written(post.ticket, post.unit, unit.attempt, checksum, unit.source))]
 
     def not_posted(self, post: Post, reason: str, now: float) -> list[Action]:
         """The engine could not begin the write: nothing has left, so the ticket ends cleanly. The next one connects
@@ -343,7 +346,7 @@ class Sending:
                 return actions + self._stop(number, f"a page was not verified within {CHECK_LIMIT_S:g} s", now)
             if now >= unit.resend_at:
                 unit.resend_at = now + CHECK_RESEND_S
-                actions.append(Say(ticket.peer, Written(number, at, unit.attempt, unit.checksum)))
+                actions.append(Say(ticket.peer, Written(number, at, unit.attempt, unit.checksum, unit.source)))
         return actions
 
     # ---------------------------------------------------------------- the end of tickets

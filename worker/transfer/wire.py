@@ -25,7 +25,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Begin(_Message, frozen=True):
-    """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64."""
+    """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64; `place` says to
+    an engine that fetches where the sender's pages lie."""
 
     version: int
     life: int
@@ -33,6 +34,7 @@ class Begin(_Message, frozen=True):
     pages: int
     layout: Layout
     part_ends: bytes
+    place: bytes = b""
 
 
 class Ready(_Message, frozen=True):
@@ -58,12 +60,14 @@ class Refused(_Message, frozen=True):
 
 
 class Written(_Message, frozen=True):
-    """The engine has completed the write of a unit whose bytes had this xxh3-64. `attempt` counts from 1."""
+    """A unit with this xxh3-64 was written, or may be fetched from the sender's host page `source`. `attempt` counts
+    from 1."""
 
     ticket: int
     unit: int
     attempt: int
     checksum: int
+    source: int
 
 
 class Checked(_Message, frozen=True):

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from worker.transfer.interface import PoolMemory
+from worker.transfer.receiving import Check
 from worker.transfer.sender_actions import Post
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ class Jobs:
 
 
 class Written(NamedTuple):
-    """A write that has ended: its bytes, which had `checksum`, have landed, or `error` says why that is unknown."""
+    """A write that has ended: its bytes, which have `checksum`, have landed or may be fetched; or `error` says why that
+    is unknown."""
 
     post: Post
     checksum: int
@@ -38,19 +40,25 @@ class Written(NamedTuple):
 
 
 class Target(Protocol):
-    """Lets senders write into the pool."""
+    """Brings pages of senders into the pool, or lets them write."""
 
-    #: Whether `shut_out` proves anything. False: only the exit of the sender's process does.
-    can_shut_out: bool
+    #: Whether `take` copies, and senders never write.
+    fetches: bool
     #: Whether writes land only while `progress` is called.
     needs_progress: bool
 
-    def admit(self, sender: str) -> bytes:
-        """Make an endpoint for `sender`; what its Source needs to connect. Raises HiSparseError."""
+    def admit(self, sender: str, place: bytes) -> bytes:
+        """Make an endpoint for `sender`, whose pages lie at `place`; what its Source needs to connect. Raises
+        HiSparseError."""
+        ...
+
+    def take(self, check: Check) -> int:
+        """In another thread: the checksum of a unit in the pool, fetched before where that is this engine's way."""
         ...
 
     def shut_out(self, sender: str) -> None:
-        """Destroy the endpoint of `sender`: after the return no write of it lands, begun or not."""
+        """Destroy the endpoint of `sender`: after the return no write of it lands, begun or not. None of its units is
+        being taken."""
         ...
 
     def progress(self) -> None: ...

@@ -18,7 +18,7 @@ import msgspec
 
 from coordinator.errors import Unavailable
 from worker.transfer.engines.base import Jobs
-from worker.transfer.engines.network import Address, NetworkSource, not_installed
+from worker.transfer.engines.network import Address, NetworkSource, NetworkTarget, not_installed
 from worker.transfer.interface import PoolMemory
 from worker.transfer.sending import WINDOW_UNITS
 
@@ -31,19 +31,18 @@ LANDED: Final = 1
 assert WINDOW_UNITS <= BATCH_WRITES_MAX
 
 
-class MooncakeTarget:
-    can_shut_out = True
+class MooncakeTarget(NetworkTarget):
     needs_progress = False
 
     def __init__(self, pool: PoolMemory, host: str, protocol: str, devices: str) -> None:
         self._make = _load()
-        self._pool = pool
+        super().__init__(pool)
         self._host = host
         self._protocol = protocol
         self._devices = devices
         self._engines: dict[str, Any] = {}
 
-    def admit(self, sender: str) -> bytes:
+    def admit(self, sender: str, place: bytes) -> bytes:
         engine = _engine(self._make, self._pool, self._host, self._protocol, self._devices)
         self._engines[sender] = engine
         endpoint = f"{self._host}:{engine.get_rpc_port()}".encode()

@@ -1,4 +1,4 @@
-"""What the Sources that write through a network share: a write and the checksum of its bytes run side by side."""
+"""What the engines share that write through a network: a write and the checksum of its bytes run side by side."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavai
 from worker.transfer.checksum import checksum
 from worker.transfer.engines.base import Jobs, Written
 from worker.transfer.interface import PoolMemory
+from worker.transfer.receiving import Check
 from worker.transfer.sender_actions import Post
 
 ConnectionT = TypeVar("ConnectionT")
@@ -35,6 +36,18 @@ def not_installed(engine: str, wheel: str, error: ImportError) -> ConfigError:
         value=engine,
         remedy=f"pip install {wheel} on prefill and decode nodes (docs/prefill-decode.md)",
     )
+
+
+class NetworkTarget:
+    """Base of Targets: a unit is where its sender wrote it."""
+
+    fetches = False
+
+    def __init__(self, pool: PoolMemory) -> None:
+        self._pool = pool
+
+    def take(self, check: Check) -> int:
+        return checksum(self._pool.pages[check.page, check.offset : check.offset + check.length])
 
 
 @dataclass(slots=True)

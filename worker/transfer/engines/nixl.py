@@ -23,7 +23,7 @@ import msgspec
 
 from coordinator.errors import ConfigError, Unavailable
 from worker.transfer.engines.base import Jobs
-from worker.transfer.engines.network import Address, NetworkSource, not_installed
+from worker.transfer.engines.network import Address, NetworkSource, NetworkTarget, not_installed
 from worker.transfer.interface import PoolMemory
 
 #: The wheels, one for each CUDA release; the same engine on host memory.
@@ -34,18 +34,17 @@ BACKEND: Final = "UCX"
 MEMORY: Final = "DRAM"
 
 
-class NixlTarget:
-    can_shut_out = True
+class NixlTarget(NetworkTarget):
     needs_progress = True
 
     def __init__(self, pool: PoolMemory, name: str, transports: str, devices: str) -> None:
         self._api = _load(transports, devices)
-        self._pool = pool
+        super().__init__(pool)
         self._name = name
         self._agents: dict[str, Any] = {}
         self._made = 0
 
-    def admit(self, sender: str) -> bytes:
+    def admit(self, sender: str, place: bytes) -> bytes:
         self._made += 1
         try:
             agent = _agent(self._api, f"{self._name}#{self._made}")
