@@ -95,7 +95,7 @@ async def _corrupt_while_retracted(victims: dict[str, Victim], work_dir: Path) -
             name = await _retracted(client)
             (pool,) = await client.pools()
             worker = (await client.workers())[0]
-            _, row_bytes = kv_shape(work_dir / "model", "float32")
+            _, row_bytes = kv_shape(work_dir / "model")
             found = corrupt(Path(worker.capacity.pool_path), victims[name], pool.page_bytes, row_bytes)
             row = (await client.request(name)).row
     assert (found, row.state) == (1, "RETRACTED")
