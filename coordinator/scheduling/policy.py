@@ -89,7 +89,7 @@ GROW_RESERVE_SHARE: Final = 1 / 8
 GROW_BATCH_MAX: Final = 4
 #: Requests that one plan takes off a draining worker.
 HANDOVER_BATCH_MAX: Final = 16
-#: Kept pages whose node has nobody who can take their request on for this long are given up, if another node can.
+#: Kept pages whose node has nobody who can take their request on for this long are given up, if it can begin anew.
 STRANDED_LIMIT_S: Final = 60.0
 
 assert GROW_QUIET_S < STRANDED_LIMIT_S
@@ -481,21 +481,22 @@ class _Plan:
             self._resize(entry, worker, above[0])
 
     def give_up_stranded(self) -> None:
-        """Kept pages tie a request to their node. Nobody there for long, but elsewhere: let it be prefilled again."""
+        """Kept pages tie a request to their node. Nobody there to decode it for long: let it be prefilled again, where
+        that can be. Its own node may do that too: pages of a prompt that was to be decoded on another lie there."""
         for entry in list(self.roster.kept.values()):
-            if entry.held or entry.ticket or self._asks(entry) or not self._could_go_elsewhere(entry):
+            if entry.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
             elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
-                self._demote(entry, f"no worker on {entry.node} for {STRANDED_LIMIT_S:g} s")
+                self._demote(entry, f"nobody to decode it on {entry.node} for {STRANDED_LIMIT_S:g} s")
 
-    def _could_go_elsewhere(self, entry: Entry) -> bool:
-        """Whether workers of another node could take it on from its prompt."""
+    def _could_begin_anew(self, entry: Entry) -> bool:
+        """Whether there are workers who could take it on from its prompt."""
 
         def able(part: str) -> list[Worker]:
-            others = [it for it in self.roster.workers.values() if it.takes and it.node != entry.node]
-            return [it for it in others if it.capacity.role in (part, BOTH) and self._shape(entry, it, part)]
+            takers = (it for it in self.roster.workers.values() if it.takes and it.capacity.role in (part, BOTH))
+            return [it for it in takers if self._shape(entry, it, part)]
 
         if entry.way != DIRECT and able(BOTH):
             return True

@@ -230,10 +230,9 @@ def resume_beyond_the_durable_length() -> Plan:
     """Every token that was delivered counts as a row."""
     original = RequestState._depart
 
-    def depart(
-        self: RequestState, kind: Kind, target: Any, durable: int, rows: Any, now: float, reason: str = ""
-    ) -> list[Any]:
-        return original(self, kind, target, durable and self.prompt_tokens + rows.generated - 1, rows, now, reason)
+    def depart(self: RequestState, kind: Kind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any) -> Any:
+        beyond = durable and self.prompt_tokens + rows.generated - 1
+        return original(self, kind, target, beyond, rows, *rest, **named)
 
     yield RequestState, "_depart", depart
 
