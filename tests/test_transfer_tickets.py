@@ -9,7 +9,7 @@ from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from coordinator.scheduling.decisions import Admit
-from coordinator.scheduling.dispatch import NOTHING, TRANSFERS_FAILED_MAX, Dispatch, Heard
+from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Heard
 from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
 from coordinator.scheduling.roster import Phase, Worker
 from kernels.layout import PAGE_TOKENS
@@ -31,6 +31,7 @@ class Desk:
         for name in workers.split():
             self.join(name)
         self.entry = self.roster.add(SLOT, 0, PROMPT, 300)
+        self.now = 0.0
 
     def join(self, name: str, role: str = "", epoch: int = 1) -> Worker:
         role = role or (PREFILL if name[0] == "p" else DECODE)
@@ -43,7 +44,7 @@ class Desk:
 
     def settle(self) -> list[Admit]:
         self.dispatch.dirty = True
-        plan = self.dispatch.plan(0.0)
+        plan = self.dispatch.plan(self.now)
         for decision in plan:
             for step in (self.dispatch.ticket_step(decision), self.dispatch.step(decision)):
                 if step is not None:
@@ -191,8 +192,13 @@ def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk)
 
 @pytest.mark.parametrize("side", ["sends", "takes in"])
 def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side: str) -> None:
-    """I8."""
-    for _ in range(TRANSFERS_FAILED_MAX):
+    """I8. Each pause is twice as long as the one before."""
+    for failed in range(TRANSFERS_FAILED_MAX):
+        if failed:
+            pause = TRANSFER_PAUSE_S * 2 ** (failed - 1)
+            desk.now += pause * 0.99
+            assert desk.settle() == []
+            desk.now += pause * 0.02
         ticket = begin(desk)
         if side == "sends":
             heard = desk.sent(0)

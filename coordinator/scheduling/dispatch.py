@@ -59,6 +59,8 @@ class Heard(NamedTuple):
 NOTHING = Heard()
 #: Transfers of one request that may fail, with both workers alive, before it does.
 TRANSFERS_FAILED_MAX: Final = 6
+#: Pause after the first of them, twice as long after each: what fails at once may do so until its cause is gone.
+TRANSFER_PAUSE_S: Final = 0.5
 
 
 class Dispatch:
@@ -68,6 +70,7 @@ class Dispatch:
         self.roster = Roster()
         self.policy = Policy(self.roster, ledgers, ahead_tokens)
         self.dirty = False
+        self._now = 0.0  # of the last plan
 
     # ---------------------------------------------------------------- from Requests
 
@@ -164,6 +167,7 @@ class Dispatch:
     def _count_failure(self, entry: Entry, reason: str) -> Heard:
         entry.transfers_failed += 1
         if entry.transfers_failed < TRANSFERS_FAILED_MAX:
+            entry.paused_until = self._now + TRANSFER_PAUSE_S * 2 ** (entry.transfers_failed - 1)
             return NOTHING
         return self.end(entry, "FAILED", f"{TRANSFERS_FAILED_MAX} transfers failed, the last: {reason}")
 
@@ -324,6 +328,7 @@ class Dispatch:
 
     def plan(self, now: float, *, tick: bool = False) -> list[decisions.Decision]:
         """Decide, if anything has changed or time has passed. Carry each out by `step`, apply it, then `told`."""
+        self._now = now
         if not self.dirty and not tick:
             return []
         self.dirty = False

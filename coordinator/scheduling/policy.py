@@ -185,7 +185,10 @@ class _Plan:
         return at
 
     def _consider(self, entry: Entry) -> bool:
-        """Admit a waiting request, or block the nodes it waits for. One that nobody can take on blocks none."""
+        """Admit a waiting request, or block the nodes it waits for. One that nobody can take on, or that is not to be
+        tried again yet, blocks none."""
+        if self.now < entry.paused_until:
+            return False
         all_asks = self._asks(entry)
         asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)]
         best = max(((self._preference(ask), at) for at, ask in enumerate(asks) if self._fits(ask)), default=None)

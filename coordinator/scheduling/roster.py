@@ -76,6 +76,7 @@ class Entry:
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
     ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in Roster.tickets
     transfers_failed: int = 0
+    paused_until: float = 0.0  # waiting: after a failed transfer
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
     ending: bool = False  # leaving: its end was asked for, so it will not wait again
