@@ -253,18 +253,6 @@ def take_the_prompt_of_a_worker_that_may_live() -> Plan:
     yield _HANDLERS, events.Lost, (Kind.LOST, lost)
 
 
-@plant
-def keep_the_reserve_behind_a_lost_prompt() -> Plan:
-    """The pages that wait for decoding are empty: why lose them with the worker?"""
-
-    def pages_kept(entry: Any, kept_tokens: int) -> int:
-        is_handed_over = kept_tokens and entry.prefills_only
-        pages: int = entry.pages if is_handed_over else layout.pages_for(kept_tokens)
-        return pages
-
-    yield dispatch.Dispatch, "_pages_kept", staticmethod(pages_kept)
-
-
 # ---------------------------------------------------------------- transfer between nodes
 
 
