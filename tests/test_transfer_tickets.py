@@ -8,9 +8,10 @@ import pytest
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
-from coordinator.scheduling.decisions import Admit
+from coordinator.scheduling.decisions import Admit, Demote
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Heard
 from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
+from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from coordinator.scheduling.roster import Phase, Worker
 from kernels.layout import PAGE_TOKENS
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
@@ -314,3 +315,17 @@ def test_what_is_taken_in_counts_as_a_whole_or_not_at_all() -> None:
     assert (revoked.is_over, revoked.durable_tokens) == (True, 0)
     into.arrived.add(0)
     assert (into.is_over, into.durable_tokens) == (True, PAGE_TOKENS + 1)
+
+
+def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(desk: Desk) -> None:
+    """I5. Its transfer was forgotten (a coordinator went), its rows are kept where they were prefilled."""
+    ticket = desk.roster.tickets[begin(desk)]
+    desk.staged()
+    desk.hear(desk.dispatch.revoke(ticket))
+    desk.closed(ticket.admission, 0)
+    desk.sent()
+    assert (desk.entry.phase, desk.entry.node) == (Phase.WAITING, "a")
+    assert desk.entry.kept_tokens
+    desk.dispatch.plan(100.0, tick=True)
+    assert not any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
+    assert any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))
