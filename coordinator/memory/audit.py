@@ -5,9 +5,9 @@
 
 Numbers do most of the work: an inventory is what all commands before the Audit and all reports before the Inventory
 lead to. What crosses them on the way (a grant decided and not yet sent, a Released not yet heard) looks like a
-difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts. (A
-short stay could look missing twice, before its Admit has come and after its Released went: an admission is missed only
-if it was there when the Audit was sent.)
+difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts. The
+same thing may cross two of them, a short stay before its Admit has come and after its Released went, a grant while its
+journal entry is written and while its Request sends it: so what was not there when the Audit was sent is not missed.
 
     kind           the worker says                       the ledger says                repaired by
     stray          it holds an admission                 nobody of that epoch does      Withdraw to the worker
@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from coordinator.arrays import Int32Array, unpack_int32, unpack_int64
 from coordinator.errors import ProtocolError
-from coordinator.memory.ledger import EpochKey, Ledger
+from coordinator.memory.ledger import EpochKey, Ledger, Memory
 from coordinator.messages import Inventory, WorkerCapacity
 
 #: Host pages whose ids one inventory checks; of requests beyond it only the number.
@@ -82,20 +82,21 @@ def digest_of(pages: Int32Array) -> int:
 
 
 def compare(
-    ledger: Ledger, key: EpochKey, inventory: Inventory, at_ask: Collection[int], resizing: Callable[[int], bool]
+    ledger: Ledger, key: EpochKey, inventory: Inventory, at_ask: Mapping[int, Memory], resizing: Callable[[int], bool]
 ) -> list[Difference]:
     """What `inventory` of the epoch `key` and the ledger of its node do not agree on, at most DIFFERENCES_MAX.
 
-    `at_ask` are the epoch's admissions when the Audit was sent: one that came later may cross it. `resizing` tells of
-    an admission that its hot buffer is between two sizes. Raises ProtocolError when the inventory's arrays disagree.
+    `at_ask` is what the epoch's admissions held when the Audit was sent: one that came, or was given more, later may
+    cross it and is not compared. `resizing` tells of an admission that its hot buffer is between two sizes. Raises
+    ProtocolError when the inventory's arrays disagree.
     """
     rows = _rows(inventory)
     given = ledger.admissions_of(key)
     found = [Difference(STRAY, admission, "nothing", "holds it") for admission in rows.keys() - given]
-    missing = (given & set(at_ask)) - rows.keys()
+    missing = (given & at_ask.keys()) - rows.keys()
     found += [Difference(UNRELEASED, admission, "holds it", "nothing") for admission in missing]
     for admission, row in rows.items():
-        if admission in given:
+        if admission in given and at_ask.get(admission) == ledger.held(admission):
             found += _compare_row(ledger, admission, row, is_resizing=resizing(admission))
     found += _compare_free(ledger.budget(key[0]).capacity, rows, inventory)
     return sorted(found)[:DIFFERENCES_MAX]

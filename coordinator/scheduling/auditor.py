@@ -14,7 +14,7 @@ from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal
 from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
 from coordinator.memory.changes import Release
-from coordinator.memory.ledger import EpochKey, Ledger
+from coordinator.memory.ledger import EpochKey, Ledger, Memory
 from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
 from coordinator.scheduling.dispatch import Heard
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
@@ -58,7 +58,7 @@ class Auditor:
         self._token_log = token_log
         self._counters = counters
         self._rounds = Rounds(interval_s)
-        self._at_ask: dict[EpochKey, set[int]] = {}
+        self._at_ask: dict[EpochKey, dict[int, Memory]] = {}
         self._asked: list[_Asked] = []
 
     def expects(self, worker: str, epoch: int, number: int) -> bool:
@@ -71,8 +71,9 @@ class Auditor:
         """Ask whom it is time to ask; answer those who waited for it."""
         live = self._live()
         for key, number in self._rounds.due(live, now):
-            given = self._ledgers[live[key].node].admissions_of(key)
-            self._at_ask[key] = {admission for admission in given if not self._is_to_come(admission)}
+            ledger = self._ledgers[live[key].node]
+            given = ledger.admissions_of(key)
+            self._at_ask[key] = {it: ledger.held(it) for it in given if not self._is_to_come(it)}
             live[key].port.send(Audit(number))
         self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
@@ -105,7 +106,7 @@ class Auditor:
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
-            found = compare(ledger, key, event.inventory, self._at_ask.get(key, ()), self._is_resizing)
+            found = compare(ledger, key, event.inventory, self._at_ask.get(key, {}), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
             return Heard()

@@ -21,7 +21,7 @@ from tests.sim.links import Connection
 from tests.sim.trace import Violation
 
 #: Faults in one run, and the seconds over which they are spread.
-FAULTS: Final = (20, 30)
+FAULTS: Final = (21, 30)
 SPREAD_S: Final = 5.0
 
 
