@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from worker.transfer import (
 )
 from worker.transfer.checksum import checksum
 from worker.transfer.engines import shared
+from worker.transfer.engines.nixl import NixlTarget
 from worker.transfer.engines.shared import SharedTarget
 from worker.transfer.receiver import PageReceiver
 from worker.transfer.receiving import STOP_LIMIT_S
@@ -388,3 +390,20 @@ def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
     """It imports events and layouts only, and may run where xxhash is not installed."""
     code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class FakeBrokenAgent:
+    def get_new_notifs(self) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+
+def test_an_agent_of_nixl_that_fails_is_told_of_once_and_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[str] = []
+    target = object.__new__(NixlTarget)  # without the wheel
+    target._agents = {"p0": FakeBrokenAgent(), "p1": SimpleNamespace(get_new_notifs=lambda: asked.append("p1"))}
+    target._failing = set()
+    with caplog.at_level("WARNING"):
+        target.progress()
+        target.progress()
+    assert asked == ["p1", "p1"]
+    assert [(it.levelname, it.message) for it in caplog.records] == [("WARNING", "nixl makes no progress")]

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.errors import ConfigError, Unavailable
+from metrics.logs import fields, logger
 from worker.transfer.engines.base import Jobs
 from worker.transfer.engines.network import Address, NetworkSource, NetworkTarget, not_installed
 from worker.transfer.interface import PoolMemory
@@ -33,6 +34,8 @@ REFUSED_TRANSPORTS: Final = {"all", "sm", "shm", "mm", "cma", "posix", "sysv", "
 BACKEND: Final = "UCX"
 MEMORY: Final = "DRAM"
 
+log = logger("worker.transfer.nixl")
+
 
 class NixlTarget(NetworkTarget):
     needs_progress = True
@@ -42,6 +45,7 @@ class NixlTarget(NetworkTarget):
         super().__init__(pool)
         self._name = name
         self._agents: dict[str, Any] = {}
+        self._failing: set[str] = set()
         self._made = 0
 
     def admit(self, sender: str, place: bytes) -> bytes:
@@ -58,12 +62,18 @@ class NixlTarget(NetworkTarget):
         return msgspec.msgpack.encode(Address(endpoint, self._pool.pages.ctypes.data))
 
     def shut_out(self, sender: str) -> None:
+        self._failing.discard(sender)
         del self._agents[sender]  # the last reference: the agent, its worker and its connections go here
 
     def progress(self) -> None:
-        for agent in self._agents.values():
-            with suppress(Exception):  # NIXL's have no common base; its sender sees that the write is overdue
+        """An agent that fails is told of once; its sender sees that the write is overdue."""
+        for sender, agent in self._agents.items():
+            try:
                 agent.get_new_notifs()
+            except Exception as error:  # NIXL's have no common base
+                if sender not in self._failing:
+                    self._failing.add(sender)
+                    log.warning("nixl makes no progress", extra=fields(sender=sender, error=repr(error)))
 
     def close(self) -> None:
         self._agents.clear()
