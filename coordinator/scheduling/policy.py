@@ -153,6 +153,8 @@ class _Plan:
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: set[str] = set()
+        self.takers = [worker for worker in policy.roster.workers.values() if worker.takes]
+        self.has_prefillers = any(not worker.decodes for worker in self.takers)
         hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
         self.hosts = hosts
         self.spaces = {
@@ -190,7 +192,8 @@ class _Plan:
         if self.now < entry.paused_until:
             return False
         all_asks = self._asks(entry)
-        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)]
+        suspects = self.roster.suspects
+        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if suspects else all_asks
         best = max(((self._preference(ask), at) for at, ask in enumerate(asks) if self._fits(ask)), default=None)
         made = asks[best[1]] if best is not None else self._make_room(entry, asks)
         if made is not None and self._fits(made):
@@ -201,22 +204,23 @@ class _Plan:
 
     def _may_join(self, entry: Entry, worker: Worker) -> bool:
         """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
-        suspects = self.roster.suspects
-        return not suspects or suspects.may_join(entry, self.roster.on(worker.name))
+        return self.roster.suspects.may_join(entry, self.roster.on(worker.name))
 
     def _asks(self, entry: Entry) -> list[_Ask]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
         asks = self._asks_of(entry, BOTH) if entry.way != DIRECT else []
-        return asks if entry.way == STAGED else asks + self._pairs(entry)
+        if entry.way == STAGED or not (self.has_prefillers or entry.way == DIRECT):
+            return asks
+        return asks + self._pairs(entry)
 
     def _asks_of(self, entry: Entry, part: str) -> list[_Ask]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
         shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
         asks: list[_Ask] = []
-        for worker in self.roster.workers.values():
-            if not worker.takes or worker.node in self.blocked or (entry.pages and worker.node != entry.node):
+        for worker in self.takers:
+            if worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
             if worker.capacity.role not in (part, BOTH):
                 continue
@@ -257,7 +261,8 @@ class _Plan:
         return _Shape(pages, rungs, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
     def _fits(self, ask: _Ask) -> bool:
-        return all(self.spaces[part.worker.name].covers(part.need) for part in ask.parts)
+        fits = self.spaces[ask.worker.name].covers(ask.need)
+        return fits and (ask.decoder is None or self._fits(ask.decoder))
 
     def _promise(self, entry: Entry) -> None:
         """What a prompt under way was promised counts as taken by everybody after it."""
