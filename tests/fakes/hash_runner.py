@@ -10,7 +10,7 @@ It runs where its tensors are, and on a GPU without waiting for it, so that its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
-from worker.runners.base import SamplerState, StepOutputs
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
 from worker.streams import Fence, Streams
 
 VOCAB = 251
@@ -105,6 +105,13 @@ class _Scratch:
     plan: MissPlan
 
 
+@dataclass(eq=False)
+class _Chunk:
+    seat: int
+    start: int
+    hidden: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+
 class FakeRunner:
     """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
 
@@ -139,10 +146,18 @@ class FakeRunner:
         tokens: Tensor,
         start: int,
         outputs: StepOutputs | None,
+        layer_written: LayerWritten = nobody,
     ) -> None:
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
-        streams.compute.launch("prefill", partial(self._prefill, state, sampler, seat, tokens, start, outputs))
+        compute, chunk = streams.compute, _Chunk(seat, start)
+        compute.launch("prefill", partial(self._embed_prompt, chunk, tokens))
+        for layer in range(self.geometry.layers):
+            compute.launch("prefill project", partial(self._project_prompt, chunk, state, layer))
+            layer_written(layer)
+            compute.launch("prefill attend", partial(self._attend_prompt, chunk, state, layer))
+        if outputs is not None:
+            compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
 
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
@@ -166,26 +181,26 @@ class FakeRunner:
             compute.launch("attend", partial(self._attend, scratch, state, layer))
         compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
 
-    def _prefill(
-        self,
-        state: DeviceState,
-        sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-    ) -> None:
-        hidden, stop = embed(tokens), start + len(tokens)
-        for layer, group in enumerate(self.geometry.group_of_layer):
-            write_slab_rows(state, layer, seat, start, _bytes(rows_of(hidden, layer)))
-            if self.geometry.layers_of_group(group)[0] == layer:
-                write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(hidden, group).unsqueeze(1)))
-                hidden = mix(hidden + read_index_keys(state, group, seat, stop).view(torch.int64).sum())
-            hidden = attend_prompt(hidden, start, read_slab_rows(state, layer, seat, stop).view(torch.int64))
-        if outputs is not None:
-            token = draw(hidden[-1:], sampler.seed[seat : seat + 1], torch.full_like(hidden[-1:], stop))
-            outputs.tokens[:1] = token
-            sampler.last_token[seat : seat + 1] = token
+    def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
+        chunk.hidden = embed(tokens)
+
+    def _project_prompt(self, chunk: _Chunk, state: DeviceState, layer: int) -> None:
+        group, seat, start = self.geometry.group_of_layer[layer], chunk.seat, chunk.start
+        write_slab_rows(state, layer, seat, start, _bytes(rows_of(chunk.hidden, layer)))
+        if self.geometry.layers_of_group(group)[0] == layer:
+            write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(chunk.hidden, group).unsqueeze(1)))
+            keys = read_index_keys(state, group, seat, start + len(chunk.hidden)).view(torch.int64)
+            chunk.hidden = mix(chunk.hidden + keys.sum())
+
+    def _attend_prompt(self, chunk: _Chunk, state: DeviceState, layer: int) -> None:
+        rows = read_slab_rows(state, layer, chunk.seat, chunk.start + len(chunk.hidden)).view(torch.int64)
+        chunk.hidden = attend_prompt(chunk.hidden, chunk.start, rows)
+
+    def _first_token(self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs) -> None:
+        hidden, own = chunk.hidden[-1:], slice(chunk.seat, chunk.seat + 1)
+        token = draw(hidden, sampler.seed[own], torch.full_like(hidden, position))
+        outputs.tokens[:1] = token
+        sampler.last_token[own] = token
 
     def _embed(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch) -> None:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]

@@ -21,8 +21,9 @@ compute nor replay the same launches under a simulated or captured stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -32,6 +33,13 @@ from kernels.layout import Geometry
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
     from worker.streams import Streams
+
+#: Told of each layer of a prompt chunk, in order, once the operations that write its rows and index keys were launched.
+LayerWritten: TypeAlias = Callable[[int], None]
+
+
+def nobody(layer: int) -> None:
+    """A LayerWritten for those who wait for the whole chunk."""
 
 
 @dataclass
@@ -111,6 +119,7 @@ class Runner(Protocol):
         tokens: torch.Tensor,
         start: int,
         outputs: StepOutputs | None,
+        layer_written: LayerWritten = nobody,
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 
@@ -119,6 +128,9 @@ class Runner(Protocol):
         must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
         `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
         sampler.last_token[seat].
+
+        `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
+        is launched after it, which never changes rows of that layer again.
         """
         ...
 

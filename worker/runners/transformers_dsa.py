@@ -3,9 +3,10 @@
 Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one. What a layer
 computes is in layers.py; this is where it meets the KV cache.
 
-Per layer, a decode step is two operations on `compute`: *project* (norm, projections, write row and index key, and on
-an anchor layer index_topk and swap_in) and *attend* (attention over rows, output projection, MLP). Layers that share an
-anchor's selection get their misses copied on `swap` while earlier layers compute; their *attend* waits for that alone.
+Per layer, a decode step, like a prompt chunk, is two operations on `compute`: *project* (norm, projections, write row
+and index key, and on an anchor layer index_topk and swap_in) and *attend* (attention over rows, output projection,
+MLP). Layers that share an anchor's selection get their misses copied on `swap` while earlier layers compute; their
+*attend* waits for that alone.
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _Scratch; in a graph, the library's intermediates lie in its pool.
 
@@ -36,7 +37,7 @@ from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_ke
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from worker.runners import attention as mla
-from worker.runners.base import SamplerState, StepOutputs
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
@@ -62,6 +63,18 @@ class _Scratch:
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     plan: MissPlan  # one serves all groups: compute waits for every replay of a group before the next swap_in
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A prompt chunk of S tokens on its way through the layers."""
+
+    seat: int
+    start: int
+    hidden: Tensor  # [1, S, hidden]
+    angles: Angles  # [1, S, d]
+    projected: mla.Projected | None = None
+    selection: Tensor | None = None  # of the anchor layer before (prompt.py)
 
 
 class TransformersRunner:
@@ -125,9 +138,18 @@ class TransformersRunner:
         tokens: Tensor,
         start: int,
         outputs: StepOutputs | None,
+        layer_written: LayerWritten = nobody,
     ) -> None:
-        """One operation on `compute`."""
-        streams.compute.launch(f"prefill {start}", partial(self._prefill, state, sampler, seat, tokens, start, outputs))
+        """Two operations per layer on `compute`; a layer is written after its first one."""
+        compute, empty = streams.compute, torch.empty(0)
+        chunk = _Chunk(seat, start, empty, (empty, empty))
+        compute.launch(f"prefill {start}", partial(self._embed_prompt, chunk, tokens))
+        for layer in self._layers:
+            compute.launch(f"prefill project {layer.number}", partial(self._project_prompt, chunk, state, layer))
+            layer_written(layer.number)
+            compute.launch(f"prefill attend {layer.number}", partial(self._attend_prompt, chunk, state, layer))
+        if outputs is not None:
+            compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
 
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
@@ -154,36 +176,32 @@ class TransformersRunner:
     # ---------------------------------------------------------------- operations
 
     @torch.inference_mode()
-    def _prefill(
-        self,
-        state: DeviceState,
-        sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-    ) -> None:
-        layers, positions = self._layers, torch.arange(start, start + len(tokens), device=tokens.device)
-        hidden, angles = layers.embed(tokens[None], positions[None])
-        selection = torch.empty(0)
-        for layer in layers:
-            normed, projected = layers.project(layer, hidden, angles)
-            write_slab_rows(state, layer.number, seat, start, encode(layers.rows, projected.rows[0]))
-            if layer.anchor:
-                index = layers.project_index(layer, normed, projected, angles)
-                write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
-                scale = layer.attention.indexer.softmax_scale
-                selection = self._prompt.select(state, layer.group, seat, start, index, scale)
-            attended = self._prompt.attend(state, layer, seat, projected, selection)
-            hidden = layers.finish(layer, hidden, attended, layers.prompt_experts)
-        if outputs is not None:
-            self._first_token(sampler, seat, start + len(tokens), hidden, outputs)
+    def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
+        positions = torch.arange(chunk.start, chunk.start + len(tokens), device=tokens.device)
+        chunk.hidden, chunk.angles = self._layers.embed(tokens[None], positions[None])
 
-    def _first_token(
-        self, sampler: SamplerState, seat: int, position: int, hidden: Tensor, outputs: StepOutputs
-    ) -> None:
-        logits, own = self._layers.logits(hidden[:, -1:]), slice(seat, seat + 1)
-        positions = torch.full((1,), position, device=hidden.device)
+    @torch.inference_mode()
+    def _project_prompt(self, chunk: _Chunk, state: DeviceState, layer: Layer) -> None:
+        layers, seat, start = self._layers, chunk.seat, chunk.start
+        normed, chunk.projected = layers.project(layer, chunk.hidden, chunk.angles)
+        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, chunk.projected.rows[0]))
+        if layer.anchor:
+            index = layers.project_index(layer, normed, chunk.projected, chunk.angles)
+            write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
+            scale = layer.attention.indexer.softmax_scale
+            chunk.selection = self._prompt.select(state, layer.group, seat, start, index, scale)
+
+    @torch.inference_mode()
+    def _attend_prompt(self, chunk: _Chunk, state: DeviceState, layer: Layer) -> None:
+        assert chunk.projected is not None
+        assert chunk.selection is not None
+        attended = self._prompt.attend(state, layer, chunk.seat, chunk.projected, chunk.selection)
+        chunk.hidden = self._layers.finish(layer, chunk.hidden, attended, self._layers.prompt_experts)
+
+    @torch.inference_mode()
+    def _first_token(self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs) -> None:
+        logits, own = self._layers.logits(chunk.hidden[:, -1:]), slice(chunk.seat, chunk.seat + 1)
+        positions = torch.full((1,), position, device=logits.device)
         token = sample(logits, sampler.temperature[own], sampler.top_p[own], sampler.seed[own], positions)
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
