@@ -4,6 +4,8 @@
     init_managed     H slots under LRU, empty or already holding a run of tokens (slab take-over, preload)
     shrink_managed   the highest slots go; what they held is absent from then on (the host has it)
     grow_managed     all slots stay, new ones are empty and hence used first
+    hold_tokens      an empty managed buffer takes tokens of its groups' own choice into its first slots
+    latest_tokens    what the last step used, for another buffer to begin with
     clear_seat       nothing is left
 
 Resident and managed turn into each other by setting up anew: resident -> managed keeps a run of chunks (their tokens
@@ -20,9 +22,12 @@ Tripwire.UNGRANTED when a chunk that the buffer needs, or a page of the tokens i
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from coordinator.errors import BadInput, WrongState
 from kernels.backend import backend
-from kernels.check import check_number
+from kernels.check import Sizes, check_number
 from kernels.layout import PAGE_TOKENS, SLOTS_MAX, managed_chunks
 from kernels.state import DeviceState
 
@@ -76,6 +81,33 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
         remedy = f"at least {state.tail_slots} more than the present {old_slots}"
         raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=remedy)
     backend(state).grow_managed(state, seat, old_slots, hot_slots)
+
+
+def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """In group `groups[i]`, slot `slots[i]` holds token `tokens[i]` from now on, as one used at step 0.
+
+    All int64[n]. For a buffer that init_managed has set up empty: no slot of a group comes twice, nor any token;
+    slots lie below `hot_slots`, tokens below the length, whose pages are granted. Their rows are there by the time they
+    are read. Raises BadInput.
+    """
+    check_number("seat", seat, state.seats)
+    _check_size(state, hot_slots)
+    sizes = Sizes()
+    for name, places in (("groups", groups), ("slots", slots), ("tokens", tokens)):
+        sizes.check(name, places, ("n",), torch.int64)
+    backend(state).hold_tokens(state, seat, hot_slots, groups, slots, tokens)
+
+
+def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
+    """Tokens that the last step of `seat` used into `out` int32[G, n], in no order, -1 padded.
+
+    The buffer is managed, of `hot_slots`. The step's own token may be among them; where more were used than `out` has
+    room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT and gives -1. Raises BadInput.
+    """
+    check_number("seat", seat, state.seats)
+    _check_size(state, hot_slots)
+    Sizes(groups=state.geometry.groups).check("out", out, ("groups", "n"), torch.int32)
+    backend(state).latest_tokens(state, seat, hot_slots, out)
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:

@@ -19,7 +19,15 @@ from kernels.cuda.rows import (
     write_prompt_index_keys,
     write_slab_rows,
 )
-from kernels.cuda.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed
+from kernels.cuda.seat import (
+    clear_seat,
+    grow_managed,
+    hold_tokens,
+    init_managed,
+    init_resident,
+    latest_tokens,
+    shrink_managed,
+)
 from kernels.cuda.swap_in import replay_misses, swap_in
 
 __all__ = [
@@ -31,9 +39,11 @@ __all__ = [
     "copy_rows_to_host",
     "gather_rows",
     "grow_managed",
+    "hold_tokens",
     "index_topk",
     "init_managed",
     "init_resident",
+    "latest_tokens",
     "prepare",
     "prepare_attention",
     "prepare_index",

@@ -57,6 +57,37 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     state.hot_slots[seat] = hot_slots
 
 
+def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """See kernels.seat. Waits for no device either: what is not granted is seen there, and then all stays as it was."""
+    chunks = state.chunk_table[seat].long()[slots // PAGE_TOKENS]
+    pages = state.index_table[seat].long()[tokens // PAGE_TOKENS]
+    sized = state.hot_slots[seat] == hot_slots
+    granted = (chunks >= 0).all() & (pages >= 0).all()
+    state.tripwires[Tripwire.SEAT] += ~sized
+    state.tripwires[Tripwire.UNGRANTED] += sized & ~granted
+    rows = chunks.clamp(min=0) * PAGE_TOKENS + slots % PAGE_TOKENS
+    index_rows = pages.clamp(min=0) * PAGE_TOKENS + tokens % PAGE_TOKENS
+    for table, places, values in (
+        (state.slot_token, rows, tokens),
+        (state.stamp, rows, torch.zeros_like(tokens)),
+        (state.slot_of, index_rows, slots),
+    ):
+        table[groups, places] = torch.where(sized & granted, values.to(table.dtype), table[groups, places])
+
+
+def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
+    """See kernels.seat. Waits for no device either."""
+    sized = state.hot_slots[seat] == hot_slots
+    state.tripwires[Tripwire.SEAT] += ~sized
+    chunks = state.chunk_table[seat, : managed_chunks(hot_slots)].long().clamp(min=0)
+    rows = (chunks.unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=chunks.device)).flatten()
+    rows = rows[: hot_slots + state.tail_slots]
+    newest, slots = state.stamp[:, rows].topk(min(out.shape[1], len(rows)), dim=1)
+    used = sized & (newest >= 0) & (newest == state.now[seat])
+    out.fill_(-1)
+    out[:, : slots.shape[1]] = torch.where(used, state.slot_token[:, rows].gather(1, slots), -1)
+
+
 def clear_seat(state: DeviceState, seat: int) -> None:
     """See kernels.seat. Waits for no device either."""
     _restart(state, seat, -1)
