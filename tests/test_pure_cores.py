@@ -30,6 +30,7 @@ PURE = [
     "scheduling/dispatch",
     "scheduling/fleet",
     "scheduling/intake",
+    "scheduling/last_topk",
     "scheduling/lifecycle",
     "scheduling/live",
     "scheduling/policy",

@@ -32,6 +32,7 @@ from typing import Final
 from coordinator.arrays import pack_int32, pack_int64
 from coordinator.errors import InternalError, ProtocolError
 from coordinator.messages import (
+    LAST_TOPK_BYTES_MAX,
     NO_HOT_BUFFER,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
@@ -59,10 +60,13 @@ REPORT_TOKENS_MAX: Final = 262_144
 REPORT_REQUESTS_MAX: Final = 16_384
 #: Events in one report.
 REPORT_EVENTS_MAX: Final = 4_096
+#: Bytes of last top-k in one report, but for those of one more request.
+REPORT_TOPK_BYTES_MAX: Final = 4 * 1024 * 1024
 #: Events not yet in a report. Each answers a command, so only an executor gone wild gets here.
 EVENTS_PENDING_MAX: Final = 1_048_576
 
-assert 4 * REPORT_TOKENS_MAX + 28 * REPORT_REQUESTS_MAX < WORKER_MESSAGE_BYTES_MAX // 4  # room for the events' texts
+assert 4 * REPORT_TOKENS_MAX + 28 * REPORT_REQUESTS_MAX < WORKER_MESSAGE_BYTES_MAX // 4  # room for events' texts,
+assert REPORT_TOPK_BYTES_MAX + LAST_TOPK_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
 
 
 @dataclass(slots=True)
@@ -359,8 +363,13 @@ class Outbox:
         return _pack(cut) if cut else None
 
     def _cut_events(self) -> Iterator[Event]:
+        topk_bytes = 0
         for _ in range(min(len(self._events), REPORT_EVENTS_MAX)):
-            yield self._events.popleft()
+            if topk_bytes > REPORT_TOPK_BYTES_MAX:
+                return
+            event = self._events.popleft()
+            topk_bytes += len(event.last_topk) if isinstance(event, Released) else 0
+            yield event
         if self._counters is not None and not self._events:
             yield self._counters
             self._counters = None

@@ -37,6 +37,7 @@ from coordinator.scheduling.events import Listener, Tell, Verb, WorkerPort
 from coordinator.scheduling.fleet import Fleet
 from coordinator.scheduling.front import Front, Message
 from coordinator.scheduling.intake import check_deadline
+from coordinator.scheduling.last_topk import LastTopk
 from coordinator.scheduling.live import Live, Requests
 from coordinator.scheduling.reception import Reception
 from coordinator.scheduling.request_state import describe_size
@@ -124,6 +125,7 @@ class Scheduler(Front):
         self._roster = self._dispatch.roster
         self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
         self._requests = Requests(token_log, settings, wall_offset_s)
+        self._last_topk = LastTopk()
         self._auditor = Auditor(
             self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
@@ -228,7 +230,9 @@ class Scheduler(Front):
             case events.Departed():
                 self._requests.end_admission(message.admission)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
+                self._last_topk.keep(message.slot, message.last_topk)
             case events.Closed():
+                self._last_topk.take(message.slot)
                 self._dispatch.closed(message.slot)
                 self._requests.end(self._requests.by_slot[message.slot], now)
             case events.TicketClosed():
@@ -412,6 +416,7 @@ class Scheduler(Front):
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
+        last_topk = self._last_topk.take(entry.slot)
         command = messages.Admit(
             admission=decision.admission,
             slot=entry.slot,
@@ -428,6 +433,7 @@ class Scheduler(Front):
             first_token=decision.first_token,
             ticket=decision.transfer.ticket if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
+            last_topk=last_topk if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""

@@ -19,7 +19,14 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from coordinator.errors import CapacityError, InternalError, ProtocolError
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, Admit, Command, Grant
+from coordinator.messages import (
+    CLIENT_MESSAGE_BYTES_MAX,
+    LAST_TOPK_BYTES_MAX,
+    WORKER_MESSAGE_BYTES_MAX,
+    Admit,
+    Command,
+    Grant,
+)
 
 #: Commands kept for one worker; past it the worker counts as down, since it has not kept up for minutes.
 COMMANDS_UNACKED_MAX: Final = 65_536
@@ -29,7 +36,10 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 #: Upper bound of a command without its arrays and strings, encoded.
 COMMAND_BYTES_FIXED: Final = 256
 
-assert BATCH_BYTES_MAX + CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # one more Admit always fits
+#: Of one Admit, beside the tokens that it carries.
+ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + LAST_TOPK_BYTES_MAX
+
+assert BATCH_BYTES_MAX + ADMIT_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # one more Admit always fits
 
 
 @dataclass(slots=True)
@@ -168,8 +178,8 @@ def command_bytes(command: Command) -> int:
     """About how long `command` is when encoded; never too low by more than a few per cent."""
     match command:
         case Admit(prompt=prompt, generated=generated, host_pages=pages, sampling=sampling, request_id=request_id):
-            stop_chars = sum(map(len, sampling.stop))
-            return COMMAND_BYTES_FIXED + len(prompt) + len(generated) + len(pages) + 4 * (stop_chars + len(request_id))
+            chars = sum(map(len, sampling.stop)) + len(request_id)
+            return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.last_topk))) + 4 * chars
         case Grant(host_pages=pages):
             return COMMAND_BYTES_FIXED + len(pages)
         case _:
