@@ -9,21 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes
 from kernels.state import DeviceState
 
 
 def copy_rows_to_host(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range | None = None,
 ) -> None:
-    """Copy rows of every layer, and index keys of every group unless `index_row` is None, into host pages.
+    """Copy rows of `layers` (of every one), and index keys of every group unless `index_row` is None, into host pages.
 
     `device_row` int32|int64[G, n], `index_row`, `host_page`, `host_offset` int32|int64[n]. Entries whose `host_page` is
-    -1 are skipped, as BackupPlan marks its padding. Host places must differ. Raises BadInput before any change.
+    -1 are skipped, as BackupPlan marks its padding. Host places must differ. Index keys go with the last layer, behind
+    whose rows they lie in a page. Raises BadInput before any change.
     """
     check_places(state, device_row, index_row, host_page, host_offset)
-    backend(state).copy_rows_to_host(state, device_row, index_row, host_page, host_offset)
+    layers = range(state.geometry.layers) if layers is None else layers
+    _check_layers(state, layers, with_keys=index_row is not None)
+    backend(state).copy_rows_to_host(state, device_row, index_row, host_page, host_offset, layers)
 
 
 def copy_rows_to_device(
@@ -54,3 +63,11 @@ def check_places(
         sizes.check("index_row", index_row, ("n",), torch.int32, torch.int64)
     sizes.check("host_page", host_page, ("n",), torch.int32, torch.int64)
     sizes.check("host_offset", host_offset, ("n",), torch.int32, torch.int64)
+
+
+def _check_layers(state: DeviceState, layers: range, *, with_keys: bool) -> None:
+    count = state.geometry.layers
+    if not (0 <= layers.start < layers.stop <= count and layers.step == 1) or (with_keys and layers.stop < count):
+        raise BadInput(
+            f"consecutive layers of {count}, the last among them with index keys", field="layers", value=layers
+        )

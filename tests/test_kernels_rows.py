@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,6 +125,50 @@ def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
     copy_rows_to_device(rig.state, slab, positions, nothing, (positions % 64).int())
     assert torch.equal(before[0], rig.host)
     assert torch.equal(before[1], rig.state.rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    planes=st.sampled_from([(48, 0), (12, 5)]),
+    cuts=st.sets(st.integers(1, 4)),
+    length=st.integers(1, 150),
+    seed=st.integers(0, 99),
+)
+def test_layers_copied_by_ranges_are_those_copied_at_once(
+    planes: tuple[int, int], cuts: set[int], length: int, seed: int
+) -> None:
+    """And each range leaves every other byte as it was; index keys come with the last one."""
+    row_bytes, split = planes
+    rig = Rig(groups=(0, 0, 1, 2, 2), row_bytes=row_bytes, split=split, index_row_bytes=8, seed=seed)
+    request = staged_prompt(rig, 1, length, 64)
+    positions = torch.arange(length)
+    slab = places(rig.state.slab_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
+    keys = places(rig.state.index_table, 1, positions)
+    pages, offsets = rig.state.host_table[1, positions // 64].contiguous(), (positions % 64).int()
+    ends = [*sorted(cuts), rig.geometry.layers]
+    for first, stop in pairwise([0, *ends]):
+        last = stop == rig.geometry.layers
+        copy_rows_to_host(rig.state, slab, keys if last else None, pages, offsets, range(first, stop))
+        for layer in range(rig.geometry.layers):
+            got = rig.read_host("row", layer, request, length - 1)
+            written = rig.truth("row", layer, request, length - 1) if layer < stop else torch.full_like(got, POISON)
+            assert torch.equal(got, written), (first, stop, layer)
+        assert bool((rig.read_host("key", 0, request, length - 1) == POISON).all()) is not last
+    by_ranges = rig.host.clone()
+    rig.host.fill_(POISON)
+    copy_rows_to_host(rig.state, slab, keys, pages, offsets)
+    assert torch.equal(by_ranges, rig.host)
+
+
+@pytest.mark.parametrize("layers", [range(1, 1), range(-1, 1), range(0, 3), range(0, 2, 2)])
+def test_ranges_that_are_none_are_refused(layers: range) -> None:
+    rig = Rig(groups=(0, 1))
+    request = staged_prompt(rig, 0, 1, 1)
+    slab, page = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([request.pages[0][1]])
+    with pytest.raises(BadInput, match="consecutive layers of 2"):
+        copy_rows_to_host(rig.state, slab, None, page, torch.zeros_like(page), layers)
+    with pytest.raises(BadInput, match="the last among them with index keys"):
+        copy_rows_to_host(rig.state, slab, torch.zeros_like(page), page, torch.zeros_like(page), range(1))
 
 
 def test_index_keys_alone_come_back_for_a_resumed_request() -> None:

@@ -14,22 +14,29 @@ ROWS_PER_TILE = 64  # copy_rows.cuh
 
 
 def copy_rows_to_host(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range,
 ) -> None:
     """As kernels.copy_rows.copy_rows_to_host, unchecked; `state` has been through `prepare`."""
-    _launch(state, device_row, index_row, host_page, host_offset, to_host=True)
+    _launch(state, device_row, index_row, host_page, host_offset, layers, to_host=True)
 
 
 def copy_rows_to_device(
     state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
 ) -> None:
     """As kernels.copy_rows.copy_rows_to_device."""
-    _launch(state, device_row, index_row, host_page, host_offset, to_host=False)
+    layers = range(state.geometry.layers)
+    _launch(state, device_row, index_row, host_page, host_offset, layers, to_host=False)
 
 
 def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor, host_offset: Tensor) -> None:
     """As kernels.copy_rows.copy_keys_to_device."""
-    _launch(state, None, index_row, host_page, host_offset, to_host=False)
+    layers = range(state.geometry.layers)
+    _launch(state, None, index_row, host_page, host_offset, layers, to_host=False)
 
 
 def _launch(
@@ -38,6 +45,7 @@ def _launch(
     index_row: Tensor | None,
     host_page: Tensor,
     host_offset: Tensor,
+    layers: range,
     *,
     to_host: bool,
 ) -> None:
@@ -46,8 +54,8 @@ def _launch(
         return
     geometry = state.geometry
     block = parameters.CopyRows(
-        state=parameters.state_parameters(state),
-        group_of_layer=state.group_of_layer.data_ptr(),
+        state=parameters.layers_parameters(state, layers),
+        group_of_layer=state.group_of_layer.data_ptr() + layers.start * state.group_of_layer.element_size(),
         device_row=_address(device_row),
         index_row=_address(index_row),
         host_page=host_page.data_ptr(),
@@ -59,7 +67,7 @@ def _launch(
         wide_host_offset=parameters.is_wide(host_offset),
         to_host=int(to_host),
     )
-    rows = 0 if device_row is None else geometry.layers * len(geometry.planes)
+    rows = 0 if device_row is None else len(layers) * len(geometry.planes)
     sections = rows + (0 if index_row is None else geometry.groups)
     tiles = min(-(-n // ROWS_PER_TILE), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
     kernel_of(state, "copy_rows", "copy_rows").launch((tiles, sections), block, stream_of(state), threads=THREADS)

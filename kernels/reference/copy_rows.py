@@ -8,15 +8,22 @@ from kernels.state import DeviceState
 
 
 def copy_rows_to_host(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range,
 ) -> None:
     """See kernels.copy_rows."""
     places = _places(state, device_row, index_row, host_page, host_offset)
     if places is None:
         return
     rows, keys, pages, offsets = places
+    chosen = slice(layers.start, layers.stop)
+    ids, rows = state.layer_ids[chosen], rows[chosen]
     for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        host[pages, state.layer_ids, offsets] = device[state.layer_ids, rows]
+        host[pages, ids, offsets] = device[ids, rows]
     if keys is not None:
         state.host_key_words[pages, state.group_ids, offsets] = state.key_words[state.group_ids, keys]
 

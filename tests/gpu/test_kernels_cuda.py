@@ -128,6 +128,23 @@ def test_copies_of_all_layers(direction: str, row_bytes: int, split: int, index_
     twin.copy(arguments, direction)
 
 
+@pytest.mark.parametrize(("row_bytes", "split"), [(656, 0), (13, 0), (584, 512)])
+def test_copies_of_some_layers(row_bytes: int, split: int) -> None:
+    """Every range that there is: rows of no other layer, index keys behind the last one's."""
+    twin = Twin(3, groups=(0, 0, 1, 2), row_bytes=row_bytes, split=split, index_row_bytes=132)
+    tokens = torch.arange(150)
+    places = {
+        "device_row": torch.stack([torch.randperm(twin.cpu.rows.shape[1])[:150].int() for _ in range(3)]),
+        "host_page": (3 + tokens // 64).int(),
+        "host_offset": tokens % 64,
+    }
+    for first in range(4):
+        for stop in range(first + 1, 5):
+            twin.copy(places | {"index_row": tokens if stop == 4 else None}, "to_host", layers=range(first, stop))
+            twin.cpu.host.fill_(0)
+            twin.gpu.host.fill_(0)
+
+
 def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
     """GPU_TEST_STEPS replays of one graph, begin_step and swap_in over a moving window: every byte, every count."""
     steps = int(os.environ.get("GPU_TEST_STEPS", "2000"))

@@ -206,7 +206,7 @@ class Twin:
             if int(self.cpu.hot_slots[seat]) >= 0:
                 check_state(self.cpu, seat, length)
 
-    def copy(self, places: dict[str, torch.Tensor], direction: str) -> None:
+    def copy(self, places: dict[str, torch.Tensor], direction: str, **more: range) -> None:
         """One copy_rows call on both, compared over all memory."""
         verbs = {
             "to_host": copy_rows_to_host,
@@ -214,7 +214,8 @@ class Twin:
             "keys": copy_keys_to_device,
         }
         for state in (self.cpu, self.gpu):
-            verbs[direction](state, **{k: None if v is None else v.to(state.rows.device) for k, v in places.items()})
+            own = {k: None if v is None else v.to(state.rows.device) for k, v in places.items()}
+            verbs[direction](state, **own, **more)
         torch.cuda.synchronize()
         for name in ("host", "rows", "index_keys"):
             same(f"{direction}: {name}", getattr(self.cpu, name), getattr(self.gpu, name))
