@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.memory.ledger import Ledger
+
+NO_AGES: Final = np.zeros(0)
 
 
 class PageAges:
@@ -18,6 +22,7 @@ class PageAges:
     def note(self, free_before: int, now: float) -> npt.NDArray[np.float64]:
         """After one change of a ledger that had `free_before` free pages: the ages of the pages that it freed."""
         taken, freed = self._ledger.moved(free_before)
-        self._since[taken] = now
-        ages: npt.NDArray[np.float64] = now - self._since[freed]
+        if len(taken):
+            self._since[taken] = now
+        ages: npt.NDArray[np.float64] = now - self._since[freed] if len(freed) else NO_AGES
         return ages

@@ -65,10 +65,12 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
     (directly) no two of them together. Raise Unavailable when there are no workers for the `way` that it was asked to
     come."""
     alone = None if way == DIRECT else _misfit_alone(length, capacities)
-    paired = None if way == STAGED else _misfit_paired(length, capacities, way)
-    known = [misfits for misfits in (alone, paired) if misfits is not None]
-    if not capacities or () in known:
+    if not capacities or alone == ():
         return
+    paired = None if way == STAGED else _misfit_paired(length, capacities, way)
+    if paired == ():
+        return
+    known = [misfits for misfits in (alone, paired) if misfits is not None]
     if not known:
         raise Unavailable(
             "no worker prefills and decodes" if way == STAGED else "no worker prefills for another to decode",

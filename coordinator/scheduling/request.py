@@ -7,6 +7,7 @@ that is after its end was written to the journal.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -79,12 +80,14 @@ class Request(Actor[Told | WorkerEvent]):
 
     def log_story(self) -> None:
         """One log line for each line that the story has gained since the last call."""
-        state = self.state
-        for line in state.lines_since(self._lines_logged):
+        state, logged = self.state, self._lines_logged
+        self._lines_logged = state.lines_count
+        if not log.isEnabledFor(logging.INFO):
+            return
+        for line in state.lines_since(logged):
             detail = {"worker": state.worker, "reason": line.reason}
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
-        self._lines_logged = state.lines_count
 
     async def handle(self, batch: list[Told | WorkerEvent]) -> None:
         for event in batch:
