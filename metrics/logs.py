@@ -77,8 +77,8 @@ class JsonFormatter(_Formatter):
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    at = datetime.fromtimestamp(record.created, UTC)
-    return f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z"
+    at = datetime.fromtimestamp(record.created, UTC).replace(tzinfo=None)
+    return f"{at.isoformat(timespec='milliseconds')}Z"
 
 
 def _one_line(text: str) -> str:
@@ -91,5 +91,5 @@ def _bounded(value: object) -> object:
 
 def _logfmt_value(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)[:VALUE_CHARS_MAX]
-    plain = text.isprintable() and not any(c in ' "=' for c in text)
-    return text if plain and text else json.dumps(text)
+    is_plain = text.isprintable() and not (" " in text or '"' in text or "=" in text)
+    return text if is_plain and text else json.dumps(text)
