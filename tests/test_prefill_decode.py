@@ -1,5 +1,5 @@
-"""Prefill and decode in different processes: two workers compute prompts, two others decode them, over one host pool or
-from one pool to another.
+"""Prefill and decode in different processes: two workers compute prompts, two others decode them, over one host pool,
+from one pool to another, and between network namespaces.
 
 Deterministic, so outputs are those of workers that do both; killed and stopped in the middle, too.
 """
@@ -7,6 +7,7 @@ Deterministic, so outputs are those of workers that do both; killed and stopped 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,23 @@ from tests.cluster_rig import (
     until_all_connected,
     write_model,
 )
-from tests.nodes_rig import COORDINATOR, REQUESTS, decode_all, mixed_prompts, running_nodes, samples, two_and_two
+from tests.netns_rig import Namespace, namespaces, why_not
+from tests.nodes_rig import (
+    COORDINATOR,
+    REQUESTS,
+    Spot,
+    decode_all,
+    mixed_prompts,
+    running_nodes,
+    samples,
+    two_and_two,
+)
 from tests.test_transfer_engines import why_absent
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 COPIED = "hisparse_worker_copied_bytes_total"
+PAGES = "hisparse_transfer_pages_total"
 ROLES = ("prefill", "prefill", "decode", "decode")
 HOST_MEM = "48MiB"
 #: Its prompt is on the prefill worker, or lately was.
@@ -176,3 +188,37 @@ async def test_pages_of_another_layout_are_refused_with_both_sizes(model: Path, 
     async with running_nodes(config, tmp_path, spots) as (_, client):
         with pytest.raises(CapacityError, match=r"host pages of w\d have \d+ bytes, those of w\d \d+"):
             await client.submit([1] * 100, Sampling(8))
+
+
+# ---------------------------------------------------------------- network namespaces
+
+
+@pytest.fixture
+def five_places() -> Iterator[list[Namespace]]:
+    """A network namespace for the coordinator and one for each worker, with addresses of their own."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with namespaces(5) as found:
+        yield found
+
+
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"], indirect=True)
+async def test_workers_that_share_nothing_but_a_network(
+    model: Path, colocated: list[list[int]], tmp_path: Path, engine: str, five_places: list[Namespace]
+) -> None:
+    """Four nodes. Commands and reports go over tcp with keys, pages by an engine; nobody reaches another's loopback."""
+    home, *places = five_places
+    spots = [Spot(role, node, engine, namespace=place) for role, node, place in zip(ROLES, "abcd", places, strict=True)]
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, spots, home) as (nodes, client):
+        for admission in (AUTO, DIRECT):
+            assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
+        pages = {worker: await nodes.samples(worker, PAGES, "end") for worker in ("w0", "w1", "w2", "w3")}
+        await assert_nothing_leaked(client)
+    assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
+    assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
+    assert all(copied[worker]["preload"] > 0 for worker in ("w2", "w3"))
+    assert pages["w0"]["sender"] + pages["w1"]["sender"] == pages["w2"]["receiver"] + pages["w3"]["receiver"]
+    assert pages["w2"]["receiver"] > 0
+    assert pages["w3"]["receiver"] > 0
