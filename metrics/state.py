@@ -49,6 +49,9 @@ WAIT_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 #: Host pages live as long as their requests: seconds to days.
 PAGE_BOUNDS_S: Final = (0.1, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
+#: How a context that its hot buffer cannot hold comes back: with the rows of its last top-k; with none, since nobody
+#: knew it; with none, since it could not be read.
+WARM_STARTS: Final = ("warm", "cold", "refused")
 #: A moving average over about the last 16 steps.
 STEP_AVERAGE_WEIGHT: Final = 1 / 16
 
@@ -163,6 +166,7 @@ class WorkerCounters:
     released: int = 0
     faulted: int = 0
     parked: int = 0  # times a request ran out of granted pages
+    warm_starts: Counter[str] = field(default_factory=Counter)  # by outcome, of WARM_STARTS
     resized: int = 0
     staging: Busy = field(default_factory=Busy)
     backing_up: Busy = field(default_factory=Busy)

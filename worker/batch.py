@@ -42,7 +42,7 @@ class RunningRequest:
 
     `outgoing` are its pages for another node, `staged_marks` the fences after which rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
-    when prefill, then staging, or loading began.
+    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
     """
 
     admission: int
@@ -68,6 +68,7 @@ class RunningRequest:
     resize: Resize | None = None
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
+    topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0
     hits: int = 0

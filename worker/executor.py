@@ -43,6 +43,7 @@ from worker.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.device_memory import free_device_bytes
 from worker.handover import Outgoing
 from worker.inventory import Holding, take_inventory
+from worker.last_topk import TopkBuffers
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
@@ -113,12 +114,17 @@ class Executor:
             keep_logits=keep_logits,
             timed_every=timed_every,
         )
+        g = runner.geometry
+        last_topk = TopkBuffers(g, self.state.rows.device)
         self._prefill = Prefill(
             *parts,
             chunk_tokens=settings.prefill_chunk_tokens,
-            outputs=StepOutputs.allocate(1, vocab, keep_logits=keep_logits, device=settings.device),
+            outputs=StepOutputs.allocate(
+                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
+            ),
+            last_topk=last_topk,
         )
-        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing)
+        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, last_topk)
         self._report = Reporter(reports, self.counters, runner.geometry, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
@@ -281,6 +287,7 @@ class Executor:
             case Resize():
                 self._contain(self._resize, request, command)
             case Withdraw():
+                self._seats.keep_topk(request)
                 self._leave(request)
 
     def _take_inventory(self, number: int) -> None:
@@ -519,7 +526,9 @@ class Executor:
         self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.admission], self._waiting[request.admission]
         durable, first_token = request.left_behind(rows)
-        self._report.released(request.admission, durable, request.hits, request.misses, first_token)
+        last_topk = self._seats.last_topk(request)
+        swaps = request.hits, request.misses
+        self._report.released(request.admission, durable, *swaps, first_token, last_topk if durable else b"")
 
     # ---------------------------------------------------------------- where a request is
 

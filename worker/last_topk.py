@@ -23,6 +23,7 @@ from torch import Tensor
 
 from coordinator.arrays import Int32Array
 from coordinator.errors import BadInput
+from coordinator.messages import LAST_TOPK_BYTES_MAX
 from kernels.layout import CONTEXT_MAX_TOKENS, TOPK_MAX, Geometry
 from worker.inputs import host_tensor
 
@@ -35,19 +36,24 @@ assert max(TOPK_MAX, CONTEXT_MAX_TOKENS) < 1 << SHIFTS[-1] + 7  # counts and dis
 
 
 class TopkBuffers:
-    """Host memory int32[G, k] that operations download to: given out, read, and given back."""
+    """Places in host memory, int32[G, k] each, that operations download to: taken, read once nothing writes there."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        shape = geometry.groups, geometry.topk
-        self._free = deque(host_tensor(*shape, dtype=torch.int32, device=device) for _ in range(BUFFERS))
+        self._memory = host_tensor(BUFFERS, geometry.groups, geometry.topk, dtype=torch.int32, device=device)
+        self._free = deque(range(BUFFERS))
 
-    def take(self) -> Tensor | None:
-        """None when all are in use."""
+    def take(self) -> int | None:
+        """A place; None when all are in use."""
         return self._free.popleft() if self._free else None
 
-    def give(self, buffer: Tensor) -> None:
-        """Nothing writes to it any more."""
-        self._free.append(buffer)
+    def __getitem__(self, place: int) -> Tensor:
+        return self._memory[place]
+
+    def read(self, place: int) -> bytes:
+        """What was downloaded to `place`, packed, which is free then; nothing if that is too long to be sent."""
+        packed = pack(self._memory[place].numpy())
+        self._free.append(place)
+        return packed if len(packed) <= LAST_TOPK_BYTES_MAX else b""
 
 
 def pack(topk: Int32Array) -> bytes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.state import DeviceState
 from worker.batch import RunningRequest
 from worker.inputs import RING_BUFFERS, Ring, host_tensor
+from worker.last_topk import TopkBuffers
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Streams
 from worker.swap import Swap
@@ -32,6 +33,7 @@ class Prefill:
         *,
         chunk_tokens: int,
         outputs: StepOutputs,
+        last_topk: TopkBuffers,
     ) -> None:
         self._runner = runner
         self._streams = streams
@@ -39,6 +41,7 @@ class Prefill:
         self._sampler = sampler
         self._swap = swap
         self._outputs = outputs
+        self._last_topk = last_topk
         device = state.rows.device
         buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
         self._ring = Ring(buffers)
@@ -55,7 +58,9 @@ class Prefill:
             self._streams, self._state, self._sampler, request.seat, tokens, start, self._outputs if last else None
         )
         if last:
-            self._streams.compute.launch("keep first token", partial(self._keep, request.seat))
+            if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
+                request.topk_place = self._last_topk.take()
+            self._streams.compute.launch("keep results", partial(self._keep, request.seat, request.topk_place))
             request.first_token = self._streams.compute.record("sampled")
         self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop)
         request.prefilled = stop
@@ -73,5 +78,7 @@ class Prefill:
         self._ring.launched(self._streams.compute.record("inputs_consumed"))
         return tokens
 
-    def _keep(self, seat: int) -> None:
+    def _keep(self, seat: int, topk_place: int | None) -> None:
         self._first_tokens[seat : seat + 1].copy_(self._outputs.tokens[:1], non_blocking=True)
+        if topk_place is not None and self._outputs.last_topk is not None:
+            self._last_topk[topk_place].copy_(self._outputs.last_topk, non_blocking=True)

@@ -106,10 +106,16 @@ class Reporter:
         self._reports.add_event(Faulted(admission, str(error) or type(error).__name__))
 
     def released(
-        self, admission: int, durable: int, hits: int = 0, misses: int = 0, first_token: int = NO_TOKEN
+        self,
+        admission: int,
+        durable: int,
+        hits: int = 0,
+        misses: int = 0,
+        first_token: int = NO_TOKEN,
+        last_topk: bytes = b"",
     ) -> None:
         self._counters.released += 1
-        self._reports.add_event(Released(admission, durable, hits, misses, first_token))
+        self._reports.add_event(Released(admission, durable, hits, misses, first_token, last_topk))
 
     def inventory(self, inventory: Inventory) -> None:
         """What is held, among the events that led to it."""

@@ -5,11 +5,12 @@ hot buffer afterwards. Verbs launch what the device must do and change the books
 and the device's tables follow on `compute`.
 
     open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
-                the buffer can hold them all, else a managed one starts cold
+                the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
     free_slab   the staged slab of a prompt that will be decoded elsewhere
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
     resize      another hot buffer
+    keep_topk   what the last step selected, for whoever goes on with it
     close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
 
 Every check comes before the first change: an admission that raises holds nothing.
@@ -30,20 +31,24 @@ from coordinator.config import WorkerSettings
 from coordinator.errors import BadInput, CapacityError, InternalError
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from kernels.layout import pages_for
-from kernels.seat import clear_seat
+from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
+from metrics.logs import fields, logger
 from worker.arena import Arena
 from worker.batch import RunningRequest, Status
 from worker.decode import Decoder
 from worker.hot_buffer import Change, HotBuffer, SetUp, change, check_size
 from worker.inputs import SeatTables, host_tensor
 from worker.inventory import Free
+from worker.last_topk import TopkBuffers, unpack
 from worker.output import Output
 from worker.runners.base import Runner, SamplerState
 from worker.sizing import Sizing
 from worker.streams import Fence, Streams
 from worker.swap import Swap
 from worker.swap_counts import Int64s, SwapCounts
+
+log = logger("worker.seats")
 
 
 def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
@@ -130,7 +135,14 @@ class Seats:
     """The only holder of the arenas. Chunks of hot buffers and of the slab come from one arena."""
 
     def __init__(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, swap: Swap, decoder: Decoder, sizing: Sizing
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        swap: Swap,
+        decoder: Decoder,
+        sizing: Sizing,
+        last_topk: TopkBuffers,
     ) -> None:
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
@@ -141,6 +153,7 @@ class Seats:
         self._sampler = sampler
         self._swap = swap
         self._decoder = decoder
+        self._last_topk = last_topk
         self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
@@ -181,7 +194,7 @@ class Seats:
             partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
         )
         if resumes:
-            self._resume(request)
+            self._resume(request, admit.last_topk)
         return request
 
     def free_slab(self, request: RunningRequest) -> None:
@@ -235,6 +248,18 @@ class Seats:
             request.fences = (self._load_rows(request),)
         return done.reload
 
+    def keep_topk(self, request: RunningRequest) -> None:
+        """Keep what the last step of a request selected that is about to leave, if its buffer tells. Before `close`."""
+        if request.hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
+            request.topk_place = place = self._last_topk.take()
+            if place is not None:
+                work = partial(self._keep_topk, request.seat, request.hot.hot_slots, self._last_topk[place])
+                self._compute.launch("keep top-k", work)
+
+    def last_topk(self, request: RunningRequest) -> bytes:
+        """What was kept of a closed request whose fences were observed, packed. Asked once."""
+        return b"" if request.topk_place is None else self._last_topk.read(request.topk_place)
+
     def close(self, request: RunningRequest) -> None:
         """Launch the end of `request` behind everything launched for it; `request.fences` tell when it has passed."""
         self._tables.flush()
@@ -269,14 +294,30 @@ class Seats:
 
     # ---------------------------------------------------------------- parts
 
-    def _resume(self, request: RunningRequest) -> None:
+    def _resume(self, request: RunningRequest, last_topk: bytes) -> None:
         hot, rows = request.hot, request.position
         kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
         loads = not hot.hot_slots or rows <= hot.hot_slots
         self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
         keys = self._swap.load_keys(request.index_pages, request.host_pages, rows)
-        request.fences = (keys, self._load_rows(request)) if loads else (keys,)
+        request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, last_topk))
         request.note_memory()
+
+    def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
+        """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""
+        starts = self._swap.counters.warm_starts
+        if not packed:
+            starts["cold"] += 1
+            return ()
+        try:
+            tokens = unpack(packed, self._state.geometry, request.position)
+        except BadInput as error:
+            starts["refused"] += 1
+            log.warning("cold start", extra=fields(admission=request.admission, error=error))
+            return ()
+        starts["warm"] += 1
+        self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
+        return (self._swap.load_topk(request.seat, request.hot, request.host_pages, tokens),)
 
     def _load_rows(self, request: RunningRequest) -> Fence:
         return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position)
@@ -316,6 +357,11 @@ class Seats:
         self._tables.set("slab_table", request.seat, 0, request.slab)
         self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
         self._tables.flush()
+
+    def _keep_topk(self, seat: int, hot_slots: int, kept: Tensor) -> None:
+        latest = torch.empty(kept.shape, dtype=torch.int32, device=self._state.rows.device)
+        latest_tokens(self._state, seat, hot_slots, latest)
+        kept.copy_(latest, non_blocking=True)
 
     def _close(self, seat: int) -> None:
         """Operation: keep the seat's counters for `release` and empty it."""

@@ -6,6 +6,7 @@
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
 | load_keys | load    |                            | index keys of a resumed context, to pages| index_loaded       |
 | load_rows | load    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
+| load_topk | load    | chunk_reclaimed            | rows that a first step will ask for      | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
 Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py), and replays
@@ -15,10 +16,12 @@ hold the whole batch up, and loads would wait behind a staging that waits for it
 Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
 computed on the host from page lists and travel with the operation, on its own stream: no stream but `compute` reads the
 seat tables, which only `compute` edits. A context that returns, or comes prefilled, has its rows loaded too when the
-hot buffer holds them all: its first step misses nothing.
+hot buffer holds them all: its first step misses nothing. One that does not fit begins with the rows of its last top-k,
+where that is known (worker/last_topk.py), else cold. Those are loaded by the copies that misses take, planned on the
+host: swap_in itself would read seat tables and count misses of no step.
 
-Rejected: staging from the seat tables on the device (a fence more, for edits); loading a part of a context in advance
-(which rows the model will select is not known, and the newest that fit may be none of them: it starts cold).
+Rejected: staging from the seat tables on the device (a fence more, for edits); loading the newest rows of a context in
+advance (the model may select none of them).
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordinator.arrays import Int32Array
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.layout import PAGE_TOKENS, pages_for
-from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
-from kernels.state import BackupPlan, DeviceState
+from kernels.seat import grow_managed, hold_tokens, init_managed, init_resident, shrink_managed
+from kernels.state import BackupPlan, DeviceState, MissPlan
+from kernels.swap_in import replay_misses
 from metrics.state import WorkerCounters
-from worker.hot_buffer import Change, SetUp
+from worker.hot_buffer import Change, HotBuffer, SetUp
 from worker.inputs import host_tensor
 from worker.streams import Fence, Streams
 
@@ -98,6 +103,26 @@ class Swap:
         self.counters.preloaded_bytes += tokens * self._row_bytes
         return self._streams.load.record("preloaded")
 
+    def load_topk(self, seat: int, buffer: HotBuffer, host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Fence:
+        """Load rows of positions `tokens[group]`, distinct and in host memory, into the first slots of an empty managed
+        buffer, as many as it has at most, once every step launched so far has done with its chunks."""
+        counts = [len(positions) for positions in tokens]
+        held = host_tensor(3, sum(counts), dtype=torch.int64, device=self._state.rows.device)
+        held.numpy()[:] = (
+            np.repeat(np.arange(len(counts)), counts),
+            np.concatenate([np.arange(count) for count in counts]),
+            np.concatenate(tokens),
+        )
+        self._streams.compute.launch("hold tokens", partial(self._hold, seat, buffer.hot_slots, held))
+        self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
+        places = self._topk_places(buffer.chunks, host_pages, tokens)
+        work = self._streams.timed(partial(self._load_topk, places), self.counters.preloading.spent)
+        self._streams.load.launch("load top-k", work)
+        g = self._state.geometry
+        rows = sum(count * len(g.layers_of_group(group)) for group, count in enumerate(counts))
+        self.counters.preloaded_bytes += rows * g.row_bytes
+        return self._streams.load.record("preloaded")
+
     def set_up(self, seat: int, change: Change) -> None:
         """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
         still the old one."""
@@ -134,6 +159,16 @@ class Swap:
         pages, offsets, rows = self._upload(places)
         copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets)
 
+    def _hold(self, seat: int, hot_slots: int, held: Tensor) -> None:
+        groups, slots, tokens = self._upload(held)
+        hold_tokens(self._state, seat, hot_slots, groups, slots, tokens)
+
+    def _load_topk(self, places: Tensor) -> None:
+        plans = places.to(self._state.rows.device, non_blocking=True)
+        for layer, group in enumerate(self._state.geometry.group_of_layer):
+            device_row, host_page, host_offset, count = plans[:, group].unsqueeze(1)
+            replay_misses(self._state, layer, MissPlan(device_row, host_page, host_offset, count[:, 0]))
+
     def _upload(self, places: Tensor) -> tuple[Tensor, ...]:
         return places.to(self._state.rows.device, non_blocking=True).unbind()
 
@@ -142,6 +177,20 @@ class Swap:
         return rows.expand(self._state.geometry.groups, -1).contiguous()
 
     # ---------------------------------------------------------------- places
+
+    def _topk_places(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Tensor:
+        """int32[4, G, n]: the miss plan of each group, to be copied for its layers: device row, host page, place in it,
+        and how many, in the first entry."""
+        shape = 4, len(tokens), max(1, *map(len, tokens))
+        places = host_tensor(*shape, dtype=torch.int32, device=self._state.rows.device)
+        array, pages = places.numpy(), np.asarray(host_pages, np.int32)
+        slots = np.arange(array.shape[2])
+        array[0] = np.asarray(chunks, np.int32)[slots // PAGE_TOKENS] * PAGE_TOKENS + slots % PAGE_TOKENS
+        for group, positions in enumerate(tokens):
+            array[1, group, : len(positions)] = pages[positions // PAGE_TOKENS]
+            array[2, group, : len(positions)] = positions % PAGE_TOKENS
+            array[3, group, 0] = len(positions)
+        return places
 
     def _places(self, first: int, last: int, host_pages: Sequence[int], *memories: Sequence[int]) -> Tensor:
         """int32[2 + memories, last - first], on the host: where positions first..last-1 lie, given the 64-token pages

@@ -63,6 +63,10 @@ class SwapCounts:
             case SetUp.GROW | SetUp.SHRINK:
                 self._room[seat] += hot_slots - change.old_slots
 
+    def fill(self, seat: int, tokens: Sequence[int]) -> None:
+        """So many tokens of each group came into the empty buffer of `seat` beside steps."""
+        self._room[seat] -= np.asarray(tokens, np.int64)
+
     def take(self, seats: Sequence[int], counts: Int64s, positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """Hits and misses so far of the requests in `seats`, summed over groups.
 

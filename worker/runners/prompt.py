@@ -29,9 +29,17 @@ class PromptAttention(Protocol):
     """One of the two forms. A *selection* is what `select` made for the anchor layer of a group."""
 
     def select(
-        self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
+        self,
+        state: DeviceState,
+        group: int,
+        seat: int,
+        start: int,
+        index: mla.IndexProjected,
+        scale: float,
+        last: Tensor | None,
     ) -> Tensor:
-        """What each token of a chunk attends to; the chunk begins at `start` and its index keys are written."""
+        """What each token of a chunk attends to; the chunk begins at `start` and its index keys are written. `last`
+        int32[k] receives the positions that its last token selects, -1 padded."""
         ...
 
     def attend(
@@ -53,11 +61,21 @@ class Expanded:
         self._rows, self._keys, self._dtype, self._topk = rows, keys, dtype, topk
 
     def select(
-        self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
+        self,
+        state: DeviceState,
+        group: int,
+        seat: int,
+        start: int,
+        index: mla.IndexProjected,
+        scale: float,
+        last: Tensor | None,
     ) -> Tensor:
         stop = start + index.keys.shape[1]
         keys = self._keys.decode(read_index_keys(state, group, seat, stop), self._dtype)
-        return mla.select_mask(index, keys, start, self._topk, scale)
+        mask = mla.select_mask(index, keys, start, self._topk, scale)
+        if last is not None:
+            _keep(mask[-1].nonzero().flatten(), last)
+        return mask
 
     def attend(
         self,
@@ -78,13 +96,22 @@ class Gathered:
         self._topk = topk
 
     def select(
-        self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
+        self,
+        state: DeviceState,
+        group: int,
+        seat: int,
+        start: int,
+        index: mla.IndexProjected,
+        scale: float,
+        last: Tensor | None,
     ) -> Tensor:
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
         tokens = len(queries)
         entries = min(self._topk, PAGE_TOKENS * pages_for(start + tokens))
         topk = torch.empty(tokens, entries, dtype=torch.int32, device=queries.device)
         prompt_topk(state, group, seat, start, queries, weights, scale, topk)
+        if last is not None:
+            _keep(topk[-1], last)
         return _slab_places(state, seat, topk)
 
     def attend(
@@ -99,6 +126,11 @@ class Gathered:
         latents = queries.new_empty(*queries.shape[:2], layer.absorbed.value.shape[1])
         attend_rows(state, layer.number, queries, selection, layer.attention.scaling, latents)
         return mla.expand_values(layer.absorbed, latents).unsqueeze(0)
+
+
+def _keep(positions: Tensor, last: Tensor) -> None:
+    last.fill_(-1)
+    last[: len(positions)] = positions
 
 
 def _slab_places(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
