@@ -97,6 +97,7 @@ class WorkerSettings(Settings, frozen=True):
     context_target_tokens: int = 0  # length to balance index pages and hot chunks for; 0: half of the memory for each
     slab_tokens: int = 0  # prefill slab; default: room for one longest prompt, within device_mem
     prefill_chunk_tokens: int = 512
+    layer_group: str = "1MiB"  # of a page: prompts are staged, and sent, in groups of so many layers; 0: all at once
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)
     hot_chunks_max: int = 0  # caps the hot arena; 0: whatever device_mem leaves
     tail_slots: int = 8

@@ -161,6 +161,7 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
+    yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
     yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
     yield _at_least("worker.threads", worker.threads, 0)

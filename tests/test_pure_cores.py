@@ -50,6 +50,8 @@ PURE = [
     "workers/worker_hello",
 ]
 PURE_IN_WORKERS = [
+    "handover",
+    "layer_groups",
     "transfer/outgoing",
     "transfer/receiving",
     "transfer/sender_actions",

@@ -29,6 +29,7 @@ SETTINGS = WorkerSettings(
     hot_size_classes=(64, 128, 192),
     tail_slots=3,
     prefill_chunk_tokens=32,
+    layer_group="1KiB",
     context_max_tokens=512,
     slab_tokens=512,
     host_mem="512KiB",

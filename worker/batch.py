@@ -40,9 +40,10 @@ class Status(Enum):
 class RunningRequest:
     """`hot_slots` and `hot_chunks` are what was granted; `hot` is what it holds, nothing before the take-over.
 
-    `outgoing` are its pages for another node, `staged_marks` the fences after which rows below a length may be sent.
-    `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
-    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    `outgoing` are its pages for another node, `staged_marks` the fences after which a layer group of rows below a
+    length may be sent. `fences` are what the status waits for, `first_token` the one after which prefill's token can be
+    read. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last
+    top-k is downloaded to.
     """
 
     admission: int
@@ -67,7 +68,7 @@ class RunningRequest:
     first_token: Fence | None = None
     resize: Resize | None = None
     outgoing: Outgoing | None = None
-    staged_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
+    staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)
     topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0

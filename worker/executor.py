@@ -36,6 +36,7 @@ from coordinator.arrays import unpack_int32
 from coordinator.config import WorkerSettings
 from coordinator.errors import HiSparseError, InternalError
 from coordinator.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
+from coordinator.sizes import parse_size
 from metrics.logs import fields, logger
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from worker.batch import RunningRequest, Status
@@ -44,6 +45,7 @@ from worker.device_memory import free_device_bytes
 from worker.handover import Outgoing
 from worker.inventory import Holding, take_inventory
 from worker.last_topk import TopkBuffers
+from worker.layer_groups import LayerGroups
 from worker.output import Output
 from worker.prefill_slab import Prefill
 from worker.reporting import Reporter, Reports
@@ -116,9 +118,12 @@ class Executor:
         )
         g = runner.geometry
         last_topk = TopkBuffers(g, self.state.rows.device)
+        self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._prefill = Prefill(
             *parts,
             chunk_tokens=settings.prefill_chunk_tokens,
+            groups=self._groups,
+            staging=self._note_staging,
             outputs=StepOutputs.allocate(
                 1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
             ),
@@ -333,15 +338,21 @@ class Executor:
             self._report.released(command.admission, 0)
 
     def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
-        request.outgoing = self.transfers.begin(admit.ticket, admit.destination, request.prompt_tokens)
+        tokens = request.prompt_tokens
+        request.outgoing = self.transfers.begin(admit.ticket, admit.destination, tokens, self._groups)
 
-    def _send_staged(self, request: RunningRequest) -> None:
+    def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
+        """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
+        may go."""
+        if request.outgoing is not None:
+            request.staged_marks.append((self._swap.staged(), group, stop))
+            self._send_staged(request, request.outgoing)
+
+    def _send_staged(self, request: RunningRequest, out: Outgoing) -> None:
         """Rows that were seen staged since the last look may go."""
-        rows = 0
         while request.staged_marks and request.staged_marks[0][0].done():
-            rows = request.staged_marks.popleft()[1]
-        if rows and request.outgoing is not None:
-            self.transfers.send(request.outgoing, rows, request.host_pages)
+            _, group, rows = request.staged_marks.popleft()
+            self.transfers.send(out, group, rows, request.host_pages)
 
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
@@ -409,7 +420,7 @@ class Executor:
     def _poll_outgoing(self, request: RunningRequest, out: Outgoing) -> bool:
         """Whether it leaves: its pages were delivered, or cannot be."""
         if request.staged_marks:
-            self._contain(self._send_staged, request)
+            self._contain(self._send_staged, request, out)
         if request.status is Status.SENDING and out.is_over:
             self._leave(request)
         return request.status is Status.LEAVING
@@ -457,8 +468,6 @@ class Executor:
 
     def _launch_chunk(self, request: RunningRequest) -> None:
         is_last = self._prefill.launch_chunk(request)
-        if request.outgoing is not None:
-            request.staged_marks.append((self._swap.staged(), request.prefilled))
         if is_last:
             self._prompts.popleft()
             request.status = Status.STAGING

@@ -1,7 +1,8 @@
 """Which pages of a prompt may be sent to another node, and whether all have come from one. Pure.
 
-A page may go once every row that the prompt has in it was *seen* staged: full pages while later chunks are still being
-computed, the last one, which may be partial, at the end. What is taken in counts when every page has arrived.
+A page goes in parts, one for each layer group (layer_groups.py). A part may go once every row that the prompt has in it
+was *seen* staged: those of full pages while later layers and chunks are still being computed, those of the last page,
+which may be partial, at the end. What is taken in counts when every page has arrived with all of its parts.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ from kernels.layout import PAGE_TOKENS, pages_for
 
 @dataclass(slots=True)
 class Outgoing:
-    """The pages of `prompt_tokens` rows, on their way out under `ticket`."""
+    """The pages of `prompt_tokens` rows, on their way out under `ticket`; `sent` counts those of each part."""
 
     ticket: int
     prompt_tokens: int
-    sent: int = 0
+    parts: int = 1
+    sent: list[int] = field(init=False)
     delivered: set[int] = field(default_factory=set)
     failure: str = ""
+
+    def __post_init__(self) -> None:
+        self.sent = [0] * self.parts
 
     @property
     def pages(self) -> int:
         return pages_for(self.prompt_tokens)
 
-    def take_ready(self, staged_rows: int) -> range:
-        """Indices of pages that may go now and have not, given that rows below `staged_rows` are in host memory."""
+    def take_ready(self, staged_rows: int, part: int = 0) -> range:
+        """Indices of pages whose `part` may go now and has not, given that it is in host memory for rows below
+        `staged_rows`."""
         is_whole = staged_rows >= self.prompt_tokens
-        ready = range(self.sent, self.pages if is_whole else staged_rows // PAGE_TOKENS)
-        self.sent = max(self.sent, ready.stop)
+        ready = range(self.sent[part], self.pages if is_whole else staged_rows // PAGE_TOKENS)
+        self.sent[part] = max(self.sent[part], ready.stop)
         return ready
 
     @property

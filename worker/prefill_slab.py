@@ -1,4 +1,5 @@
-"""Prefill: one prompt chunk at a time through the runner into the slab, and behind it to host memory.
+"""Prefill: one prompt chunk at a time through the runner into the slab, and behind it, layer group by layer group, to
+host memory.
 
 The slab is chunks of the hot arena, held by the request from admission until `staged`. Chunks of a fixed size from
 position 0, whatever else runs, so that a prompt's rows do not depend on its neighbours.
@@ -6,6 +7,7 @@ position 0, whatever else runs, so that a prompt's rows do not depend on its nei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,6 +17,7 @@ from kernels.state import DeviceState
 from worker.batch import RunningRequest
 from worker.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.last_topk import TopkBuffers
+from worker.layer_groups import LayerGroups
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Streams
 from worker.swap import Swap
@@ -32,16 +35,21 @@ class Prefill:
         swap: Swap,
         *,
         chunk_tokens: int,
+        groups: LayerGroups,
         outputs: StepOutputs,
         last_topk: TopkBuffers,
+        staging: Callable[[RunningRequest, int, int], None],
     ) -> None:
+        """`staging` is told of each launch: of what request, which layer group, of rows below which position."""
         self._runner = runner
         self._streams = streams
         self._state = state
         self._sampler = sampler
         self._swap = swap
+        self._groups = groups
         self._outputs = outputs
         self._last_topk = last_topk
+        self._staging = staging
         device = state.rows.device
         buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
         self._ring = Ring(buffers)
@@ -53,22 +61,31 @@ class Prefill:
         start = request.prefilled
         stop = min(start + len(self._tokens), request.prompt_tokens)
         last = stop == request.prompt_tokens
-        tokens = self._upload(request, start, stop)
+        tokens, outputs = self._upload(request, start, stop), self._outputs if last else None
+        written = partial(self._stage, request, start, stop)
         self._runner.launch_prefill_chunk(
-            self._streams, self._state, self._sampler, request.seat, tokens, start, self._outputs if last else None
+            self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written
         )
         if last:
             if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
                 request.topk_place = self._last_topk.take()
             self._streams.compute.launch("keep results", partial(self._keep, request.seat, request.topk_place))
             request.first_token = self._streams.compute.record("sampled")
-        self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop)
         request.prefilled = stop
         return last
 
     def first_token(self, seat: int) -> int:
         """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
         return int(self._first_tokens[seat])
+
+    def _stage(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
+        """`layer` of start..stop-1 is written: stage its group, if that is whole now."""
+        group = self._groups.ending_with(layer)
+        if group is None:
+            return
+        layers = self._groups.layers(group)
+        self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop, layers)
+        self._staging(request, group, stop)
 
     def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
         buffer, tokens = self._ring.next(), self._tokens[: stop - start]

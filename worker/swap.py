@@ -2,7 +2,7 @@
 
 | verb      | stream  | waits for                  | moves                                    | records            |
 |-----------|---------|----------------------------|------------------------------------------|--------------------|
-| stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, at the end |
+| stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, when asked |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
 | load_keys | load    |                            | index keys of a resumed context, to pages| index_loaded       |
 | load_rows | load    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
@@ -13,12 +13,13 @@ Swap-in itself is no verb of this file: the runner launches it between its layer
 on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays would
 hold the whole batch up, and loads would wait behind a staging that waits for its prompt chunk.
 
-Staging follows prefill chunk by chunk, so that the last chunk's copy is all that is left when prefill ends. Places are
-computed on the host from page lists and travel with the operation, on its own stream: no stream but `compute` reads the
-seat tables, which only `compute` edits. A context that returns, or comes prefilled, has its rows loaded too when the
-hot buffer holds them all: its first step misses nothing. One that does not fit begins with the rows of its last top-k,
-where that is known (worker/last_topk.py), else cold. Those are loaded by the copies that misses take, planned on the
-host: swap_in itself would read seat tables and count misses of no step.
+Staging follows prefill chunk by chunk and layer group by layer group (layer_groups.py), so that the copy of the last
+chunk's last layers is all that is left when prefill ends. Places are computed on the host from page lists and travel
+with the operation, on its own stream: no stream but `compute` reads the seat tables, which only `compute` edits. A
+context that returns, or comes prefilled, has its rows loaded too when the hot buffer holds them all: its first step
+misses nothing. One that does not fit begins with the rows of its last top-k, where that is known (worker/last_topk.py),
+else cold. Those are loaded by the copies that misses take, planned on the host: swap_in itself would read seat tables
+and count misses of no step.
 
 Rejected: staging from the seat tables on the device (a fence more, for edits); loading the newest rows of a context in
 advance (the model may select none of them).
@@ -61,15 +62,23 @@ class Swap:
         self._key_bytes = g.groups * g.index_row_bytes
 
     def stage(
-        self, slab: Sequence[int], index_pages: Sequence[int], host_pages: Sequence[int], start: int, stop: int
+        self,
+        slab: Sequence[int],
+        index_pages: Sequence[int],
+        host_pages: Sequence[int],
+        start: int,
+        stop: int,
+        layers: range,
     ) -> None:
-        """Copy prompt rows start..stop-1 to the host once prefill, launched before this call, has written them."""
+        """Copy prompt rows start..stop-1 of `layers` to the host once prefill, launched before this call, has written
+        them; all index keys with those of the last layer."""
         self._streams.stage.wait(self._streams.compute.record("prefill_written"))
         for first, last in _pieces(start, stop):
             places = self._places(first, last, host_pages, slab, index_pages)
-            work = self._streams.timed(partial(self._stage, places), self.counters.staging.spent)
+            work = self._streams.timed(partial(self._stage, places, layers), self.counters.staging.spent)
             self._streams.stage.launch(f"stage {first}", work)
-        self.counters.staged_bytes += (stop - start) * (self._row_bytes + self._key_bytes)
+        keys = self._key_bytes if layers.stop == self._state.geometry.layers else 0
+        self.counters.staged_bytes += (stop - start) * (len(layers) * self._state.geometry.row_bytes + keys)
 
     def staged(self) -> Fence:
         """Complete once everything staged so far is in host memory."""
@@ -147,9 +156,10 @@ class Swap:
 
     # ---------------------------------------------------------------- operations
 
-    def _stage(self, places: Tensor) -> None:
+    def _stage(self, places: Tensor, layers: range) -> None:
         pages, offsets, rows, keys = self._upload(places)
-        copy_rows_to_host(self._state, self._in_all_groups(rows), keys, pages, offsets)
+        index_row = keys if layers.stop == self._state.geometry.layers else None
+        copy_rows_to_host(self._state, self._in_all_groups(rows), index_row, pages, offsets, layers)
 
     def _load_keys(self, places: Tensor) -> None:
         pages, offsets, keys = self._upload(places)

@@ -19,6 +19,7 @@ from metrics.state import TransferCounters
 from worker.handover import Incoming, Outgoing
 from worker.host_pool import HostPool
 from worker.inventory import Holding
+from worker.layer_groups import LayerGroups
 from worker.pool_file import HEADER_BYTES
 from worker.runners.base import Runner
 from worker.transfer.interface import (
@@ -100,20 +101,21 @@ class Transfers:
 
     # ---------------------------------------------------------------- out
 
-    def begin(self, ticket: int, destination: bytes, prompt_tokens: int) -> Outgoing:
-        """Raises ConfigError, naming both values, when pages of another layout are wanted there."""
+    def begin(self, ticket: int, destination: bytes, prompt_tokens: int, groups: LayerGroups) -> Outgoing:
+        """Its pages will go in parts, one for each of `groups`. Raises ConfigError, naming both values, when pages of
+        another layout are wanted there."""
         if self.sender is None:
             raise BadInput("this worker sends no pages", field="ticket", value=ticket, remedy="set worker.transfer")
-        out = Outgoing(ticket, prompt_tokens)
-        self.sender.open(ticket, destination, out.pages)
+        out = Outgoing(ticket, prompt_tokens, groups.count)
+        self.sender.open(ticket, destination, out.pages, groups.byte_ends)
         self._outgoing[ticket] = out
         return out
 
-    def send(self, out: Outgoing, staged_rows: int, host_pages: list[int]) -> None:
-        """Rows below `staged_rows` were seen in `host_pages`: let go what may."""
+    def send(self, out: Outgoing, group: int, staged_rows: int, host_pages: list[int]) -> None:
+        """A layer group of rows below `staged_rows` was seen in `host_pages`: let go what may."""
         assert self.sender is not None
-        for index in out.take_ready(staged_rows):
-            self.sender.send(out.ticket, index, host_pages[index])
+        for index in out.take_ready(staged_rows, group):
+            self.sender.send(out.ticket, index, host_pages[index], group)
 
     def cancel(self, out: Outgoing, reason: str) -> None:
         """It is over once nothing reads its pages: then `failure` is set."""
