@@ -11,7 +11,8 @@ their turn, so that all see the same neighbours; shares are of the limit of the 
     checksum      xxh3-64 of pages that are in no cache; copy with checksum as `shared` does both
 
 An engine's time runs from the first `send` to the last `Delivered`: written, verified by the receiver and acknowledged.
-CPU seconds are those of both processes. Writes benchmarks/results/transfer-HOST.json.
+CPU seconds are those of both processes. Writes benchmarks/results/transfer-NAME.json, which
+benchmarks.transfer_report puts into RESULTS.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import json
 import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.transfer_report import transfer
 from kernels.layout import Geometry
 from tests.netns_rig import namespaces
 from tests.transfer_rig import MODEL, make_pool
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--netns", action="store_true")
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="", help="of the file of results; default: netns or loopback")
     parser.add_argument("--role", choices=["send", "receive"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
@@ -116,28 +118,18 @@ def report(options: argparse.Namespace, host: str, prefixes: list[list[str]]) ->
 
 
 def summarize(options: argparse.Namespace, host: str, rounds: list[dict[str, Any]]) -> None:
-    def median(name: str, key: str = "gbps") -> float:
-        return statistics.median(row[name][key] for row in rounds)
-
-    def share(name: str, limit: str) -> float:
-        return statistics.median(row[name]["gbps"] / row[limit]["gbps"] for row in rounds)
-
-    between = "loopback" if host == LOOPBACK else "two network namespaces"
-    print(
-        f"{options.pages} pages of {GEOMETRY.page_bytes} bytes, {options.rounds} rounds, {between}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    )
-    print("| | GB/s | of its limit | CPU s per GB |\n|---|---|---|---|")
-    for name in ("memcpy", "checksum", "copy_with_checksum"):
-        print(f"| {name} | {median(name):.2f} | {share(name, 'memcpy'):.0%} | |")
-    for name in ["tcp", *options.engines]:
-        limit = "memcpy" if name == "shared" else "tcp"
-        print(f"| {name} | {median(name):.2f} | {share(name, limit):.0%} | {median(name, 'cpu_s_per_gb'):.2f} |")
-    RESULTS.mkdir(exist_ok=True)
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "cpu": platform.processor() or platform.machine()}
-    what = {"between": between, "page_bytes": GEOMETRY.page_bytes, "pages": options.pages, "machine": machine}
-    name = "loopback" if host == LOOPBACK else "netns"
-    (RESULTS / f"transfer-{name}.json").write_text(json.dumps(what | {"rounds": rounds}, indent=1) + "\n")
+    result = {
+        "between": "loopback" if host == LOOPBACK else "two network namespaces",
+        "page_bytes": GEOMETRY.page_bytes,
+        "pages": options.pages,
+        "machine": machine,
+        "rounds": rounds,
+    }
+    print(transfer(result))
+    RESULTS.mkdir(exist_ok=True)
+    name = options.name or ("loopback" if host == LOOPBACK else "netns")
+    (RESULTS / f"transfer-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------- one process

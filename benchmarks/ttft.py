@@ -20,7 +20,8 @@ Copies are rated by the workers' own counters (bytes over seconds of the copying
 64 MiB between the device and pinned memory, alone and both ways at once, of the same run. On a CPU both are memcpy.
 
 `--model tiny` is the checkpoint of the demo; deepseek-v3.2 has the real dimensions of attention, indexer and (dense)
-MLPs, random weights, a vocabulary of bytes. Writes benchmarks/results/ttft-NAME.json.
+MLPs, random weights, a vocabulary of bytes. Writes benchmarks/results/ttft-NAME.json,
+which benchmarks.transfer_report puts into RESULTS.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import decode_report, swap_in_report
+from benchmarks import decode_report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import peers, verdict
 
@@ -91,3 +91,29 @@ def test_decode_tables_compare_the_most_requests_of_each_mode_and_leave_out_what
     assert decode_report.alone(rows, 32_768) == ("32,768", "200.0", "200.0", "1.00", "200.0", "1.00")
     assert decode_report.alone(rows, 8_192) is None
     assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"
+
+
+def test_transfers_are_held_against_the_limit_of_their_own_round() -> None:
+    rounds = [
+        {"memcpy": {"gbps": 8.0}, "tcp": {"gbps": tcp, "cpu_s_per_gb": 0.5}, "nixl": {"gbps": 1.0, "cpu_s_per_gb": 1.0}}
+        for tcp in (1.0, 2.0, 4.0)
+    ]
+    machine = {"cores": 2, "load": [1.0, 1.0, 1.0]}
+    result = {"rounds": rounds, "machine": machine, "pages": 3, "page_bytes": 7, "between": "loopback"}
+    text = transfer_report.transfer(result)
+    assert "| nixl | 1.00 | 50% of tcp | 1.00 |" in text
+    assert "| tcp | 2.00 |  | 0.50 |" in text
+
+
+def test_a_report_replaces_its_own_tables_and_nothing_else() -> None:
+    text = "a <!-- ttft: table -->old<!-- ttft: end --> b <!-- transfer: table -->kept<!-- transfer: end -->"
+    found = transfer_report.rewrite(text, "ttft", ["new"])
+    assert (
+        found == "a <!-- ttft: table -->\n\nnew<!-- ttft: end --> b <!-- transfer: table -->kept<!-- transfer: end -->"
+    )
+
+
+def test_copies_of_workers_are_held_against_plain_ones() -> None:
+    limits = {"cuda:0": {"to_host": 50.0, "to_device": 40.0}, "cuda:1": {"to_host": 40.0, "to_device": 50.0}}
+    row = {"gb_per_s": {"stage": 25.0, "preload": 50.0, "receive": 7.0}}
+    assert list(transfer_report.rates(row, limits)) == ["stage 25.0 (50%)", "preload 50.0 (100%)", "receive 7.0"]
