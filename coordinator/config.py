@@ -279,11 +279,11 @@ def _all_values(
 
 def _file_values(table: Mapping[str, Any], file_name: str) -> Iterable[_Value]:
     for section, fields in table.items():
-        _require_known(section, SECTIONS, section, file_name)
+        _require_known(section, SECTIONS, section, fields, file_name)
         if not isinstance(fields, dict):
             raise ConfigError("not a table", field=section, value=fields, remedy=f"write [{section}] in {file_name}")
         for field, value in fields.items():
-            _require_known(field, _field_types(section), f"{section}.{field}", file_name)
+            _require_known(field, _field_types(section), f"{section}.{field}", value, file_name)
             yield section, field, value, file_name
 
 
@@ -292,8 +292,8 @@ def _environment_values(environ: Mapping[str, str]) -> Iterable[_Value]:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
         section, _, field = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
-        _require_known(section, SECTIONS, variable, "the environment")
-        _require_known(field, _field_types(section), variable, "the environment")
+        _require_known(section, SECTIONS, variable, text, "the environment")
+        _require_known(field, _field_types(section), variable, text, "the environment")
         yield section, field, text, variable
 
 
@@ -302,8 +302,8 @@ def _flag_values(flags: Mapping[str, object]) -> Iterable[_Value]:
         if value is None:
             continue
         section, _, field = name.partition(".")
-        _require_known(section, SECTIONS, name, "the command line")
-        _require_known(field, _field_types(section), name, "the command line")
+        _require_known(section, SECTIONS, name, value, "the command line")
+        _require_known(field, _field_types(section), name, value, "the command line")
         yield section, field, value, "the command line"
 
 
@@ -311,12 +311,12 @@ def _field_types(section: str) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
 
 
-def _require_known(name: str, known: Iterable[str], field: str, origin: str) -> None:
+def _require_known(name: str, known: Iterable[str], field: str, value: object, origin: str) -> None:
     if name in known:
         return
     close = difflib.get_close_matches(name, list(known), n=1)
     remedy = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-    raise ConfigError(f"unknown setting in {origin}", field=field, value=name, remedy=remedy)
+    raise ConfigError(f"unknown setting in {origin}", field=field, value=value, remedy=remedy)
 
 
 #: How a type of setting is called in an error.

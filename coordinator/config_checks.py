@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from coordinator.errors import ConfigError
@@ -94,6 +95,9 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Check]
         "tcp is neither encrypted nor authenticated without keys",
         "set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure on a network you trust",
     )
+    port = address.rpartition(":")[2]
+    named = scheme != "tcp" or port == "*" or (port.isdecimal() and int(port) <= PORT_MAX)
+    yield Check(named, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}")
     fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
     yield Check(
         fits,
@@ -146,7 +150,8 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
     yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
-    device_known = worker.device == "cpu" or worker.device.partition(":")[0] == "cuda"
+    kind, colon, index = worker.device.partition(":")
+    device_known = worker.device == "cpu" or (kind == "cuda" and index.isdecimal() == bool(colon))
     yield Check(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
     yield Check(
         (worker.stream_backend == "cuda") == (worker.device != "cpu"),
@@ -172,7 +177,8 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
 def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
     for field, known in (("device_mem", worker.device != "cpu"), ("host_mem", True)):  # how much there is
         text = getattr(worker, field)
-        sized = (text == AUTO and known) or parse_size(text, f"worker.{field}") > 0
+        yield Check(known or text != AUTO, f"worker.{field}", text, "is for a GPU", "give it a size, as in 4GiB")
+        sized = text == AUTO or parse_size(text, f"worker.{field}") > 0
         yield Check(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
     yield Check(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
@@ -218,11 +224,11 @@ def _name(field: str, value: str) -> Check:
 
 
 def _at_least(field: str, value: float, low: float) -> Check:
-    return Check(value >= low, field, value, f"below {low}", f"use {low} or more")
+    return Check(low <= value < inf, field, value, f"not a number from {low} on", f"use {low} or more")
 
 
 def _positive(field: str, value: float) -> Check:
-    return Check(value > 0, field, value, "not above 0", "use a positive number")
+    return Check(0 < value < inf, field, value, "not a number above 0", "use a positive number")
 
 
 def _between(field: str, value: int, low: int, high: int) -> Check:

@@ -77,9 +77,9 @@ def serve(
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics: {error.strerror}",
-            field="metrics_port",
+            field="metrics_host:metrics_port",
             value=f"{addr}:{port}",
-            remedy="choose another metrics_host or metrics_port, 0 for any free port, -1 for none",
+            remedy="choose others, port 0 for any free port, -1 for none",
         ) from error
     return Exporter(server)
 

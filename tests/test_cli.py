@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from click.testing import CliRunner, Result
 from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.cli import main
-from coordinator.cli.common import EXIT_CODES, EXIT_MEANINGS
+from coordinator.cli.common import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
+from coordinator.config import Config
 from coordinator.errors import BY_CODE
 from tests.fakes.gateway import FakeGateway, tag_of
 
@@ -119,6 +121,12 @@ def test_the_readme_lists_every_verb_and_exit_code() -> None:
         (["workers", "--config", "/nowhere.toml"], 8, "No such file"),
         (["submit", "--tokens", "1 x 3"], 2, "'x' is no token id"),
         (["submit", "a", "--file", __file__], 2, "not both"),
+        (["submit", "--file", "/bin/sh"], 2, "prompt=/bin/sh: is no UTF-8 text"),
+        (["submit", "a\udcff"], 2, "prompt=argument: is no UTF-8 text"),
+        (["requests", "--state", "runing"], 2, "'runing' is none of queued"),
+        (["keys", "init", "--keys-dir", "/proc/none"], 8, "cluster.keys_dir=/proc/none: No such file"),
+        (["coordinator", "--runtime-dir", "/proc/none"], 8, "cluster.runtime_dir=/proc/none: No such file"),
+        (["coordinator", "--set", "coordinator.metrics_port=65536"], 8, "coordinator.metrics_port=65536: not a port"),
     ],
 )
 def test_bad_usage_is_one_line_on_stderr(args: list[str], code: int, text: str) -> None:
@@ -127,6 +135,53 @@ def test_bad_usage_is_one_line_on_stderr(args: list[str], code: int, text: str) 
     assert text in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_flag_of_its_own_comes_before_set() -> None:
+    """And one that is not given takes nothing back."""
+    seen = []
+
+    @click.command()
+    @with_config(Setting("--seats", "worker.seats", ""))
+    def verb(config: Config) -> None:
+        seen.append(config.worker.seats)
+
+    for args in (["--set", "worker.seats=3"], ["--set", "worker.seats=3", "--seats", "4"], ["--seats", "4"]):
+        assert CliRunner().invoke(verb, args).exit_code == 0
+    assert seen == [3, 4, 4]
+
+
+def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("worker.runners.tiny.write_tiny_checkpoint", lambda path, **how: written.append(path))
+    place = tmp_path / "new" / "model"
+    assert run("model", "tiny", str(place)).exit_code == 0
+    (place / "config.json").write_text("{}")
+    refused = run("model", "tiny", str(place))
+    assert (refused.exit_code, written) == (2, [place])
+    assert refused.stderr.startswith(f"hisparse: path={place}: a checkpoint is there")
+    assert run("model", "tiny", str(place), "--force").exit_code == 0
+    assert written == [place, place]
+    assert "path=/proc/none: No such file" in run("model", "tiny", "/proc/none").stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--tokens", "1 2147483648"], "prompt=2147483648: a token id does not fit int32"),
+        (["--tokens", f"1 {10**30}"], "prompt=2 values: no row of int32 token ids"),
+        (["a", "--seed", str(10**30)], f"seed={10**30}: cannot be sent"),
+        (["a", "--priority", str(-(10**30))], f"priority=-{10**30}: cannot be sent"),
+        (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): cannot be sent"),
+        (["a", "--id", "x\udcff"], r"request_id='x\udcff': cannot be sent"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
+    gateway: FakeGateway, args: list[str], text: str
+) -> None:
+    result = run("submit", *args)
+    assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+    assert not any(isinstance(message, messages.Submit) for message in gateway.received)
 
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[.
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
-            flags: dict[str, object] = dict(assignments)
-            flags |= {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
+            given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
+            flags = dict(assignments) | {name: value for name, value in given.items() if value is not None}
             return function(*args, config=load_config(config_path, flags), **kwargs)
 
         command: Callable[..., Any] = wrapper
@@ -167,7 +167,7 @@ def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[.
             multiple=True,
             callback=_assignments,
             metavar="SECTION.FIELD=VALUE",
-            help="Any other setting; repeatable.",
+            help="Any setting; repeatable. A flag of its own comes first.",
         )(command)
         return click.option("--config", "config_path", metavar="FILE", help="TOML file; default $HISPARSE_CONFIG.")(
             command

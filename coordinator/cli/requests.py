@@ -10,7 +10,7 @@ from coordinator.cli.common import output_option, with_config
 from coordinator.cli.watch import list_rows, watch_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from coordinator.client.client import Client
     from coordinator.config import Config
@@ -30,6 +30,7 @@ def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: fl
     from coordinator.cli.output import Column, duration_text, hot_text, note, share_text
     from coordinator.messages import RequestRow
 
+    wanted, is_noted = _states(states), False
     columns: list[Column[RequestRow]] = [
         Column("ID", lambda row: row.request_id),
         Column("STATE", lambda row: row.state + (" held" if row.held else "")),
@@ -45,7 +46,6 @@ def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: fl
         Column("AGE", lambda row: duration_text(row.age_s), True),
         Column("REASON", lambda row: row.reason),
     ]
-    wanted, is_noted = {state.upper() for state in states}, False
 
     async def fetch(client: Client) -> list[RequestRow]:
         nonlocal is_noted
@@ -56,6 +56,16 @@ def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: fl
         return [row for row in reply.rows if not wanted or row.state in wanted]
 
     list_rows(config, fetch, columns, output, interval_s)
+
+
+def _states(words: Iterable[str]) -> set[str]:
+    from coordinator.scheduling.lifecycle import State
+
+    wanted = {word.upper() for word in words}
+    if unknown := sorted(wanted - set(State)):
+        known = ", ".join(State).lower()
+        raise click.BadParameter(f"{unknown[0].lower()!r} is none of {known}", param_hint="--state")
+    return wanted
 
 
 @click.command(short_help="Show one request and its story.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,12 +108,22 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
     if prompt not in (None, "-") and file is not None:
         raise click.UsageError("give a prompt or --file, not both", click.get_current_context())
     if file is not None:
-        return file.read_text()
+        return _decoded(file.read_bytes(), str(file))
     if prompt not in (None, "-"):
-        return str(prompt)
+        return _decoded(os.fsencode(str(prompt)), "argument")
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("no prompt: give an argument, --file or stdin", click.get_current_context())
-    return sys.stdin.read()
+    return _decoded(sys.stdin.buffer.read(), "stdin")
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        from coordinator.errors import BadInput
+
+        remedy = "prompt with text, or with token ids by --tokens"
+        raise BadInput(f"is no UTF-8 text: {error.reason}", field="prompt", value=source, remedy=remedy) from error
 
 
 def _token(word: str) -> int:

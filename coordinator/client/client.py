@@ -32,8 +32,8 @@ import numpy.typing as npt
 import trio
 
 from coordinator import messages
-from coordinator.arrays import pack_int32, unpack_int32
-from coordinator.client.replies import Call, M, Reply, decode, error_of, expect, reply_of
+from coordinator.arrays import pack_tokens, unpack_int32
+from coordinator.client.replies import Call, M, Reply, decode, encode, error_of, expect, reply_of
 from coordinator.client.token_stream import Stream
 from coordinator.errors import CapacityError, HiSparseError, Unavailable
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
@@ -93,7 +93,7 @@ class Client:
         With a `request_id` it outlives lost connections, for as long as the client does. `admission`, one of
         messages.ADMISSIONS, says how the prompt is to come to the worker that decodes it.
         """
-        packed = pack_int32(prompt)
+        packed = pack_tokens(prompt)
         return await self._surely(
             request_id,
             lambda: self._subscribe(
@@ -111,7 +111,7 @@ class Client:
         admission: str = messages.AUTO,
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
-        packed = pack_int32(prompt)
+        packed = pack_tokens(prompt)
         accepted = await self._surely(
             request_id,
             lambda: self._call(
@@ -236,7 +236,7 @@ class Client:
         """
         self._tag += 1
         tag = self._tag
-        message = messages.encode(make(tag))
+        message = encode(make(tag))
         call = Call(read)
         dealer = await self._connected()
         self._calls[tag] = call.take

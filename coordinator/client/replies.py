@@ -1,16 +1,17 @@
-"""Replies of the gateway: read, matched to what was asked, turned into errors where they are refusals."""
+"""Messages to and from the gateway: written, read, matched to what was asked, and errors where they are refusals."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
+import msgspec
 import outcome
 import trio
 
 from coordinator import messages
-from coordinator.errors import BY_CODE, HiSparseError, InternalError, ProtocolError
+from coordinator.errors import BY_CODE, BadInput, HiSparseError, InternalError, ProtocolError
 from coordinator.messages import GatewayMessage
 from coordinator.transport.frames import read_frame
 
@@ -37,6 +38,27 @@ class Call(Generic[T]):
         await self._arrived.wait()
         assert self._result is not None
         return self._result.unwrap()
+
+
+def encode(message: messages.Message) -> bytes:
+    """Raises BadInput naming the field that the wire cannot carry: a number beyond 64 bits, text that is no Unicode."""
+    try:
+        return messages.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        name, value = next(_unfit(message))
+        remedy = "choose a smaller number" if isinstance(value, int) else "leave out what is no UTF-8"
+        raise BadInput("cannot be sent", field=name, value=ascii(value), remedy=remedy) from error
+
+
+def _unfit(message: msgspec.Struct) -> Iterator[tuple[str, object]]:
+    for name, value in msgspec.structs.asdict(message).items():
+        if isinstance(value, msgspec.Struct):
+            yield from _unfit(value)
+            continue
+        try:
+            msgspec.msgpack.encode(value)
+        except (OverflowError, UnicodeEncodeError):
+            yield name, value
 
 
 def decode(frame: bytes) -> GatewayMessage:

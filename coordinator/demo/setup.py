@@ -35,10 +35,16 @@ def read_sources(paths: Sequence[Path]) -> list[Source]:
     """Text of `paths` (files, or directories with text files below), by default of hisparse itself."""
     root = Path(coordinator.__file__).resolve().parents[1]
     files = [file for path in paths for file in _text_files(path)] if paths else _own_files(root)
+    return [Source(_name(file, root), _text(file)) for file in files]
+
+
+def _text(file: Path) -> str:
     try:
-        return [Source(_name(file, root), file.read_text()) for file in files]
+        return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"not readable as text: {error}", field="prompts", remedy="name text files") from error
+        raise BadInput(
+            f"not readable as text: {error}", field="prompts", value=file, remedy="name text files"
+        ) from error
 
 
 def _own_files(root: Path) -> list[Path]:
@@ -59,7 +65,7 @@ def _name(file: Path, root: Path) -> str:
 async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> None:
     """Make the checkpoint in a child, so that this process stays free of torch. Raises Unavailable."""
     command = [sys.executable, "-m", "coordinator.cli", "model", "tiny", str(model)]
-    arguments = ["--family", options.family, "--topk", str(options.topk)]
+    arguments = ["--family", options.family, "--topk", str(options.topk), "--force"]
     child = Child.start("model", [*command, *arguments], child_environ(), log_dir / "model.log")
     try:
         status = await child.wait()

@@ -49,7 +49,9 @@ def read_keys(path: str) -> ApiKeys:
     try:
         mode, text = file.stat().st_mode, file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", field=FIELD, value=path) from error
+        reason = getattr(error, "strerror", None) or "not text"
+        remedy = "name a file of keys that this user may read"
+        raise ConfigError(f"cannot be read: {reason}", field=FIELD, value=path, remedy=remedy) from error
     if mode & OTHERS:
         raise ConfigError("others may read it", field=FIELD, value=path, remedy=f"chmod 600 {path}")
     return ApiKeys(parse_keys(text, path))

@@ -171,4 +171,4 @@ def _check_sampling(sampling: Sampling) -> None:
 
 def _check_range(field: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise BadInput(f"must be {low:g} to {high:g}", field=field, value=value, remedy="choose a value in that range")
+        raise BadInput(f"must be {low} to {high}", field=field, value=value, remedy="choose a value in that range")

@@ -63,7 +63,11 @@ class EndpointLock:
 
 def make_private_dir(path: str) -> None:
     """Make `path` with mode 0700 unless it exists; raise ConfigError when others than its owner may enter it."""
-    os.makedirs(path, mode=RUNTIME_DIR_MODE, exist_ok=True)
+    try:
+        os.makedirs(path, mode=RUNTIME_DIR_MODE, exist_ok=True)
+    except OSError as error:
+        reason, remedy = error.strerror or "cannot be made", "choose a directory that this user may make and write"
+        raise ConfigError(reason, field="cluster.runtime_dir", value=path, remedy=remedy) from error
     check_private_dir(path)
 
 
@@ -87,4 +91,4 @@ def check_private_dir(path: str, *, missing_ok: bool = False) -> None:
         remedy = f"chmod 700 {path}, or choose a directory of your own"
     else:
         return
-    raise ConfigError(what, field="runtime_dir", value=path, remedy=remedy)
+    raise ConfigError(what, field="cluster.runtime_dir", value=path, remedy=remedy)

@@ -228,7 +228,11 @@ def make_keys(directory: Path) -> list[Path]:
 
     Raises ConfigError when there are keys already: whoever holds one of them would be locked out.
     """
-    directory.mkdir(mode=KEYS_DIR_MODE, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=KEYS_DIR_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        reason, remedy = error.strerror or "cannot be made", "name a directory that this user may make and write"
+        raise ConfigError(reason, field="cluster.keys_dir", value=directory, remedy=remedy) from error
     public, secret = _new_pair()
     server = directory / SERVER_FILE
     _create(server, f'public = "{public}"\nsecret = "{secret}"\n')
@@ -272,7 +276,9 @@ def _create(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE)
     except OSError as error:
-        remedy = "move it away first: its bearer would be locked out"
+        remedy = "name a file in a directory that this user may write"
+        if isinstance(error, FileExistsError):
+            remedy = "move it away first: its bearer would be locked out"
         raise ConfigError(error.strerror or "cannot be made", field="key file", value=path, remedy=remedy) from error
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, KEY_MODE)
