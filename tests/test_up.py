@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -207,10 +208,27 @@ def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) ->
         eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids), 30)
 
 
-def test_a_start_that_fails_says_who_and_leaves_nothing(tmp_path: Path) -> None:
-    command = command_for(tmp_path / "no-model", tmp_path)
+def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    command = command_for(model, tmp_path, "--host-mem", "1KiB")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 6
+    assert done.returncode == 8
+    assert "worker.host_mem=1024: one host page needs" in done.stderr
     assert "process=w0: exited with 8 during start" in done.stderr
-    assert "no readable checkpoint" in done.stderr
+    assert "Loading weights" not in done.stderr
     assert list(tmp_path.glob("*.pool")) == []
+
+
+def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for path, args, code, complaint in (
+            (tmp_path / "none", (), 8, "no readable checkpoint"),
+            (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: somebody listens there already"),
+            (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
+            (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
+        ):
+            command = command_for(path, tmp_path / "run", *args)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert (done.returncode, complaint in done.stderr) == (code, True), done.stderr
+            assert done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "run").exists()

@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 import torch
 import trio
+from transformers.utils.logging import disable_progress_bar
 
 from coordinator.config import Config, WorkerSettings, pool_path
 from coordinator.errors import HiSparseError
@@ -38,7 +39,7 @@ from metrics.exporter import Exporter, serve
 from metrics.logs import fields
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
-from worker.device_memory import free_device_bytes
+from worker.device_memory import cuda_device, free_device_bytes
 from worker.executor import Executor
 from worker.link import Link, Pace, connect_to
 from worker.link_state import Identity, LinkState
@@ -66,6 +67,7 @@ def run_worker(config: Config) -> int:
     the coordinator."""
     settings = config.worker
     logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
+    disable_progress_bar()  # stderr is one event a line
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
@@ -86,6 +88,8 @@ class Worker:
 
     def __init__(self, config: Config, halted: threading.Event) -> None:
         access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
+        if config.worker.device != "cpu":
+            cuda_device(config.worker.device)
         runner = load_runner(config.worker)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker

@@ -170,6 +170,10 @@ def up(
     from coordinator.cluster.up import run_up
     from coordinator.config import listening_at
 
+    if len(roles) > workers:
+        raise click.UsageError(f"{len(roles)} roles for {workers} workers", click.get_current_context())
+    if ready_file is not None and not ready_file.parent.is_dir():
+        raise click.BadParameter(f"no directory {ready_file.parent}", param_hint="--ready-file")
     if http is not None:
         config = listening_at(config, *http)
     return run_up(config, workers, roles=roles, http=http is not None, deadline_s=deadline, ready_file=ready_file)

@@ -30,12 +30,14 @@ from typing import Final
 import msgspec
 import trio
 
+from coordinator.cli.common import EXIT_CODES
 from coordinator.client.client import Client
 from coordinator.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
 from coordinator.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
 from coordinator.config import Config, pool_path, to_environ
-from coordinator.errors import HiSparseError, Unavailable, WrongState
+from coordinator.errors import ConfigError, HiSparseError, Unavailable, WrongState
 from worker.pool_file import keep_pool, remove_pool
+from worker.runners.checkpoint import read_config
 
 #: Longest start: importing torch and loading a checkpoint of some gigabytes from a slow disk.
 START_LIMIT_S: Final = 600.0
@@ -134,16 +136,22 @@ async def running_cluster(
 
     With `http` there is a front at config.http, too, and it listens.
 
-    Children write to `log_dir`, or to our stderr. Raises WrongState when a coordinator already listens there,
-    Unavailable when a child ends during start (the end of its log goes to stderr) or `start_limit_s` passes.
+    Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
+    WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
+    checkpoint or a child refuses a setting; Unavailable when a child ends otherwise or `start_limit_s` passes.
     Cancelled: children are killed at once.
     """
+    read_config(config.worker.model)
     if await _answers(config):
         raise WrongState(
             "a coordinator is already running there",
             field="cluster.runtime_dir",
             value=config.cluster.runtime_dir,
             remedy="stop it, or choose another --runtime-dir",
+        )
+    if http and await _listens(config):
+        raise WrongState(
+            "somebody listens there already", field="http.port", value=config.http.port, remedy="choose another port"
         )
     cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
     try:
@@ -178,15 +186,16 @@ def _start(verb: str, config: Config, log_dir: Path | None) -> Child:
 
 
 async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-    """Poll `ready`; raise Unavailable when a child ends first or `limit_s` passes."""
+    """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes."""
     give_up_at = trio.current_time() + limit_s
     while not await ready():
         for child in children:
             if not child.running:
                 for line in child.tail().splitlines():
                     _say(f"{child.name}: {line}")
-                raise Unavailable(
-                    f"{exit_text(await child.wait())} during start",
+                status = await child.wait()
+                raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
+                    f"{exit_text(status)} during start",
                     field="process",
                     value=child.name,
                     remedy="see what it wrote above",
@@ -276,7 +285,7 @@ async def _serve(
 ) -> int:
     async with running_cluster(config, workers, roles=roles, http=http) as cluster:
         interrupts.is_up = True
-        _say(f"coordinator and {workers} workers are up; clients at {config.cluster.client_endpoint}")
+        _say(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
         if http:
             _say(f"OpenAI's API at {config.http.url}/v1")
         _say("Ctrl-C drains and stops; a second one exits at once")

@@ -30,6 +30,8 @@ FINGERPRINT_BYTES: Final = 64 * 1024
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint that can be served. Raises ConfigError."""
+    if not str(path):
+        raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
     file = Path(path) / "config.json"
     try:
         config: dict[str, Any] = json.loads(file.read_text())

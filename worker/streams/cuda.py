@@ -39,8 +39,8 @@ from typing import Final
 
 import torch
 
-from coordinator.errors import ConfigError
 from metrics.state import FenceWaits
+from worker.device_memory import cuda_device
 from worker.streams.capture import Capture, check_same
 from worker.streams.fences import (
     HOST,
@@ -157,7 +157,7 @@ class CudaStreams(Streams):
         super().__init__()
         check_omitted(omit)
         self.omit = omit
-        self._device = _device(device)
+        self._device = cuda_device(device)
         self._numbers = count(1)
         self._events: list[torch.cuda.Event] = []
         self._sampler = _WaitSampler(self.waits)
@@ -308,20 +308,3 @@ class _WaitSampler:
                 self._waits.observe(name, before.elapsed_time(after) / 1e3, SAMPLE_EVERY)
             else:
                 self._timed.append((name, before, after))
-
-
-def _device(name: str) -> torch.device:
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "there is no CUDA device here", field="worker.device", value=name, remedy="use worker.device=cpu"
-        )
-    device = torch.device(name)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if device.type != "cuda" or index >= torch.cuda.device_count():
-        raise ConfigError(
-            "no such CUDA device",
-            field="worker.device",
-            value=name,
-            remedy=f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
-        )
-    return torch.device("cuda", index)
