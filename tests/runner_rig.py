@@ -85,7 +85,9 @@ class Rig:
         state.host_table[seat] = torch.arange(seat * pages, (seat + 1) * pages).int().flip(0)
         state.slab_table[seat, : pages_for(len(tokens))] = self._take(self._chunks, pages_for(len(tokens)))
         self.sampler.set_seat(seat, temperature, 1.0, seed)
-        outputs = StepOutputs.allocate(1, self.runner.info.vocab_size, keep_logits=True, device=self.device)
+        g, vocab = self.runner.geometry, self.runner.info.vocab_size
+        topk_shape = g.groups, g.topk
+        outputs = StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=topk_shape, device=self.device)
         for start in range(0, len(tokens), CHUNK_TOKENS):
             last = outputs if start + CHUNK_TOKENS >= len(tokens) else None
             chunk = tokens[start : start + CHUNK_TOKENS]
@@ -95,6 +97,8 @@ class Rig:
         self.set_hot(seat, hot_slots, len(tokens))
         self.lengths[seat] = len(tokens)
         assert outputs.logits is not None
+        assert outputs.last_topk is not None
+        self.last_topk = outputs.last_topk  # of the prompt opened last
         return int(outputs.tokens[0]), outputs.logits[0].clone()
 
     def set_hot(self, seat: int, hot_slots: int, tokens: int) -> None:

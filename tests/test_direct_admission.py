@@ -238,11 +238,11 @@ def test_what_one_worker_prefills_another_decodes(prompt: int, hot_slots: int) -
 
 @pytest.mark.parametrize(("prompt", "is_loaded"), [(150, True), (192, True), (193, False)])
 def test_a_prompt_that_fits_its_managed_buffer_is_preloaded(prompt: int, is_loaded: bool) -> None:
-    """Its first steps find every row hot."""
+    """Its first steps find every row hot. A longer one begins with what its last token selected."""
     two = TwoWorkers(3)
     two.decode(two.prefill(prompt, 3), 192)
     g, counters = two.second.runner.geometry, two.second.executor.counters
-    rows = prompt * g.layers * g.row_bytes if is_loaded else 0
+    rows = (prompt if is_loaded else g.topk) * g.layers * g.row_bytes
     assert counters.preloaded_bytes == rows + prompt * g.groups * g.index_row_bytes
     assert (counters.misses == 0) == is_loaded
     assert not two.second.wrong()
