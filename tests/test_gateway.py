@@ -97,17 +97,6 @@ async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
     dealer.close()
 
 
-@pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), -1.0])
-async def test_a_deadline_that_is_none_is_refused(rig: GatewayRig, deadline_s: float) -> None:
-    dealer = await introduce(rig, "admin")
-    await say(dealer, messages.DrainWorkers(5, (), deadline_s=deadline_s), messages.StopCoordinator(5, deadline_s))
-    for refusal in await hear(dealer, 2):
-        assert isinstance(refusal, messages.Failure)
-        assert (refusal.tag, refusal.field) == (5, "deadline_s")
-    assert rig.scheduler.verbs == []
-    dealer.close()
-
-
 async def test_the_schedulers_refusal_reaches_its_asker_in_full(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     rig.scheduler.refuse_with = CapacityError(

@@ -22,7 +22,7 @@ from coordinator.errors import (
     WrongState,
 )
 from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.scheduler import GRANTED_ALL
+from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
 from tests.scheduler_rig import SETTINGS, SchedulerRig, open_rig
 
 STATES = ["QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"]
@@ -397,8 +397,11 @@ async def test_a_drain_has_a_deadline_and_held_requests_do_not_block_it(autojump
         assert rig.state("r!") == "RETRACTED"
         with pytest.raises(NotFound, match="worker=w9"):
             await rig.scheduler.drain(("w9",), "test", handover=False, deadline_s=1.0)
-        with pytest.raises(BadInput, match="deadline_s=inf"):
-            await rig.scheduler.drain((), "test", handover=False, deadline_s=float("inf"))
+        for none in (float("inf"), float("nan"), -1.0, DEADLINE_MAX_S + 1):
+            with pytest.raises(BadInput, match=f"deadline_s={none}: must be 0.0 to 86400.0"):
+                await rig.scheduler.drain((), "test", handover=False, deadline_s=none)
+            with pytest.raises(BadInput, match="deadline_s="):
+                await rig.scheduler.stop(none, "test")
 
 
 async def test_a_worker_is_there_once_worker_up_returns() -> None:

@@ -38,9 +38,6 @@ ASKS_MAX: Final = 4_096
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
-#: Longest deadline of a drain.
-DEADLINE_MAX_S: Final = 7 * 24 * 3600.0
-
 
 Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
 Verb: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
@@ -297,11 +294,11 @@ def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
         messages.ResumeRequests: lambda who, m: it.resume(m.request_ids, who.owner),
         messages.ResizeRequests: lambda who, m: it.resize(m.request_ids, who.owner, hot_slots=m.hot_slots),
         messages.DrainWorkers: lambda who, m: it.drain(
-            m.workers, who.owner, handover=m.handover, deadline_s=_deadline(m.deadline_s)
+            m.workers, who.owner, handover=m.handover, deadline_s=m.deadline_s
         ),
         messages.UndrainWorkers: lambda who, m: it.undrain(m.workers, who.owner),
         messages.ReleaseQuarantine: lambda who, m: it.release_quarantine(m.workers, who.owner),
-        messages.StopCoordinator: lambda who, m: it.stop(_deadline(m.deadline_s), who.owner),
+        messages.StopCoordinator: lambda who, m: it.stop(m.deadline_s, who.owner),
     }
 
 
@@ -311,14 +308,6 @@ class IntroductionError(ProtocolError):
     def __init__(self, tag: int) -> None:
         super().__init__("this connection is not known here", field="message", remedy="say hello first")
         self.tag = tag
-
-
-def _deadline(seconds: float) -> float:
-    if not 0 <= seconds <= DEADLINE_MAX_S:  # also false for nan
-        raise BadInput(
-            "not a deadline", field="deadline_s", value=seconds, remedy=f"give 0 to {DEADLINE_MAX_S:g} seconds"
-        )
-    return seconds
 
 
 def _failure(tag: int, error: HiSparseError) -> messages.Failure:

@@ -8,10 +8,9 @@ import stat
 from contextlib import suppress
 from typing import Final
 
+from coordinator.config_checks import SOCKET_PATH_BYTES_MAX
 from coordinator.errors import ConfigError, Unavailable
 
-#: sun_path of Linux has 108 bytes with its terminator.
-IPC_PATH_BYTES_MAX: Final = 107
 RUNTIME_DIR_MODE: Final = 0o700
 
 
@@ -28,9 +27,9 @@ class EndpointLock:
         if not endpoint.startswith("ipc://"):
             return
         path = endpoint.removeprefix("ipc://")
-        if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
-                f"the path is longer than the {IPC_PATH_BYTES_MAX} bytes a socket can have",
+                f"the path is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket can have",
                 field="endpoint",
                 value=endpoint,
                 remedy="choose a shorter runtime_dir",
