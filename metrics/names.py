@@ -189,6 +189,14 @@ _WORKER: Final = (
         ("hisparse_worker_parked_total", "", "times", "Times a request ran out of granted pages.", "Are grants late?"),
         ("hisparse_worker_resized_total", "", "times", "Hot buffers resized.", "Does policy thrash?"),
         (
+            "hisparse_worker_warm_starts_total",
+            "outcome",
+            "requests",
+            "Contexts longer than their hot buffer that came from host pages: warm, with the rows that their last "
+            "top-k names; cold, without, for it was not known, or refused, unreadable.",
+            "Does everybody wait for first steps?",
+        ),
+        (
             "hisparse_worker_fence_wait_seconds_total",
             "fence",
             "seconds",

@@ -11,7 +11,15 @@ from prometheus_client.registry import Collector
 
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
-from metrics.state import EXECUTOR_STALE_S, LinkCounters, MemoryUse, SwapTotals, TransferCounters, WorkerCounters
+from metrics.state import (
+    EXECUTOR_STALE_S,
+    WARM_STARTS,
+    LinkCounters,
+    MemoryUse,
+    SwapTotals,
+    TransferCounters,
+    WorkerCounters,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class WorkerCollector(Collector):
             yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
         for name in ("admitted", "released", "faulted", "parked", "resized"):
             yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
+        starts = {outcome: counters.warm_starts[outcome] for outcome in WARM_STARTS}
+        yield labelled("hisparse_worker_warm_starts_total", starts)
         for name in ("step", "prefill", "stage", "load"):
             yield histogram(f"hisparse_worker_{name}_seconds", getattr(counters, f"{name}_s"))
         yield number("hisparse_worker_compute_seconds_total", counters.computing_s)
