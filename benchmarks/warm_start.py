@@ -1,0 +1,209 @@
+"""What a warm start saves: a prompt prefilled elsewhere joins a batch. `python -m benchmarks.warm_start`.
+
+One request decodes all the time. Another one's prompt is prefilled and leaves (`Released`, with its last top-k), comes
+back to the same worker with its rows in host memory, as a decode worker has it, makes one step and ends. Cold, that
+step loads every row that it selects; warm, they are loaded before it joins. Printed for both, medians:
+
+    misses            of the one step, summed over index groups, of as many rows as it selects
+    next token        from the command to the token after the first: what a client waits between the two
+    longest step      between two tokens of the request that decodes all the time, while the other one joins: what
+                      everybody else in the batch waits
+
+On a GPU the model is that of benchmarks/decode.py, of random weights and dense MLPs; on a CPU the tiny checkpoint of
+the tests (worker/runners/tiny.py). How alike successive selections are is the model's; both say it (`misses`, warm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode import TAIL_SLOTS, make_pool, sizing_of
+from benchmarks.swap_in import machine
+from coordinator.arrays import pack_int32
+from coordinator.config import WorkerSettings
+from coordinator.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
+from kernels.layout import managed_chunks, pages_for
+from worker.executor import Executor
+from worker.runners.base import Runner
+from worker.runners.synthetic import synthetic_config, synthetic_runner
+from worker.runners.text import make_tokenizer
+from worker.runners.tiny import write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.streams import make_streams
+
+#: Tokens of the request that decodes all the time, at most; steps of it before and after the other one joins.
+STEADY_TOKENS: Final = 8_192
+SETTLED_STEPS: Final = 8
+TURNS_MAX: Final = 100_000_000
+
+
+class Tokens:
+    """The executor's reports: when tokens came and which, by slot, and all events."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, list[float]] = {0: [], 1: []}
+        self.ids: dict[int, list[int]] = {0: [], 1: []}
+        self.released: dict[int, Released] = {}
+
+    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+        self.times[slot].append(time.perf_counter())
+        self.ids[slot] += ids
+
+    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+        """Durable lengths have no reader here."""
+
+    def add_event(self, event: Event) -> None:
+        if isinstance(event, Released):
+            self.released[event.admission] = event
+
+
+class Bench:
+    def __init__(self, runner: Runner, pool: Tensor, device: str, context: int, hot_slots: int, chunk: int) -> None:
+        self.context, self.hot_slots = context, hot_slots
+        self.pages = pages_for(context + STEADY_TOKENS)
+        self.vocab = runner.info.vocab_size
+        sizing = sizing_of(
+            runner.geometry,
+            seats=2,
+            context_pages=self.pages,
+            chunks=max(managed_chunks(hot_slots), pages_for(context)),
+            slab_pages=pages_for(context),
+            hot_slots=hot_slots,
+            host_pages=len(pool),
+        )
+        settings = WorkerSettings(device=device, seats=2, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=chunk)
+        self.reports, self.streams = Tokens(), make_streams("cuda" if device == "cuda" else "inline")
+        tokenizer = make_tokenizer("bytes")
+        self.executor = Executor(runner, settings, sizing, self.streams, pool, tokenizer, self.reports)
+        self.admissions = 0
+
+    def admit(self, slot: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any) -> int:
+        """Slot 0 decodes all the time; 1 comes and goes. Returns the admission."""
+        self.admissions += 1
+        own = range(slot * self.pages, slot * self.pages + (self.pages if slot == 0 else pages_for(self.context + 64)))
+        whole = {"hot_slots": self.hot_slots, "hot_chunks": managed_chunks(self.hot_slots)}
+        self.executor.submit(
+            Admit(
+                admission=self.admissions,
+                slot=slot,
+                request_id=f"r{self.admissions}",
+                prompt=prompt,
+                generated=pack_int32(self.reports.ids[slot]),
+                durable_tokens=released.durable_tokens if released else 0,
+                sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+                host_pages=pack_int32(list(own)),
+                index_pages=len(own),
+                slab_pages=0 if released else pages_for(self.context),
+                **(whole | form),
+            )
+        )
+        return self.admissions
+
+    def turn_until(self, condition: Callable[[], object]) -> None:
+        for _ in range(TURNS_MAX):
+            if condition():
+                return
+            self.executor.turn()
+        raise SystemExit("nothing more happens")
+
+    def settle(self) -> None:
+        """Let some steps of the first request pass."""
+        enough = len(self.reports.times[0]) + SETTLED_STEPS
+        self.turn_until(lambda: len(self.reports.times[0]) >= enough)
+
+    def join(self, prompt: bytes, *, warm: bool) -> dict[str, float]:
+        """One prompt, prefilled, away, and back."""
+        self.reports.ids[1].clear()
+        number = self.admit(1, prompt, 2, hot_slots=NO_HOT_BUFFER, hot_chunks=0)
+        self.turn_until(lambda: number in self.reports.released)
+        left = self.reports.released[number]
+        self.settle()
+        began, steps = time.perf_counter(), len(self.reports.times[0])
+        number = self.admit(1, prompt, 2, left, last_topk=left.last_topk if warm else b"")
+        self.turn_until(lambda: number in self.reports.released)
+        self.settle()
+        times, back = self.reports.times[0][steps - 1 :], self.reports.released[number]
+        return {
+            "misses": back.misses,
+            "selected": back.hits + back.misses,
+            "next_token_ms": 1e3 * (self.reports.times[1][-1] - began),
+            "longest_step_ms": 1e3 * max(after - before for before, after in pairwise(times)),
+            "hint_bytes": len(left.last_topk),
+        }
+
+    def measure(self, prompts: list[bytes]) -> dict[str, dict[str, float]]:
+        steady = self.admit(0, prompts[0], STEADY_TOKENS - 64)
+        self.turn_until(lambda: self.reports.times[0])
+        self.settle()
+        rows: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+        for prompt in prompts[1:]:
+            for name, found in rows.items():
+                found.append(self.join(prompt, warm=name == "warm"))
+        self.settle()
+        times = self.reports.times[0][-SETTLED_STEPS:]
+        self.executor.submit(Withdraw(steady))
+        self.turn_until(lambda: self.executor.idle)
+        self.streams.close()
+        gaps = [after - before for before, after in pairwise(times)]
+        medians = {
+            name: {key: statistics.median(row[key] for row in found) for key in found[0]}
+            for name, found in rows.items()
+        }
+        return medians | {"alone": {"longest_step_ms": 1e3 * statistics.median(gaps)}}
+
+
+def on_gpu(options: argparse.Namespace) -> Bench:
+    config = synthetic_config("deepseek-v3.2", options.layers)
+    runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
+    pool = make_pool(runner.geometry, config, options.pool_gib)
+    return Bench(runner, pool, "cuda", options.context, options.hot_slots, 2_048)
+
+
+def on_cpu(options: argparse.Namespace) -> Bench:
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as path:
+        write_tiny_checkpoint(path, index_topk=128)
+        runner = TransformersRunner.load(path)
+    pages = 2 * pages_for(options.context + STEADY_TOKENS)
+    pool = torch.zeros(pages, runner.geometry.page_bytes, dtype=torch.uint8)
+    return Bench(runner, pool, "cpu", options.context, options.hot_slots, 512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--hot-slots", type=int, default=4_096)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--kv-dtype", default="fp8")
+    parser.add_argument("--pool-gib", type=int, default=4, help="a power of two")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    bench = (on_gpu if options.device == "cuda" else on_cpu)(options)
+    text = Path(__file__).read_bytes() * (1 + 2 * options.context // Path(__file__).stat().st_size)
+    starts = range(0, 40 * (options.repeats + 1), 40)
+    rows = bench.measure([pack_int32(list(text[start : start + options.context])) for start in starts])
+    for name, row in rows.items():
+        print(name, *(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
+    if options.out is not None:
+        setting = {name: value for name, value in vars(options).items() if name != "out"}
+        command = " ".join(["python", "-m", "benchmarks.warm_start", *sys.argv[1:]])
+        result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
