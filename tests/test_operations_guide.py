@@ -1,4 +1,4 @@
-"""docs/operations.md names errors, commands and settings that exist, as they are spelt."""
+"""docs/operations.md names errors as they are spelt. What it shares with other documents: test_docs.py."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-import click
 import pytest
-
-from coordinator.cli import main
-from coordinator.config import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "operations.md").read_text()
 LINES = [line for line in GUIDE.split("## Troubleshooting")[1].splitlines() if line.startswith("| ")]
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in LINES]
 ERRORS = [text for symptom, *_ in ROWS[1:] for text in re.findall(r"`([^`]+)`", symptom)]
-COMMANDS = sorted(set(re.findall(r"`(hisparse [a-z][^`]*)`|^    (hisparse [a-z].*)$", GUIDE, re.MULTILINE)))
 
 
 @cache
@@ -44,19 +39,3 @@ def test_the_table_has_four_columns() -> None:
 def test_each_error_is_one_that_is_raised(error: str) -> None:
     for piece in error.split("..."):
         assert piece.strip(" :,()") in texts()
-
-
-@pytest.mark.parametrize("command", [first or second for first, second in COMMANDS])
-def test_each_command_and_option_exists(command: str) -> None:
-    verb, *words = command.partition("&&")[0].split()[1:]
-    options = {name for parameter in main.commands[verb].params for name in parameter.opts}
-    if isinstance(main.commands[verb], click.Group):
-        return
-    for word in words:
-        if word.startswith("-"):
-            assert word.rstrip("`,") in options, word
-
-
-def test_each_setting_exists() -> None:
-    for section, field in re.findall(r"`(worker|coordinator|cluster)\.([a-z_]+)`", GUIDE):
-        assert field in SECTIONS[section].__struct_fields__, f"{section}.{field}"
