@@ -139,7 +139,7 @@ async def test_an_exception_ends_everything_and_logs_the_story(caplog: pytest.Lo
             culprit.tell(ValueError("broken"))
             await trio.sleep_forever()
 
-    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="broken")):
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="broken"), flatten_subgroups=True):
         await run()
     assert bystander.log == ["bystander"]
     (record,) = [record for record in caplog.records if record.msg == "actor failed"]
