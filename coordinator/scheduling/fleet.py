@@ -7,7 +7,7 @@ says so) is another pool: what was kept in the one before is gone.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -104,10 +104,10 @@ class Fleet:
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
         """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
         connected: list[tuple[str, WorkerCapacity]] = []
-        seen: Counter[int] = Counter()
+        seen: dict[int, int] = {}
         for worker in self._roster.workers.values():
-            seen[id(worker.capacity)] += 1
-            if seen[id(worker.capacity)] <= 2:
+            seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
+            if times <= 2:
                 connected.append((worker.name, worker.capacity))
         return connected or [(row.worker, row.capacity) for row in self._gone.values()]
 

@@ -194,8 +194,8 @@ class _Plan:
         all_asks = self._asks(entry)
         suspects = self.roster.suspects
         asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if suspects else all_asks
-        best = max(((self._preference(ask), at) for at, ask in enumerate(asks) if self._fits(ask)), default=None)
-        made = asks[best[1]] if best is not None else self._make_room(entry, asks)
+        best = max(filter(self._fits, reversed(asks)), key=self._preference, default=None)
+        made = best or self._make_room(entry, asks)
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True

@@ -41,7 +41,11 @@ class Space:
         return Needs(self.seats, self.chunks, self.index_pages, self.slab_pages, self.host.pages)
 
     def take(self, need: Needs) -> None:
-        self._set(self.free().minus(need))
+        self.seats -= need.seats
+        self.chunks -= need.chunks
+        self.index_pages -= need.index_pages
+        self.slab_pages -= need.slab_pages
+        self.host.pages -= need.host_pages
 
     def promise(self, need: Needs) -> None:
         """As much of `need` as is free may be used by nobody else."""
