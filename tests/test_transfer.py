@@ -204,6 +204,26 @@ def test_a_killed_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemo
 
 
 @pytest.mark.process
+def test_pages_that_lack_a_part_when_their_sender_dies_have_not_arrived(
+    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
+) -> None:
+    """All other parts were verified; the pages are free for whoever comes next, and none of them was ever told of."""
+    part_ends = [SMALL.page_bytes // 4, SMALL.page_bytes // 2, SMALL.page_bytes]
+    receiver.open(1, [1, 2, 3])
+    with peer_process(tmp_path, **order(receiver, 3, part_ends=part_ends, withheld_parts=1)) as sender:
+        give_up_at = time.monotonic() + WAIT_S
+        while receiver.counters.bytes < 3 * part_ends[1]:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.002)
+        assert np.array_equal(pool.pages[1][: part_ends[1]], content(0, SMALL.page_bytes)[: part_ends[1]])
+        sender.kill()
+        assert receiver.poll() == []
+        receiver.sender_exited(SENDER)
+        assert wait_for(receiver.poll, bool) == [Revoked(1, f"{SENDER} was shut out")]
+    assert receiver.counters.pages == 0
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["revoke", "exit"])
 def test_a_revocation_waits_for_the_copy_under_way(
     how: str, receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,24 @@ def look_at_refused_attempts_again(original: Callable[..., Any]) -> Callable[...
     return checked
 
 
+def count_a_page_with_its_first_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, check: Any, good: bool) -> list[Any]:
+        ticket = self._tickets.get(check.ticket)
+        if good and ticket is not None:
+            ticket.parts_left[check.unit // len(ticket.part_ends)] = 1
+        actions: list[Any] = original(self, check, good)
+        return actions
+
+    return checked
+
+
+@pytest.mark.mutation
+def test_a_page_that_counts_with_its_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receiving, "checked", count_a_page_with_its_first_part(Receiving.checked))
+    with pytest.raises(AssertionError, match="lacks a part"):
+        lives(range(100), fetches=True)
+
+
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("core", "method", "mutant", "fetches"),

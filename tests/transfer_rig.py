@@ -131,7 +131,8 @@ def receive(folder: Path, order: dict[str, Any]) -> None:
 def send(folder: Path, order: dict[str, Any]) -> None:
     """Send `pages` pages for `ticket` to `description`, in parts that end at `part_ends`.
 
-    `withheld`: pages from the front that are not sent, as if prefill were still at them.
+    `withheld`: pages from the front that are not sent, as if prefill were still at them; `withheld_parts`: parts from
+    the end of each page.
     `fault`: "flip" a byte of the first `times` writes; "halt", stop this process in the middle of the first write.
     """
     geometry = GEOMETRIES[order.get("geometry", "small")]
@@ -145,7 +146,7 @@ def send(folder: Path, order: dict[str, Any]) -> None:
     part_ends = order.get("part_ends", [])
     sender: Sender = open_sender(pool, Layout.of(geometry, MODEL), name=order["name"])
     sender.open(order["ticket"], bytes.fromhex(order["description"]), order.get("claimed_pages", pages), part_ends)
-    for part in range(len(part_ends) or 1):
+    for part in range((len(part_ends) or 1) - order.get("withheld_parts", 0)):
         for index in reversed(range(order.get("withheld", 0), pages)):
             sender.send(order["ticket"], index, index, part)
     left = pages

@@ -33,6 +33,8 @@ WINDOW_UNITS: Final = 4
 WINDOW_BYTES: Final = 1_500
 PEER: Final = "the receiver"
 LIFE: Final = 77
+#: Parts of pages that are ready at one time, and go in any order.
+SHUFFLED: Final = 6
 #: Simulated seconds between two events.
 STEP_S: Final = 0.05
 
@@ -162,7 +164,7 @@ class FakeTransferWorld:
 
     def _send(self) -> None:
         if self.unsent:
-            ticket, index, part = self.unsent.pop(0)
+            ticket, index, part = self.unsent.pop(self.random.randrange(min(len(self.unsent), SHUFFLED)))
             sender = self.tickets[ticket][0]
             if sender.is_alive:
                 self._act(sender, sender.core.send(ticket, index, index, part, self.now))
@@ -311,7 +313,8 @@ class FakeTransferWorld:
                 assert index not in self.arrived[ticket]
                 self.arrived[ticket].add(index)
                 units = range(index * parts, (index + 1) * parts)
-                assert [self.memory[pages[index], unit % parts] for unit in units] == [f"{ticket}:{u}" for u in units]
+                held = [self.memory[pages[index], unit % parts] for unit in units]
+                assert held == [f"{ticket}:{unit}" for unit in units], f"page {index} of {ticket} lacks a part: {held}"
                 if len(self.arrived[ticket]) == len(pages):
                     self._give_away(ticket, "arrived")
             case Revoked(ticket, _):
