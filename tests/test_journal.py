@@ -12,6 +12,7 @@ import trio.testing
 from coordinator.actor import Reply
 from coordinator.errors import InternalError, Unavailable
 from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import summary
 from coordinator.journal.book import Book, replay
 from coordinator.journal.journal import (
     COMMIT_LIMIT_S,
@@ -23,7 +24,7 @@ from coordinator.journal.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal.records import Accepted, Ordered, Summary, Tokens
+from coordinator.journal.records import Accepted, Ordered, Tokens
 from coordinator.messages import Sampling
 from metrics.state import JournalCounters
 from tests.fakes.journal import FakeStore
@@ -178,8 +179,8 @@ async def test_a_short_disk_refuses_new_work_while_it_still_writes(autojump_cloc
             check_writes(desk.journal)
 
 
-async def test_a_summary_keeps_its_place_among_tokens(autojump_clock: trio.testing.MockClock) -> None:
-    """Tokens of before are in it; later ones come behind, though they are ahead of their group's other records."""
+async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.testing.MockClock) -> None:
+    """It makes no group of its own, and what comes meanwhile is written as ever."""
     async with open_desk() as desk:
         await desk.submit().wait()
         desk.say(1, 2)
@@ -190,13 +191,31 @@ async def test_a_summary_keeps_its_place_among_tokens(autojump_clock: trio.testi
         desk.say(3)
         desk.journal.append([order(2)])
         await desk.journal.append(()).wait()
+        desk.store.wants_summary = False
         names = [type(record).__name__ for record in desk.store.groups[1]]
-        assert names == ["Tokens", "Ordered", "Summary", "Output", "Tokens", "Ordered"]
+        assert names == ["Tokens", "Ordered", "SummaryBegun", "Ordered", "Ordered", "Output", "SummaryEnded"]
+        assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
         book = replay(desk.store.records, log)
         assert log.tokens(desk.slot, 0) == desk.log.tokens(desk.slot, 0)
         assert book.requests[desk.slot].ordered == order(2)
-        assert sum(isinstance(record, Summary) for record in desk.store.records) == 1
+
+
+async def test_a_summary_adds_a_bounded_part_to_each_group(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "REQUESTS_EACH", 1)
+    async with open_desk() as desk:
+        for number in range(3):
+            desk.log.open(100)
+            desk.journal.append([Accepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
+            desk.journal.append([Ordered(number, held=True, forced_slots=-1)])
+        desk.store.wants_summary = True
+        desk.journal.summarize_if_long()
+        desk.store.wants_summary = False
+        for _ in range(4):
+            await desk.journal.append([order(1)]).wait()
+        assert [len(group) for group in desk.store.groups] == [6 + 1 + 2, 2, 3, 1], "a third each, then the end"
 
 
 async def test_what_is_pending_is_written_before_the_end(autojump_clock: trio.testing.MockClock) -> None:

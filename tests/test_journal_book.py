@@ -7,13 +7,17 @@ those that the store keeps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coordinator.errors import CapacityError
 from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import summary
 from coordinator.journal.book import Book, replay
 from coordinator.journal.records import (
     Accepted,
@@ -26,10 +30,12 @@ from coordinator.journal.records import (
     Ordered,
     PoolOpened,
     Record,
-    Summary,
+    SummaryEnded,
     decode,
     encode,
 )
+from coordinator.journal.summary import Summarizing
+from coordinator.memory import ledger_image
 from coordinator.memory.changes import (
     AddWorker,
     Change,
@@ -43,7 +49,7 @@ from coordinator.memory.changes import (
     apply,
 )
 from coordinator.memory.ledger import Ledger, Memory
-from coordinator.memory.ledger_image import image_of
+from coordinator.memory.ledger_image import parts_of
 from coordinator.messages import Sampling
 from tests.fakes.fake_cluster import MODEL, capacity
 from tests.fakes.journal import kept_of
@@ -64,13 +70,24 @@ def picture_of(book: Book, log: TokenLog) -> Picture:
         slot: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended) for slot, it in book.requests.items()
     }
     orders = {slot: it.ordered for slot, it in book.requests.items() if it.ended is None}
-    images = {node: image_of(node, ledger) for node, ledger in book.ledgers.items()}
+    images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
     workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
     return images, book.pools, workers, requests, orders, outputs, book.arrivals, book.admissions
 
 
 def new_log(*, journalled: bool) -> TokenLog:
     return TokenLog(SLOTS, 1 << 12, journalled=journalled)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_steps() -> Iterator[None]:
+    """A summary takes many groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "REQUESTS_EACH", 1)
+        patch.setattr(summary, "TOKENS_EACH", 4)
+        patch.setattr(ledger_image, "PART_HOLDINGS", 1)
+        patch.setattr(ledger_image, "PART_FREE_PAGES", 16)
+        yield
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -82,6 +99,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.pictures: list[tuple[int, Picture]] = []
         self.epochs = 0
         self.names = 0
+        self.summarizing: Summarizing | None = None
         self.write(PoolOpened("n0", capacity(host_pages=PAGES), MODEL))
         self.book.ledgers["n0"] = self.ledger = Ledger(PAGES)
 
@@ -92,7 +110,14 @@ class JournalMachine(RuleBasedStateMachine):
         news = self.log.take_news()
         for record in records:
             self.book.note(record)
-        self.records += [decode(encode(record)) for record in ([news] if news else []) + list(records)]
+        group = ([news] if news else []) + list(records) + self.more()
+        self.records += [decode(encode(record)) for record in group]
+
+    def more(self) -> list[Record]:
+        """Of the summary under way, if there is one."""
+        records = self.summarizing.more() if self.summarizing else []
+        self.summarizing = None if records and isinstance(records[-1], SummaryEnded) else self.summarizing
+        return records
 
     def change(self, change: Change, *notes: Record) -> None:
         apply(self.ledger, change)
@@ -248,12 +273,21 @@ class JournalMachine(RuleBasedStateMachine):
             self.write(Forgotten(np.array([slot], np.int32).tobytes(), self.book.arrivals))
             self.log.close(slot)
 
+    @precondition(lambda self: self.summarizing is None)
     @rule()
-    def summarize(self) -> None:
+    def begin_summary(self) -> None:
+        """It goes on with every group that is written from now on."""
+        self.summarizing = Summarizing(self.book, self.log)
+        self.write(self.summarizing.begun)
+
+    @rule()
+    def pass_over(self) -> None:
         self.write()
-        summary = self.book.summarize(self.log)
-        assert isinstance(summary[0], Summary)
-        self.records += [decode(encode(record)) for record in summary]
+
+    def summarize(self) -> None:
+        self.begin_summary()
+        while self.summarizing:
+            self.write()
 
 
 TestJournal = JournalMachine.TestCase
@@ -269,8 +303,26 @@ def test_a_summary_says_it_in_fewer_records() -> None:
         machine.say(0, 1, 80)
         machine.write()
     machine.summarize()
-    assert len(machine.records) > 50
-    assert len(kept_of(machine.records)) == 6  # Accepted, Summary, pool, worker, image, output
+    kept = [type(record).__name__ for record in kept_of(machine.records)]
+    assert len(machine.records) > 60
+    assert kept[:3] == ["Accepted", "SummaryBegun", "NodePart"]
+    assert (kept.count("NodePart"), kept.count("Admission"), kept[-1]) == (5, 13, "SummaryEnded")
+
+
+def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
+    machine = JournalMachine()
+    machine.join("w0")
+    for number in range(2):
+        machine.submit(0)
+        machine.admit(0, 3)
+        machine.say(number, 9, 80)
+    machine.retract(0, keep=True)
+    machine.summarize()
+    machine.retract(0, keep=True)
+    for records in (machine.records, kept_of(machine.records)):
+        log = new_log(journalled=True)
+        assert picture_of(replay(records, log), log) == picture_of(machine.book, machine.log)
+    assert [it.kept_tokens > 0 for it in machine.book.requests.values()] == [True, True]
 
 
 def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:

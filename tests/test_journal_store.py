@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 import shutil
@@ -17,9 +18,22 @@ import numpy as np
 import pytest
 
 from coordinator.errors import ConfigError
+from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import store as journal_store
+from coordinator.journal.book import replay
 from coordinator.journal.journal import JournalError
-from coordinator.journal.records import Accepted, Ended, Forgotten, Ordered, Record, Summary, Tokens
+from coordinator.journal.records import (
+    Accepted,
+    Admission,
+    Ended,
+    Forgotten,
+    Ordered,
+    Record,
+    SummaryBegun,
+    SummaryEnded,
+    Tokens,
+    encode,
+)
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import Sampling
 from metrics.state import JournalCounters
@@ -37,6 +51,9 @@ def order(number: int) -> Ordered:
 
 def tokens(count: int) -> Tokens:
     return Tokens(bytes(4), bytes(4), np.array([count], np.int32).tobytes(), bytes(4 * count), bytes(4))
+
+
+BEGUN = SummaryBegun(1, 2, (), ())
 
 
 def forgotten(*slots: int) -> Forgotten:
@@ -63,13 +80,44 @@ def test_what_was_written_is_read_in_order_by_the_next(tmp_path: Path) -> None:
         assert store.read() == [record for group in groups for record in group]
 
 
-def test_what_is_forgotten_or_summarized_is_deleted_where_it_stands(tmp_path: Path) -> None:
-    with opened(tmp_path / "j") as store:
+def test_what_is_forgotten_or_summarized_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with opened(path) as store:
         store.write_now([accepted(1), accepted(2), order(1), tokens(3)])
         store.write_now([Ended(1, "FINISHED", "eos", 3, "", 1.0), order(2), forgotten(1), accepted(1, 20)])
         assert store.read() == [accepted(2), order(1), tokens(3), order(2), forgotten(1), accepted(1, 20)]
-        store.write_now([order(3), Summary(1, 2), order(4)])
-        assert store.read() == [accepted(2), accepted(1, 20), Summary(1, 2), order(4)]
+        store.write_now([order(3), BEGUN, order(4)])
+        store.write_now([order(5)])
+        assert order(1) in store.read(), "it has not been said again yet"
+        store.write_now([order(6), SummaryEnded(), order(7)])
+        kept = [accepted(2), accepted(1, 20), BEGUN, order(4), order(5), order(6), SummaryEnded(), order(7)]
+        assert store.read() == kept
+    with opened(path) as store:
+        assert store.read() == kept
+        store.write_now([BEGUN, SummaryEnded()])
+        assert store.read() == [accepted(2), accepted(1, 20), BEGUN, SummaryEnded()]
+
+
+def rows_of(store: SqliteStore) -> int:
+    return int(store._connection.execute("SELECT count(*) FROM records").fetchone()[0])
+
+
+def test_void_rows_go_a_few_with_each_group(tmp_path: Path) -> None:
+    with opened(tmp_path / "j") as store:
+        for number in range(50):
+            store.write_now([accepted(number), order(number)])
+        store.write_now([BEGUN, SummaryEnded()])
+        assert (rows_of(store), len(store.read())) == (102, 52), "void at once, deleted later"
+    with opened(tmp_path / "other") as store:
+        for number in range(100):
+            store.write_now([accepted(number), order(number)])
+        store.write_now([BEGUN, SummaryEnded()])
+        left = [rows_of(store)]
+        while left[-1] > 102:
+            store.write_now([])
+            left.append(rows_of(store))
+        steps = {before - after for before, after in itertools.pairwise(left)}
+        assert (left[0], max(steps)) == (202, journal_store.RETIRED_ROWS // 2), "every other one outlives summaries"
 
 
 def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +128,60 @@ def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pyte
         store.write_now([accepted(1)])
         while not store.wants_summary:
             store.write_now([tokens(10_000)])
-        store.write_now([Summary(1, 2)])
-        assert not store.wants_summary
+        store.write_now([BEGUN])
+        assert store._flow_bytes < 100
+        store.write_now([SummaryEnded()])
+        for _ in range(10):
+            store.write_now([order(1)])
+        assert store._ask("PRAGMA freelist_count") <= 8
     assert path.stat().st_size < 1 << 18
     with opened(path) as store:
-        assert store.read() == [accepted(1), Summary(1, 2)]
+        assert store.read()[:3] == [accepted(1), BEGUN, SummaryEnded()]
+
+
+SUMMARIZER = """
+import sys
+from pathlib import Path
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal import store as journal_store
+from coordinator.journal.book import replay
+from coordinator.journal.store import open_store
+from metrics.state import JournalCounters
+from tests.test_journal_store import BEGUN, SummaryEnded, order
+journal_store.FREE_PAGES_KEPT, journal_store.RETIRED_ROWS = 4, 2
+store = open_store(Path(sys.argv[1]), JournalCounters())
+store.read()
+for number in range(int(sys.argv[2]), 1_000_000):
+    group = [order(number)]
+    if number % 8 == 0:
+        group.append(BEGUN)
+    if number % 8 == 5:
+        group.append(SummaryEnded())
+    store.write_now(group)
+    print(number, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path) -> None:
+    """Lives that end by SIGKILL amid summaries, deletions and vacuum; after each, everything since the last complete
+    summary is there, in order."""
+    path, dice, said = tmp_path / "j", random.Random(7), -1
+    for _ in range(8):
+        life = [sys.executable, "-c", SUMMARIZER, str(path), str(said + 1)]
+        with subprocess.Popen(life, cwd=ROOT, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for _ in range(dice.randrange(20, 60)):
+                said = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+            said = max([said, *map(int, writer.stdout.read().split())])
+        with opened(path) as store:
+            read = store.read()
+        numbers = [record.forced_slots for record in read if isinstance(record, Ordered)]
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)), "in order, without a gap"
+        assert said <= numbers[-1] <= said + 1
+        begun = said // 8 * 8 if said % 8 >= 5 else said // 8 * 8 - 8
+        assert numbers[0] in (begun + 1, begun + 9), "what the last complete summary left"
+        said = numbers[-1]
 
 
 def test_a_torn_write_costs_the_last_group_at_most(tmp_path: Path) -> None:
@@ -221,10 +318,11 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         assert "running work lives on the reserve" in store.short
         assert fill(store) > 10, "megabytes more"
         (small_disk / "other").unlink()
-        store.write_now([Summary(0, 0), order(1)])
+        store.write_now([BEGUN, order(1), SummaryEnded()])
         store.write_now([order(2)])
-        assert store.read() == [Summary(0, 0), order(1), order(2)]
-        store.write_now([])
+        assert store.read() == [BEGUN, order(1), SummaryEnded(), order(2)]
+        for _ in range(20):
+            store.write_now([])
         assert store.short == "", "found out without a group"
 
 
@@ -245,6 +343,34 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(ConfigError, match="form 99"):
         open_store(tmp_path / "j", JournalCounters())
+
+
+def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
+    """Its rows, written down here as that form had them, and summaries of this one behind."""
+    path = tmp_path / "j"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)")
+    connection.execute("CREATE INDEX by_slot ON records (slot) WHERE slot IS NOT NULL")
+    ordered, stay = ["Ordered", 0, True, -1, "", ""], ["Admission", 0, 7, "n0", "w0", 1, 64, False, 0]
+    old = [[["Summary", 5, 9, [ordered], [stay], [["Departed", 0, 64, -1]]]], [["Ordered", 0, False, 3, "", ""]]]
+    rows = [(4, 0, encode([accepted(0)])), (700, None, encode(old[0])), (701, None, encode(old[1]))]
+    connection.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
+    connection.execute("PRAGMA user_version = 1")
+    connection.commit()
+    connection.close()
+    with opened(path) as store:
+        book = replay(store.read(), TokenLog(4, 1 << 12, journalled=True))
+        known = book.requests[0]
+        assert (book.arrivals, book.admissions, known.ordered) == (5, 9, order(3))
+        assert (known.stay, known.on_worker, known.kept_tokens) == (
+            Admission(0, 7, "n0", "w0", 1, 64),
+            False,
+            64,
+        )
+        store.write_now([BEGUN, order(4), SummaryEnded()])
+        store.write_now([])
+        assert rows_of(store) == 3, "what the form before had written went like any other"
+        assert store.read() == [accepted(0), BEGUN, order(4), SummaryEnded()]
 
 
 def test_a_damaged_record_is_said(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -302,18 +301,14 @@ class TokenLog:
         slots, starts, counts = (unpack_int32(part, "news") for part in (news.slots, news.starts, news.counts))
         self.committed[slots] = starts + counts
 
-    def take_outputs(self, slots_with_rows: Sequence[int]) -> list[Output]:
-        """Tokens taken by `take_news` that no call of this gave before, a record for each request, for a summary;
-        and how many rows are durable of those whose pages are held."""
-        has_rows = np.zeros(self.slots, np.bool_)
-        has_rows[slots_with_rows] = True
-        slots = np.flatnonzero((self._taken > self._summed) | has_rows)
-        outputs = [self._output(int(slot)) for slot in slots]
-        self._summed[slots] = self._taken[slots]
-        return outputs
-
-    def _output(self, slot: int) -> Output:
-        start, stop, base = int(self._summed[slot]), int(self._taken[slot]), int(self._base[slot])
+    def take_output(self, slot: int, tokens_max: int, *, has_rows: bool) -> Output | None:
+        """For a summary, at most `tokens_max` tokens of a request that were taken by `take_news` and that no call of
+        this gave before. None: there are none, nor rows in pages, whose number would have to be said."""
+        start, taken, base = int(self._summed[slot]), int(self._taken[slot]), int(self._base[slot])
+        if start == taken and not has_rows:
+            return None
+        stop = min(taken, start + tokens_max)
+        self._summed[slot] = stop
         return Output(slot, start, self._arena[base + start : base + stop].tobytes(), int(self._durable_taken[slot]))
 
     def reopen(self, accepted: Accepted) -> None:
@@ -345,13 +340,14 @@ class TokenLog:
         self._durable[places] = durables
 
     def recover_output(self, output: Output) -> None:
-        """What a summary has of one request."""
+        """What a summary has of one request; all of it may be known, and more."""
         slot, tokens = output.slot, unpack_int32(output.tokens, "tokens")
         if self._capacity[slot] < 0:
             return
         base, stop = int(self._base[slot]), output.start + len(tokens)
         self._arena[base + output.start : base + stop] = tokens
-        self.lengths[slot] = self._summed[slot] = stop
+        self._summed[slot] = stop
+        self.lengths[slot] = max(self.lengths[slot], stop)
         self._durable[slot] = output.durable_tokens
 
     def recovered(self) -> None:

@@ -1,22 +1,29 @@
 """The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
-appended, `summarize` writes it down in few records.
+appended.
 
     records ──replay──► Book and token log        at start (coordinator.journal.recovery makes the actors' states of it)
     append  ──note────► Book                      while running; ledgers and token log are the live ones, changed
                                                   by their owners
-    Book    ──summarize► Summary, images, outputs  now and then, so that a journal is as long as what it tells
+    Book    ──────────► coordinator.journal.summary says it again in fewer records, now and then
 
 A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
+
+A summary is spread over many commits, and replay meets it in two ways. With everything before it still there it repeats
+what is known. With what was before it gone, requests begin as they were accepted, and are right once the summary has
+come to them; of a node's ledger the parts, as it was when the summary began, and the changes since are collected until
+the summary's end, when the one is made of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from coordinator.arrays import unpack_int32
+from coordinator.errors import InternalError
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.records import (
     Accepted,
@@ -28,16 +35,19 @@ from coordinator.journal.records import (
     HandedOver,
     Joined,
     NodeImage,
+    NodePart,
     Ordered,
     Output,
     PoolOpened,
     Record,
     Summary,
+    SummaryBegun,
+    SummaryEnded,
     Tokens,
 )
-from coordinator.memory.changes import apply
+from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import EpochKey, Ledger
-from coordinator.memory.ledger_image import epochs_of, image_of, ledger_from
+from coordinator.memory.ledger_image import epochs_of, ledger_from
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN
 from coordinator.scheduling.live import digest
 
@@ -88,6 +98,12 @@ class Book:
                 self.workers[record.worker, record.epoch] = record
             case PoolOpened():
                 self.pools[record.node] = record
+            case SummaryBegun(arrivals, admissions, pools, workers):
+                self.arrivals, self.admissions = max(self.arrivals, arrivals), max(self.admissions, admissions)
+                for opened in pools:
+                    self.note(opened)
+                for joined in workers:
+                    self.note(joined)
             case Forgotten(slots, arrivals):
                 self.arrivals = max(self.arrivals, arrivals)
                 for slot in unpack_int32(slots, "slots").tolist():
@@ -121,72 +137,87 @@ class Book:
         left = epochs_of(self.ledgers[node])
         return [it for key, it in self.workers.items() if it.node == node and key in left]
 
-    def summarize(self, token_log: TokenLog) -> list[Record]:
-        """What `replay` makes this very book of, given the Accepted, Output and Ended records that are kept."""
-        self.workers = {(it.worker, it.epoch): it for node in self.ledgers for it in self.joined(node)}
-        live = [known for known in self.requests.values() if known.ended is None]
-        stays = [known.stay for known in self.requests.values() if known.stay is not None]
-        left = [known for known in self.requests.values() if known.stay is not None and not known.on_worker]
-        ordered = [known.ordered for known in live if known.ordered != no_order(known.ordered.slot)]
-        departed = [Departed(known.accepted.slot, known.kept_tokens, known.first_token) for known in left]
-        records: list[Record] = [
-            Summary(self.arrivals, self.admissions, tuple(ordered), tuple(stays), tuple(departed)),
-        ]
-        records += [self.pools[node] for node in self.ledgers]
-        records += self.workers.values()
-        records += [image_of(node, ledger) for node, ledger in self.ledgers.items()]
-        return records + token_log.take_outputs([stay.slot for stay in stays])
-
 
 def replay(records: Iterable[Record], token_log: TokenLog) -> Book:
     """The state that `records` amount to; tokens go into `token_log`, which must be empty.
 
-    Raises CapacityError when the token log is too small for them.
+    Raises CapacityError when the token log is too small for them, InternalError when they do not fit each other.
     """
-    book = Book()
+    replaying = _Replay(token_log)
     for record in records:
-        _replay(record, book, token_log)
+        replaying.take(record)
     token_log.recovered()
-    return book
+    return replaying.book
 
 
-def _replay(record: Record, book: Book, token_log: TokenLog) -> None:
-    match record:
-        case Accepted():
-            token_log.reopen(record)
-        case Forgotten(slots):
-            for slot in unpack_int32(slots, "slots").tolist():
-                if slot in book.requests:
-                    token_log.close(slot)
-        case Tokens():
-            token_log.recover(record)
-        case Output():
-            token_log.recover_output(record)
-        case Admission(slot) if slot in book.requests:
-            token_log.set_durable(slot, record.durable_tokens)
-        case PoolOpened():
-            book.ledgers[record.node] = Ledger(record.capacity.host_pages)
-        case NodeImage():
-            book.ledgers[record.node] = ledger_from(record)
-        case Changed(node, changes):
-            for change in changes:
-                apply(book.ledgers[node], change)
-        case Summary():
-            _begin_anew(record, book, token_log)
-    book.note(record)
+class _Collected(NamedTuple):
+    """Of a node's ledger, since a summary began."""
+
+    parts: list[NodePart]
+    changes: list[Change]
 
 
-def _begin_anew(summary: Summary, book: Book, token_log: TokenLog) -> None:
-    """Everything but what the requests were and how they ended comes again."""
-    book.ledgers, book.pools, book.workers = {}, {}, {}
-    book.arrivals, book.admissions = summary.arrivals, summary.admissions
-    for slot, known in book.requests.items():
-        known.ordered = no_order(slot)
-        known.stay, known.on_worker, known.kept_tokens, known.first_token = None, False, 0, NO_TOKEN
-    for ordered in summary.ordered:
-        book.note(ordered)
-    for stay in summary.stays:
-        book.note(stay)
-        token_log.set_durable(stay.slot, stay.durable_tokens)
-    for departed in summary.departed:
-        book.note(departed)
+@dataclass(slots=True)
+class _Replay:
+    token_log: TokenLog
+    book: Book = field(default_factory=Book)
+    collected: dict[str, _Collected] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        book, token_log = self.book, self.token_log
+        match record:
+            case Accepted():
+                token_log.reopen(record)
+            case Forgotten(slots):
+                for slot in unpack_int32(slots, "slots").tolist():
+                    if slot in book.requests:
+                        token_log.close(slot)
+            case Tokens():
+                token_log.recover(record)
+            case Output():
+                token_log.recover_output(record)
+            case Admission(slot) if slot in book.requests:
+                token_log.set_durable(slot, record.durable_tokens)
+            case Summary(arrivals, admissions, ordered, stays, departed):
+                book.arrivals, book.admissions = arrivals, admissions
+                said: list[Record] = [*ordered, *stays, *departed]
+                for it in said:
+                    self.take(it)
+            case _:
+                self._take_of_node(record)
+        book.note(record)
+
+    def _take_of_node(self, record: Record) -> None:
+        ledgers = self.book.ledgers
+        match record:
+            case PoolOpened(node, capacity):
+                ledgers[node] = Ledger(capacity.host_pages)
+                self.collected.pop(node, None)
+            case SummaryBegun(pools=pools):
+                self.collected = {opened.node: _Collected([], []) for opened in pools}
+            case NodePart(node):
+                if node in self.collected:
+                    self.collected[node].parts.append(record)
+            case NodeImage(node):
+                ledgers[node] = ledger_from([record])
+            case Changed(node, changes):
+                self._change(node, changes)
+            case SummaryEnded():
+                for node, collected in self.collected.items():
+                    ledgers[node] = ledger_from(collected.parts)
+                    _apply_all(ledgers[node], collected.changes)
+                self.collected = {}
+
+    def _change(self, node: str, changes: Iterable[Change]) -> None:
+        ledger, collected = self.book.ledgers.get(node), self.collected.get(node)
+        if ledger is None and collected is None:
+            raise InternalError("its accounts change before they begin", field="node", value=node)
+        if ledger is not None:
+            _apply_all(ledger, changes)
+        if collected is not None:
+            collected.changes.extend(changes)
+
+
+def _apply_all(ledger: Ledger, changes: Iterable[Change]) -> None:
+    for change in changes:
+        apply(ledger, change)

@@ -12,6 +12,7 @@ begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk a
 
 Tokens are not appended: a group takes whatever the token log has by then, in one row of arrays, ahead of its other
 records. So a record never becomes durable before the tokens on which it was decided, and nobody is woken per token.
+While a summary is under way (coordinator.journal.summary), a group takes some of that too, behind its other records.
 
 When the store fails (a full disk, a failing fsync) the group is tried again every RETRY_S until it succeeds, and
 `failing` says why: new work is refused with that. Running work goes on: workers decode on the pages they hold, and
@@ -35,6 +36,7 @@ from coordinator.errors import InternalError, Unavailable
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.book import Book
 from coordinator.journal.records import Record, Tokens
+from coordinator.journal.summary import Summarizing
 from metrics.logs import fields, logger
 from metrics.state import JournalCounters
 
@@ -72,22 +74,19 @@ class JournalStore(Protocol):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether so much was written that a Summary would save room."""
+        """Whether so much was written since the last SummaryBegun that another would save room."""
 
     def close(self) -> None: ...
 
 
 class _Group:
-    """Records of one transaction: where tokens taken later belong among them, and who waits for its end since
-    `began`."""
+    """Records of one transaction, and who waits for its end since `began`."""
 
-    __slots__ = ("answers", "began", "committed", "news_at", "records", "taken")
+    __slots__ = ("answers", "began", "committed", "records")
 
     def __init__(self) -> None:
         self.began = 0.0
         self.records: list[Record] = []
-        self.taken: list[Tokens] = []  # those in `records`
-        self.news_at = 0
         self.committed = trio.Event()
         self.answers: list[tuple[Reply[Any], Any, str]] = []
 
@@ -155,8 +154,8 @@ class Journal(Protocol):
         """What the records so far amount to; `ledgers` in it are the live ones."""
 
     def summarize_if_long(self) -> None:
-        """Replace what was written by a summary, if that saves enough. Only between two turns of the Scheduler, when no
-        change of a ledger is under way."""
+        """Begin to replace what was written by a summary, if that saves enough. Only between two turns of the
+        Scheduler, when no change of a ledger is under way."""
 
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
@@ -212,7 +211,12 @@ class GroupCommit:
         self._news = trio.Event()
         self._closing = False
         self._error = ""
-        self._summary = DONE
+        self._summarizing: Summarizing | None = None
+        self._summary = DONE  # the last group of the last summary
+
+    @property
+    def is_summarizing(self) -> bool:
+        return self._summarizing is not None or not self._summary.done
 
     @property
     def failing(self) -> str:
@@ -231,19 +235,10 @@ class GroupCommit:
         return Commit(pending)
 
     def summarize_if_long(self) -> None:
-        """The tokens of the summary come before what was decided on them, later ones behind the summary."""
-        if self._store.wants_summary and self._summary.done:
-            self._summary = Commit(self._pending)
-            self._take_news()
-            self._pending.records += self.book.summarize(self._token_log)
-            self._pending.news_at = len(self._pending.records)
+        if self._store.wants_summary and not self.is_summarizing:
+            self._summarizing = Summarizing(self.book, self._token_log)
+            self._pending.records.append(self._summarizing.begun)
             self._news.set()
-
-    def _take_news(self) -> None:
-        news = self._token_log.take_news()
-        if news is not None:
-            self._pending.records.insert(self._pending.news_at, news)
-            self._pending.taken.append(news)
 
     def tokens_arrived(self) -> None:
         self._news.set()
@@ -284,16 +279,27 @@ class GroupCommit:
                 await trio.sleep_until(began + INTERVAL_S)
 
     async def _commit_group(self) -> None:
-        self._take_news()
-        group, self._pending = self._pending, _Group()
-        self._writing = group
+        news = self._cut()
+        group = self._writing
         if group.records or self._store.short:
             await self._write(group.records)
         group.end()
-        for news in group.taken:
+        if news is not None:
             self._token_log.commit(news)
-        if group.taken:
             self._on_tokens()
+
+    def _cut(self) -> Tokens | None:
+        """End the pending group, with the tokens that it returns ahead of its records."""
+        group, self._pending = self._pending, _Group()
+        self._writing = group
+        news = self._token_log.take_news()
+        if news is not None:
+            group.records.insert(0, news)
+        if self._summarizing is not None:
+            group.records += self._summarizing.more()
+            if self._summarizing.is_over:
+                self._summarizing, self._summary = None, Commit(group)
+        return news
 
     async def _write(self, group: Sequence[Record]) -> None:
         """Until it succeeds."""

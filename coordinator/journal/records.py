@@ -4,7 +4,7 @@
                    Forgotten
     of a node      PoolOpened, Joined, Changed                                  its pool, its workers, its page tables
     of all         Tokens                                                       one row of arrays per group commit
-    of a summary   Summary, NodeImage, Output                                   what came before, in fewer words
+    of a summary   SummaryBegun, NodePart, Output, SummaryEnded                 what came before, in fewer words
 
 Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.book): records are
 appended in the order in which they became true, and a group takes every token that has arrived before the records that
@@ -164,22 +164,23 @@ class Tokens(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of a summary
 
 
-class Summary(JournalEntry, frozen=True):
-    """This and what follows in its commit replace every record before but Accepted, Output and Ended.
-
-    The highest numbers given out so far; of every request what is wanted (unless it is nothing), its latest stay, and
-    what is left of that if it is over. One record for all of them: a row for each would hold up commits.
-    """
+class SummaryBegun(JournalEntry, frozen=True):
+    """From here on everything is said again, a little in each commit (coordinator.journal.summary): the highest numbers
+    given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
     arrivals: int
     admissions: int
-    ordered: tuple[Ordered, ...] = ()
-    stays: tuple[Admission, ...] = ()
-    departed: tuple[Departed, ...] = ()
+    pools: tuple[PoolOpened, ...]
+    workers: tuple[Joined, ...]
+
+
+class SummaryEnded(JournalEntry, frozen=True):
+    """All has been said again: nothing before the SummaryBegun is needed but Accepted, Output and Ended."""
 
 
 class NodeImage(JournalEntry, frozen=True):
-    """A ledger as it is. `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
+    """A ledger as it is. `free` is the stack of free pages; the rest by admission and epoch. Pages are int32.
+    Written by form 1 of the journal only."""
 
     node: str
     pages_total: int
@@ -187,6 +188,10 @@ class NodeImage(JournalEntry, frozen=True):
     budgets: tuple[BudgetImage, ...]
     holdings: tuple[HoldingImage, ...]
     quarantines: tuple[tuple[EpochKey, bytes], ...]
+
+
+class NodePart(NodeImage, frozen=True):
+    """Part of a ledger as it was at the SummaryBegun before; stack and lists of all parts, in order, are the whole."""
 
 
 class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
@@ -217,6 +222,16 @@ class Output(JournalEntry, frozen=True):
     durable_tokens: int
 
 
+class Summary(JournalEntry, frozen=True):
+    """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
+
+    arrivals: int
+    admissions: int
+    ordered: tuple[Ordered, ...] = ()
+    stays: tuple[Admission, ...] = ()
+    departed: tuple[Departed, ...] = ()
+
+
 Record: TypeAlias = (
     Accepted
     | Ordered
@@ -229,12 +244,15 @@ Record: TypeAlias = (
     | Joined
     | Changed
     | Tokens
+    | SummaryBegun
+    | SummaryEnded
+    | NodePart
+    | Output
     | Summary
     | NodeImage
-    | Output
 )
 
-#: Records that outlive a Summary, until their request is forgotten.
+#: Records that outlive a summary, until their request is forgotten.
 LASTING = (Accepted, Output, Ended)
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,13 +1,15 @@
 """The journal on disk: one SQLite file, one table of records, written by one thread.
 
     records   number  order of commit
-              slot    whose record it is, for one that outlives a Summary; NULL for a run of others
+              slot    whose record it is, for one that outlives a summary; NULL for a run of others
               body    records, msgpack: one, or as many as came in a row
+    summary   number  of the row where the last complete summary begins: rows without a slot before it are void
 
 Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log. Locked exclusively:
 two coordinators cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its
-slots, a Summary every row without a slot before it. Pages that become free are used again; those beyond a summary's
-worth are given back to the file system, and all of them when it is short.
+slots. A SummaryEnded makes rows void in one stroke, by one number; the groups that follow delete RETIRED_ROWS of them
+each, or the next start all. Pages that become free are used again; those beyond a summary's worth are given back to the
+file system, and all of them when it is short, VACUUM_PAGES at a time likewise.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full: with that room running work
 goes on, and `short` says that no new work should be taken until the reserve is back.
@@ -35,11 +37,13 @@ import trio
 from coordinator.arrays import unpack_int32
 from coordinator.errors import ConfigError
 from coordinator.journal.journal import JournalError
-from coordinator.journal.records import LASTING, Forgotten, Record, Summary, decode_all, encode
+from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode_all, encode
 from metrics.state import JournalCounters
 
-#: The form of the file; a journal of another one is refused.
-VERSION: Final = 1
+#: The form of the file; a journal of a later one is refused.
+VERSION: Final = 2
+#: The form before: the same without `summary`, and with summaries whole in one commit. Opening it makes it this one.
+VERSION_BEFORE: Final = 1
 #: Bytes written without a summary until one is wanted: more than a minute at 88k tokens per second.
 SUMMARY_BYTES: Final = 128 * 1024 * 1024
 #: The same on a disk that is short: what a summary saves is what running work can go on with.
@@ -52,9 +56,9 @@ RESERVE_RETRY_S: Final = 1.0
 CHECKPOINT_PAGES: Final = 1_024
 #: Free pages that stay in the file: what the records up to the next summary will take, with room to spare.
 FREE_PAGES_KEPT: Final = 2 * SUMMARY_BYTES // 4_096
-#: Free pages are given back so many at a time, lest the log grow by as many.
-VACUUM_STEP_PAGES: Final = 1_024
-VACUUM_STEPS_MAX: Final = 256
+#: Void rows deleted, and free pages given back, with one group: a millisecond each.
+RETIRED_ROWS: Final = 16
+VACUUM_PAGES: Final = 256
 #: A lock held by another process is waited for this long: it may be one that is just ending.
 LOCK_WAIT_S: Final = 5.0
 
@@ -70,7 +74,9 @@ _SETTINGS: Final = (
     f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}",
     "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS by_slot ON records (slot) WHERE slot IS NOT NULL",
+    "CREATE TABLE IF NOT EXISTS summary (only INTEGER PRIMARY KEY CHECK (only = 0), number INTEGER NOT NULL)",
 )
+_FIRST_FLOW: Final = "SELECT coalesce(min(number), 0) FROM records WHERE slot IS NULL"
 
 
 class Row(NamedTuple):
@@ -91,7 +97,9 @@ class SqliteStore:
         self._connection = connection
         self._counters = counters
         self._flow_bytes = 0
-        self._last = connection.execute("SELECT coalesce(max(number), 0) FROM records").fetchone()[0]
+        self._last = self._ask("SELECT coalesce(max(number), 0) FROM records")
+        self._begun = self._begin = self._ask("SELECT coalesce(max(number), 0) FROM summary")
+        self._retired = self._ask(_FIRST_FLOW) - 1  # no void row has this number or a lower one
         self._reserve_at = 0.0
         self._keep_reserve()
 
@@ -113,9 +121,15 @@ class SqliteStore:
     # ------------------------------------------------------------ in the thread
 
     def read(self) -> list[Record]:
-        """Every record, in order. Raises JournalError when the file is damaged."""
+        """Every record that counts, in order. Raises JournalError when the file is damaged."""
         try:
-            rows = self._connection.execute("SELECT body, slot IS NULL FROM records ORDER BY number")
+            with suppress(sqlite3.Error):  # a full disk: they go later
+                self._connection.execute("DELETE FROM records WHERE slot IS NULL AND number < ?", (self._begin,))
+                self._retired = max(self._retired, self._begin - 1)
+            counting = "slot IS NOT NULL OR number >= ?"
+            rows = self._connection.execute(
+                f"SELECT body, slot IS NULL FROM records WHERE {counting} ORDER BY number", (self._begin,)
+            )
             return [record for body, is_flow in rows for record in self._decode(body, bool(is_flow))]
         except (sqlite3.Error, ValueError) as error:
             raise JournalError(f"{self.path}: {error}") from error
@@ -141,46 +155,60 @@ class SqliteStore:
                 raise JournalError(f"{self.path}: {again}") from again
         else:
             if self.short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
+                with suppress(sqlite3.Error):
+                    self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # what was given back is free only then
                 self._keep_reserve()
         self._last += len(rows)
         self._counters.written_bytes += sum(len(row.body) for row in rows)
 
     def _write_rows(self, rows: Sequence[Row]) -> None:
-        flow_bytes = self._flow_bytes
         run = self._connection.execute
+        begun = next((row.number for row in rows if isinstance(row.first, SummaryBegun)), self._begun)
         run("BEGIN IMMEDIATE")
         try:
             for part in _parts(rows):
-                if isinstance(first := part[0].first, Forgotten):
-                    slots = unpack_int32(first.slots, "slots").tolist()
-                    self._connection.executemany("DELETE FROM records WHERE slot = ?", [(slot,) for slot in slots])
-                elif isinstance(first, Summary):
-                    run("DELETE FROM records WHERE slot IS NULL")
-                    flow_bytes = 0
-                self._connection.executemany(
-                    "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", [row[:3] for row in part]
-                )
-                flow_bytes += sum(len(row.body) for row in part if row.slot is None)
+                self._write_part(part, begun)
+            retired = min(self._retired + RETIRED_ROWS, self._begin - 1)
+            if retired > self._retired:
+                void = self._retired, retired
+                run("DELETE FROM records WHERE slot IS NULL AND number > ? AND number <= ?", void)
             run("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 run("ROLLBACK")
             raise
-        has_shrunk, self._flow_bytes = flow_bytes < self._flow_bytes, flow_bytes
-        if has_shrunk:
-            self._vacuum()
+        self._retired = max(self._retired, retired)
+        for row in rows:
+            self._count(row)
+        self._vacuum()
+
+    def _write_part(self, part: Sequence[Row], begun: int) -> None:
+        run_many = self._connection.executemany
+        if isinstance(first := part[0].first, Forgotten):
+            slots = unpack_int32(first.slots, "slots").tolist()
+            run_many("DELETE FROM records WHERE slot = ?", [(slot,) for slot in slots])
+        elif isinstance(first, SummaryEnded):
+            self._connection.execute("INSERT OR REPLACE INTO summary VALUES (0, ?)", (begun,))
+        run_many("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", [row[:3] for row in part])
+
+    def _count(self, row: Row) -> None:
+        """It is written."""
+        if isinstance(row.first, SummaryBegun):
+            self._begun, self._flow_bytes = row.number, 0
+        elif isinstance(row.first, SummaryEnded):
+            self._begin = self._begun
+        self._flow_bytes += len(row.body) if row.slot is None else 0
 
     def _vacuum(self) -> None:
-        """Give back what will not be needed soon. The group is written: a disk too full for this is no failure."""
-        run = self._connection.execute
-        kept = 0 if self.short else FREE_PAGES_KEPT
+        """Give back some of what will not be needed soon. The group is written: a disk too full for this is no
+        failure."""
         with suppress(sqlite3.Error):
-            for _ in range(VACUUM_STEPS_MAX):
-                if run("PRAGMA freelist_count").fetchone()[0] <= kept:
-                    return
-                run("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_STEP_PAGES})")  # to its end
-                run("PRAGMA wal_checkpoint(TRUNCATE)")
+            if self._ask("PRAGMA freelist_count") > (0 if self.short else FREE_PAGES_KEPT):
+                self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")  # to its end
+
+    def _ask(self, query: str) -> int:
+        number: int = self._connection.execute(query).fetchone()[0]
+        return number
 
     # ------------------------------------------------------------ the reserve
 
@@ -214,10 +242,10 @@ class SqliteStore:
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
     """Records as rows hold them: each lasting one alone, the others between them together; a run begins with what
-    deletes others."""
+    voids others, or says from where."""
     runs: list[list[Record]] = []
     for record in records:
-        is_alone = isinstance(record, (*LASTING, Forgotten, Summary))
+        is_alone = isinstance(record, (*LASTING, Forgotten, SummaryBegun, SummaryEnded))
         if is_alone or not runs or isinstance(runs[-1][0], LASTING):
             runs.append([record])
         else:
@@ -226,8 +254,8 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Rows cut before each one that deletes others."""
-    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (Forgotten, Summary)))]
+    """Rows cut before each one that voids others."""
+    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (Forgotten, SummaryEnded)))]
     for start, stop in zip(cuts, [*cuts[1:], len(rows)], strict=True):
         if start < stop:
             yield rows[start:stop]
@@ -242,11 +270,11 @@ def open_store(path: Path, counters: JournalCounters) -> SqliteStore:
         for setting in _SETTINGS:
             connection.execute(setting)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
+        if version in (0, VERSION_BEFORE):
             connection.execute(f"PRAGMA user_version = {VERSION}")
     except (OSError, sqlite3.Error) as error:
         raise _unusable(path, str(error)) from error
-    if version not in (0, VERSION):
+    if version not in (0, VERSION_BEFORE, VERSION):
         raise _unusable(path, f"it has form {version}, this hisparse writes form {VERSION}")
     return SqliteStore(path, connection, counters)
 

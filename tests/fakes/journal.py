@@ -8,18 +8,27 @@ import trio
 
 from coordinator.arrays import unpack_int32
 from coordinator.journal.journal import JournalError
-from coordinator.journal.records import LASTING, Forgotten, Record, Summary, decode, encode
+from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode, encode
 
 
 def kept_of(records: Sequence[Record]) -> list[Record]:
-    """What a store still has of `records`: a Forgotten deletes those of its slots, a Summary what it replaces."""
+    """What a store still has of `records`: a Forgotten deletes those of its slots, a SummaryEnded all before its
+    SummaryBegun but what outlives it."""
     kept: list[Record] = []
+    begun = 0
     for record in records:
         if isinstance(record, Forgotten):
             slots = set(unpack_int32(record.slots, "slots").tolist())
-            kept = [it for it in kept if not (isinstance(it, LASTING) and it.slot in slots)]
-        elif isinstance(record, Summary):
-            kept = [it for it in kept if isinstance(it, LASTING)]
+            before, since = (
+                [it for it in part if not (isinstance(it, LASTING) and it.slot in slots)]
+                for part in (kept[:begun], kept[begun:])
+            )
+            kept, begun = before + since, len(before)
+        elif isinstance(record, SummaryBegun):
+            begun = len(kept)
+        elif isinstance(record, SummaryEnded):
+            before = [it for it in kept[:begun] if isinstance(it, LASTING)]
+            kept, begun = before + kept[begun:], len(before)
         kept.append(record)
     return kept
 

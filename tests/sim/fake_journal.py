@@ -8,7 +8,7 @@ compares promises with.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ from coordinator.journal.journal import JournalError
 from coordinator.journal.records import LASTING, Record
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.ledger_image import image_of
+from coordinator.memory.ledger_image import ledger_from, parts_of
 from tests.sim.trace import Trace, Violation
 
 #: Seconds that a commit takes, and one of a slow disk.
@@ -37,9 +37,11 @@ class FakeDisk:
     def __init__(self, rng: random.Random, trace: Trace) -> None:
         self.rng = rng
         self.trace = trace
-        self.rows: list[tuple[int | None, bytes]] = []
+        self.rows: dict[int, tuple[int | None, bytes]] = {}
         self.since_summary = 0
-        self._in_summary = False
+        self._number = self._begun = 0
+        self._frozen: dict[str, list[records.NodePart]] = {}
+        self._said: dict[str, list[records.NodePart]] = {}
         self.full_until = 0.0
         self.slow_until = 0.0
         self.ledgers: dict[str, Ledger] = {}
@@ -53,14 +55,20 @@ class FakeDisk:
         for record in group:
             if isinstance(record, records.Forgotten):
                 gone = set(unpack_int32(record.slots, "slots").tolist())
-                self.rows = [row for row in self.rows if row[0] not in gone]
-            elif isinstance(record, records.Summary):
-                self.rows = [row for row in self.rows if row[0] is not None]
-                self.since_summary, self._in_summary = 0, True
-            self.rows.append((record.slot if isinstance(record, LASTING) else None, records.encode(record)))
+                self._delete(number for number, (slot, _) in self.rows.items() if slot in gone)
+            elif isinstance(record, records.SummaryBegun):
+                self._begun, self.since_summary = self._number, 0
+            elif isinstance(record, records.SummaryEnded):
+                void = (number for number, (slot, _) in self.rows.items() if slot is None and number < self._begun)
+                self._delete(void)
+            self.rows[self._number] = (record.slot if isinstance(record, LASTING) else None, records.encode(record))
+            self._number += 1
             self.since_summary += 1
             self._note(record)
-        self._in_summary = False
+
+    def _delete(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            del self.rows[number]
 
     def _note(self, record: Record) -> None:
         match record:
@@ -73,13 +81,23 @@ class FakeDisk:
                     self.tokens[self.slots[slot]] = max(self.tokens[self.slots[slot]], start + count)
             case records.Ended(slot=slot, outcome=outcome):
                 self.outcomes[self.slots[slot]] = outcome
-            case records.PoolOpened(node=node, capacity=capacity) if not self._in_summary:
+            case records.PoolOpened(node=node, capacity=capacity):
                 self.ledgers[node] = Ledger(capacity.host_pages)
-            case records.NodeImage(node=node):
-                if image_of(node, self.ledgers[node]) != record:
-                    raise Violation("I1", f"a summary's ledger of {node} is not what its changes amount to")
+                self._frozen.pop(node, None)
+            case records.SummaryBegun():
+                self._frozen = {node: list(parts_of(node, ledger)) for node, ledger in self.ledgers.items()}
+                self._said = {node: [] for node in self.ledgers}
+            case records.NodePart(node=node):
+                self._said[node].append(record)
+            case records.SummaryEnded():
+                self._check_summary()
             case records.Changed(node=node, changes=changes):
                 self._change(node, changes)
+
+    def _check_summary(self) -> None:
+        for node, parts in self._frozen.items():
+            if list(parts_of(node, ledger_from(self._said[node]))) != parts:
+                raise Violation("I1", f"a summary's ledger of {node} is not what its changes amount to")
 
     def _change(self, node: str, changes: Sequence[Change]) -> None:
         try:
@@ -106,7 +124,7 @@ class FakeStore:
         return self._disk.since_summary > SUMMARY_RECORDS
 
     async def load(self) -> list[Record]:
-        return [records.decode(body) for _, body in self._disk.rows]
+        return [records.decode(body) for _, body in self._disk.rows.values()]
 
     async def write(self, group: Sequence[Record]) -> None:
         disk = self._disk

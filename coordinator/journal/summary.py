@@ -1,0 +1,89 @@
+"""A summary: what the journal says, said again in fewer records, so that what was written before can go. Pure.
+
+    SummaryBegun   NodePart, Ordered, Admission, Departed, Output ...   SummaryEnded
+    │              a little at the end of each group that is            └─ the store lets go of what was written before
+    │              written anyway, as true there                           the beginning, a little with each group too
+    └─ pools, workers; ledgers are copied here, and their
+       parts say what they were here
+
+So no commit waits for a summary: each carries at most REQUESTS_EACH requests, one part of a ledger and TOKENS_EACH
+tokens of output (a millisecond in all), and a summary of 10,000 requests takes some 160 of them. What happens meanwhile
+is written as ever, between its records. A request is said as it is when its turn comes, which overrides whatever was
+written of it before (coordinator.journal.book); one that comes later needs no saying again. A ledger does not work like
+that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
+
+A crash in the middle leaves a beginning without an end: the journal is read from where the summary before it began, in
+which what this one said is only repeated. The next life begins one anew.
+
+Rejected: all at once in one commit (holds up everybody, for seconds at 10,000 requests); rows updated in place (each
+group would write a page for every request that has said a token); a second thread with its own connection (the log is
+locked exclusively, and it would hold the interpreter instead); saying again only what the oldest segment has, as
+log-structured file systems do (a few tokens of thousands of requests, in as many rows, for every segment).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Final
+
+from coordinator.gateway.token_log import TokenLog
+from coordinator.journal.book import Book, Known, no_order
+from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded
+from coordinator.memory.ledger_image import parts_of
+
+#: Requests said again in one group.
+REQUESTS_EACH: Final = 64
+#: Tokens of their outputs: 256 KiB.
+TOKENS_EACH: Final = 65_536
+
+
+class Summarizing:
+    """One summary under way. Make it where all ledgers are as their changes in the journal say, append `begun` at once,
+    and `more()` to the end of each group, after its tokens were taken from the token log."""
+
+    def __init__(self, book: Book, token_log: TokenLog) -> None:
+        book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
+        pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
+        self.begun = SummaryBegun(book.arrivals, book.admissions, tuple(pools), tuple(workers))
+        self.is_over = False
+        self._book = book
+        self._token_log = token_log
+        self._slots = deque(book.requests)
+        frozen = [parts_of(node, ledger) for node, ledger in book.ledgers.items()]
+        self._parts: Iterator[NodePart] = chain.from_iterable(frozen)
+
+    def more(self) -> list[Record]:
+        """The next records, the last of them SummaryEnded."""
+        parts: list[Record] = list(islice(self._parts, 1))
+        facts, outputs = self._say_requests()
+        self.is_over = not (parts or self._slots)
+        return parts + facts + list(outputs) + ([SummaryEnded()] if self.is_over else [])
+
+    def _say_requests(self) -> tuple[list[Record], list[Output]]:
+        facts: list[Record] = []
+        outputs: list[Output] = []
+        room = TOKENS_EACH
+        for _ in range(min(REQUESTS_EACH, len(self._slots))):
+            known = self._book.requests.get(self._slots[0])
+            if known is not None:
+                facts += _facts_of(known)
+                output = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
+                outputs += [output] if output else []
+                room -= len(output.tokens) // 4 if output else 0
+                if not room:
+                    break  # there may be more of it
+            self._slots.popleft()
+        return facts, outputs
+
+
+def _facts_of(known: Known) -> Iterator[Record]:
+    """All but what every request begins with."""
+    slot, stay = known.accepted.slot, known.stay
+    if known.ended is None and known.ordered != no_order(slot):
+        yield known.ordered
+    if stay is not None:
+        yield stay
+        if not known.on_worker:
+            yield Departed(slot, known.kept_tokens, known.first_token)
