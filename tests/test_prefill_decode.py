@@ -214,11 +214,9 @@ async def test_workers_that_share_nothing_but_a_network(
         for admission in (AUTO, DIRECT):
             assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
         copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
-        pages = {worker: await nodes.samples(worker, PAGES, "end") for worker in ("w0", "w1", "w2", "w3")}
+        pages = {worker: (await nodes.samples(worker, PAGES, "end"))["receiver"] for worker in ("w2", "w3")}
         await assert_nothing_leaked(client)
     assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
     assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
     assert all(copied[worker]["preload"] > 0 for worker in ("w2", "w3"))
-    assert pages["w0"]["sender"] + pages["w1"]["sender"] == pages["w2"]["receiver"] + pages["w3"]["receiver"]
-    assert pages["w2"]["receiver"] > 0
-    assert pages["w3"]["receiver"] > 0
+    assert all(pages[worker] > 0 for worker in ("w2", "w3"))
