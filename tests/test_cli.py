@@ -215,21 +215,25 @@ def test_a_defect_shows_its_traceback_and_exits_with_70(monkeypatch: pytest.Monk
 
 
 def test_requests_in_every_format(gateway: FakeGateway) -> None:
-    rows = (REQUEST, row(REQUEST, request_id="r2", state="QUEUED", worker="", hot_slots=-1, hits=0, misses=0))
+    queued = row(REQUEST, request_id="r2", state="QUEUED", worker="", hot_slots=-1, hits=0, misses=0)
+    rows = (REQUEST, queued, row(REQUEST, request_id="r3", state="RETRACTED", held=True))
     gateway.on(messages.ListRequests, lambda m: [messages.RequestRows(tag_of(m), rows, truncated=True)])
     table = run("requests", "--limit", "2")
     assert gateway.received == [messages.ListRequests(1, 2)]
-    header, _, first, second = table.stdout.strip().splitlines()
+    header, _, first, second, third = table.stdout.strip().splitlines()
     assert header.split()[:3] == ["ID", "STATE", "PRIO"]
     assert first.split()[:7] == ["r1", "RUNNING", "0", "w0", "100", "5/64", "104"]
     assert "75.0%" in first
     assert "1m15s" in first
     assert second.split()[:4] == ["r2", "QUEUED", "0", "-"]
+    assert third.split()[:3] == ["r3", "RETRACTED", "held"]
     assert table.stderr == "only the first 2 requests; raise --limit\n"
     as_json = json.loads(run("requests", "-o", "json").stdout)
     assert as_json[0] == msgspec.structs.asdict(REQUEST)
     lines = run("requests", "-o", "jsonl", "--state", "queued").stdout.splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r2"]
+    lines = run("requests", "-o", "jsonl", "--state", "held").stdout.splitlines()
+    assert [json.loads(line)["request_id"] for line in lines] == ["r3"]
 
 
 def test_a_request_tells_its_story(gateway: FakeGateway) -> None:

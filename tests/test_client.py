@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,8 @@ import trio
 import trio.testing
 
 from coordinator.arrays import pack_int32
-from coordinator.client.client import Client, open_client, run_client
-from coordinator.client.token_stream import Stream
-from coordinator.errors import BadInput, NotFound, ProtocolError, Unavailable
+from coordinator.client import Client, Stream, open_client, run_client
+from coordinator.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable
 from coordinator.messages import Ended, Sampling, Submit
 from tests.fakes.dealer import FakeDealer
 from tests.gateway_rig import GatewayRig, running
@@ -66,6 +65,39 @@ async def test_many_calls_at_once_get_their_own_answers(rig: GatewayRig) -> None
         async with trio.open_nursery() as nursery:
             for request_id in ids:
                 nursery.start_soon(submit, request_id)
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "complaint"),
+    [
+        (lambda it: it.submit([1.5], SAMPLING), BadInput, "prompt=1 values: no row of int32 token ids"),
+        (lambda it: it.submit("hello", SAMPLING), BadInput, "no row of int32 token ids"),
+        (lambda it: it.submit(np.zeros((2, 2), int), SAMPLING), BadInput, "but 2 dimensions of int64"),
+        (lambda it: it.submit(np.array([1, -(2**40)]), SAMPLING), BadInput, f"prompt={-(2**40)}: a token id"),
+        (
+            lambda it: it.submit([1], Sampling(max_tokens="5")),
+            BadInput,
+            "max_tokens='5': cannot be sent",
+        ),
+        (lambda it: it.submit([1], Sampling(5, stop="END")), BadInput, "stop='END': cannot be sent: Expected `array`"),
+        (lambda it: it.submit([1], SAMPLING, priority=10**30), BadInput, "priority=1000000.*: cannot be sent"),
+        (lambda it: it.submit_detached([1], SAMPLING, request_id=7), BadInput, "request_id=7: cannot be sent"),
+        (lambda it: it.request("\ud800"), BadInput, "request_id=.*: cannot be sent"),
+        (lambda it: it.abort("r1"), BadInput, r"ids=r1: one text, not a list of them \(give \['r1'\]\)"),
+        (lambda it: it.drain(), NotAllowed, 'role=client: has no DrainWorkers .*role="admin"'),
+    ],
+)
+async def test_what_the_gateway_could_not_read_costs_no_other_call(
+    rig: GatewayRig, ask: Callable[[Client], Awaitable[object]], kind: type[HiSparseError], complaint: str
+) -> None:
+    """It is refused by the name of its field before it is sent; the connection and its streams stay."""
+    async with open_client(rig.client_socket.endpoint) as client:
+        stream = await client.submit([1], SAMPLING, request_id="other")
+        with pytest.raises(kind, match=complaint):
+            await ask(client)
+        rig.speak("other", [4, 5])
+        assert list(await anext(stream)) == [4, 5]
+        assert client.reconnects == 0
 
 
 async def test_a_prompt_too_large_to_send_is_the_callers_error(rig: GatewayRig) -> None:

@@ -133,7 +133,7 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("security.md", f"| {sockets.HANDSHAKE_LIMIT_MS / 1e3:g} s each; {zap.KNOCKS_PER_S:g} a second per key |"),
         ("security.md", f"found by heartbeats of {sockets.TRANSPORT_HEARTBEAT_MS / 1e3:g} s"),
         ("crash-safety.md", f"at least {1e3 * journal.INTERVAL_S:g} ms apart"),
-        ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB the Scheduler writes a summary"),
+        ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB"),
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
         ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
         ("architecture.md", f"{NUMBERS[suspicion.POISON_STRIKES]} deaths of its worker"),

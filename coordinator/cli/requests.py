@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.messages import RequestDetail
 
+#: Beside the states: what waits for an operator to resume it.
+HELD = "HELD"
+
 ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="ID...")
 
 
 @click.command()
-@click.option("--state", "states", multiple=True, metavar="STATE", help="Only these states, e.g. running; repeatable.")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Only these, e.g. running or held; repeatable.")
 @click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Most rows.")
 @watch_option
 @output_option
@@ -53,7 +56,7 @@ def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: fl
         if reply.truncated and not is_noted:
             note(f"only the first {limit} requests; raise --limit")
             is_noted = True
-        return [row for row in reply.rows if not wanted or row.state in wanted]
+        return [row for row in reply.rows if not wanted or row.state in wanted or (row.held and HELD in wanted)]
 
     list_rows(config, fetch, columns, output, interval_s)
 
@@ -62,8 +65,8 @@ def _states(words: Iterable[str]) -> set[str]:
     from coordinator.scheduling.lifecycle import State
 
     wanted = {word.upper() for word in words}
-    if unknown := sorted(wanted - set(State)):
-        known = ", ".join(State).lower()
+    if unknown := sorted(wanted - {*State, HELD}):
+        known = ", ".join([*State, HELD]).lower()
         raise click.BadParameter(f"{unknown[0].lower()!r} is none of {known}", param_hint="--state")
     return wanted
 

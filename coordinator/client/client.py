@@ -33,7 +33,7 @@ import trio
 
 from coordinator import messages
 from coordinator.arrays import pack_tokens, unpack_int32
-from coordinator.client.replies import Call, M, Reply, decode, encode, error_of, expect, reply_of
+from coordinator.client.replies import Call, M, Reply, decode, encode, error_of, expect, ids, reply_of
 from coordinator.client.token_stream import Stream
 from coordinator.errors import CapacityError, HiSparseError, Unavailable
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
@@ -133,12 +133,12 @@ class Client:
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         """Abort all or none. Raises NotFound or WrongState."""
-        return await self._do(lambda tag: messages.AbortRequests(tag, tuple(request_ids)))
+        return await self._do(lambda tag: messages.AbortRequests(tag, ids(request_ids)))
 
     async def acknowledge(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         """The outputs of these ended requests are safe here: the coordinator need not keep them until
         `ended_keep_s` is over. Raises WrongState for a live one."""
-        return await self._do(lambda tag: messages.AcknowledgeOutputs(tag, tuple(request_ids)))
+        return await self._do(lambda tag: messages.AcknowledgeOutputs(tag, ids(request_ids)))
 
     # ------------------------------------------------------------ looking
 
@@ -178,26 +178,26 @@ class Client:
     # ------------------------------------------------------------ operating (role "admin")
 
     async def retract(self, request_ids: Sequence[str], *, keep: bool = True, hold: bool = True) -> tuple[str, ...]:
-        return await self._do(lambda tag: messages.RetractRequests(tag, tuple(request_ids), keep, hold))
+        return await self._do(lambda tag: messages.RetractRequests(tag, ids(request_ids), keep, hold))
 
     async def resume(self, request_ids: Sequence[str]) -> tuple[str, ...]:
-        return await self._do(lambda tag: messages.ResumeRequests(tag, tuple(request_ids)))
+        return await self._do(lambda tag: messages.ResumeRequests(tag, ids(request_ids)))
 
     async def resize(self, request_ids: Sequence[str], hot_slots: int) -> tuple[str, ...]:
-        return await self._do(lambda tag: messages.ResizeRequests(tag, tuple(request_ids), hot_slots))
+        return await self._do(lambda tag: messages.ResizeRequests(tag, ids(request_ids), hot_slots))
 
     async def drain(
         self, workers: Sequence[str] = (), *, handover: bool = False, deadline_s: float = 300.0
     ) -> tuple[str, ...]:
         """Drain workers (none named: all); returns at once."""
-        return await self._do(lambda tag: messages.DrainWorkers(tag, tuple(workers), handover, deadline_s))
+        return await self._do(lambda tag: messages.DrainWorkers(tag, ids(workers), handover, deadline_s))
 
     async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
-        return await self._do(lambda tag: messages.UndrainWorkers(tag, tuple(workers)))
+        return await self._do(lambda tag: messages.UndrainWorkers(tag, ids(workers)))
 
     async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:
         """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine."""
-        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, tuple(workers)))
+        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers)))
 
     async def audit(self) -> messages.AuditRows:
         """Compare what all workers hold with the ledgers, now and twice."""
@@ -232,11 +232,11 @@ class Client:
     async def _exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
         """Send, and return what `read` makes of the reply, in the same instant as the reply arrives.
 
-        Raises what the reply says. Cancelled: the verb may still be carried out.
+        Raises what the reply says, or what `encode` does. Cancelled: the verb may still be carried out.
         """
         self._tag += 1
         tag = self._tag
-        message = encode(make(tag))
+        message = encode(make(tag), self._hello.role)
         call = Call(read)
         dealer = await self._connected()
         self._calls[tag] = call.take

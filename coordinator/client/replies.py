@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 import outcome
 import trio
 
 from coordinator import messages
-from coordinator.errors import BY_CODE, BadInput, HiSparseError, InternalError, ProtocolError
+from coordinator.errors import BY_CODE, BadInput, HiSparseError, InternalError, NotAllowed, ProtocolError
 from coordinator.messages import GatewayMessage
 from coordinator.transport.frames import read_frame
 
 T = TypeVar("T")
 M = TypeVar("M", bound=messages.Message)
 
+#: What a connection of role client may say.
+CLIENT_MESSAGES: Final = get_args(messages.ClientMessage)
+#: What encoding or checking a message raises for what the wire does not carry.
+UNFIT: Final = (OverflowError, UnicodeEncodeError, TypeError, msgspec.ValidationError)
 #: What a call gets: a message, or the error that its Failure carried.
 Reply: TypeAlias = GatewayMessage | HiSparseError
 
@@ -40,25 +44,40 @@ class Call(Generic[T]):
         return self._result.unwrap()
 
 
-def encode(message: messages.Message) -> bytes:
-    """Raises BadInput naming the field that the wire cannot carry: a number beyond 64 bits, text that is no Unicode."""
+def encode(message: messages.AdminMessage, role: str) -> bytes:
+    """Checked as the gateway would, which hangs up on what it cannot read: that would cost every call in flight.
+
+    Raises NotAllowed for a verb that `role` does not have, BadInput naming the field that does not fit.
+    """
+    if role != "admin" and not isinstance(message, CLIENT_MESSAGES):
+        remedy = 'connect to the admin endpoint with role="admin"'
+        raise NotAllowed(f"has no {type(message).__name__}", field="role", value=role, remedy=remedy)
     try:
-        return messages.encode(message)
-    except (OverflowError, UnicodeEncodeError) as error:
-        name, value = next(_unfit(message))
-        remedy = "choose a smaller number" if isinstance(value, int) else "leave out what is no UTF-8"
-        raise BadInput("cannot be sent", field=name, value=ascii(value), remedy=remedy) from error
+        data = messages.encode(message)
+        messages.decode_admin(data)
+    except UNFIT as error:
+        name, value = next(_unfit(message), ("message", message))
+        raise BadInput(f"cannot be sent: {error}", field=name, value=ascii(value), remedy="correct it") from error
+    return data
 
 
 def _unfit(message: msgspec.Struct) -> Iterator[tuple[str, object]]:
-    for name, value in msgspec.structs.asdict(message).items():
+    for field in msgspec.structs.fields(message):
+        value = getattr(message, field.name)
         if isinstance(value, msgspec.Struct):
             yield from _unfit(value)
             continue
         try:
-            msgspec.msgpack.encode(value)
-        except (OverflowError, UnicodeEncodeError):
-            yield name, value
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except UNFIT:
+            yield field.name, value
+
+
+def ids(values: Sequence[str]) -> tuple[str, ...]:
+    """Raises BadInput for a text in place of a list: each of its letters would be an id."""
+    if isinstance(values, str):
+        raise BadInput("one text, not a list of them", field="ids", value=values, remedy=f"give [{values!r}]")
+    return tuple(values)
 
 
 def decode(frame: bytes) -> GatewayMessage:

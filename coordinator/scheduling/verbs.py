@@ -103,7 +103,7 @@ def _check_size(hot_slots: int, live: Live, capacities: Sequence[tuple[str, Work
             "no such hot size",
             field="hot_slots",
             value=hot_slots,
-            remedy=f"choose 0 (resident), -1 (policy) or one of {classes}",
+            remedy=f"choose {RESIDENT} (resident), {NO_HOT_BUFFER} (auto) or one of {', '.join(map(str, classes))}",
         )
     if hot_slots == NO_HOT_BUFFER or any(can_force(hot_slots, live.entry.length, it) for _, it in capacities):
         return

@@ -23,7 +23,11 @@ class Door(NamedTuple):
 
 
 def check_guarded(endpoint: str, guard: Door | PeerKey | Insecure | None) -> None:
-    """Raise ConfigError for tcp without keys, unless the operator wants none."""
+    """Raise ConfigError for what is no endpoint, and for tcp without keys, unless the operator wants none."""
+    if not endpoint.startswith(("ipc://", "tcp://", "inproc://")):
+        raise ConfigError(
+            "not an endpoint", field="endpoint", value=endpoint, remedy="use ipc:///PATH or tcp://HOST:PORT"
+        )
     if guard is None and not endpoint.startswith(("ipc://", "inproc://")):
         raise ConfigError(
             "tcp takes keys, or the word that none are wanted",
