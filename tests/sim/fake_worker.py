@@ -51,6 +51,7 @@ from coordinator.messages import (
 )
 from kernels.layout import PAGE_TOKENS, pages_for
 from metrics.state import WorkerCounters
+from tests.sim.alarms import Alarm, sleep, sleep_until
 from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
@@ -285,14 +286,14 @@ class FakeExecutor:
         self._rng = rng
         self._on_decode = on_decode
         self._commands: deque[Command] = deque()
-        self._news = trio.Event()
+        self._alarm = Alarm()
         self._prompts: deque[Run] = deque()
         self._steps: deque[Step] = deque()
         self._hung_until = 0.0
 
     def submit(self, command: Command) -> None:
         self._commands.append(command)
-        self._news.set()
+        self._alarm.set(trio.current_time())
 
     def hang(self, until: float) -> None:
         self._hung_until = until
@@ -305,14 +306,12 @@ class FakeExecutor:
     async def _pause(self, busy_s: float) -> None:
         """The turn took `busy_s`; with nothing to do, wait for a command, for a write to land, or a while."""
         if not busy_s:
-            self._news = trio.Event()
             idle_until = trio.current_time() + IDLE_S
-            with trio.move_on_at(min([idle_until, *(run.wakes_at for run in self.runs.values())])):
-                await self._news.wait()
+            await self._alarm.sleep_until(min([idle_until, *(run.wakes_at for run in self.runs.values())]))
         else:
-            await trio.sleep(busy_s)
+            await sleep(busy_s)
         if self._hung_until > trio.current_time():
-            await trio.sleep_until(self._hung_until)
+            await sleep_until(self._hung_until)
         await self._gate.passed()
 
     def _turn(self) -> float:
@@ -371,6 +370,8 @@ class FakeExecutor:
                 f"admission {admit.admission} resumes at {durable} rows: "
                 f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
             )
+        if admit.last_topk not in (b"", admit.request_id.encode() if durable else b""):
+            raise Violation("I3", f"admission {admit.admission} begins with the top-k of {admit.last_topk!r}")
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -519,7 +520,8 @@ class FakeExecutor:
         rows = run.position if run.prefilled == len(run.prompt) else 0
         del self.runs[run.admission]
         durable, first_token = run.left_behind(rows)
-        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token))
+        last_topk = run.admit.request_id.encode() if durable else b""
+        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, last_topk))
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
