@@ -289,7 +289,10 @@ class Client:
             dealer.close()
             if isinstance(error, trio.TooSlowError):
                 raise Unavailable(
-                    f"no answer to hello within {WELCOME_LIMIT_S:g} s", field="endpoint", value=self.endpoint
+                    f"no answer to hello within {WELCOME_LIMIT_S:g} s",
+                    field="endpoint",
+                    value=self.endpoint,
+                    remedy="is it a coordinator that listens there, and does it turn? see its /healthz",
                 ) from error
             raise
         self._dealer = dealer

@@ -201,7 +201,9 @@ async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool
                     remedy="see what it wrote above",
                 )
         if trio.current_time() > give_up_at:
-            raise Unavailable(f"not ready after {limit_s:g} s", field="process", value=children[0].name)
+            names = " ".join(child.name for child in children)
+            remedy = "see what they wrote: a large checkpoint, or a slow disk?"
+            raise Unavailable(f"not ready after {limit_s:g} s", field="processes", value=names, remedy=remedy)
         await trio.sleep(POLL_INTERVAL_S)
 
 

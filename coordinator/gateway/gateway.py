@@ -177,9 +177,8 @@ class Gateway:
                 remedy="use the other socket",
             )
         if len(hello.name) > NAME_CHARS_MAX:
-            raise BadInput(
-                f"longer than {NAME_CHARS_MAX} characters", field="name", value=f"{len(hello.name)} characters"
-            )
+            text = f"longer than {NAME_CHARS_MAX} characters"
+            raise BadInput(text, field="name", value=f"{len(hello.name)} characters", remedy="choose a shorter one")
         connections = self._deliveries.connections
         if len(connections) == connections.limit:
             self._deliveries.probe(told_before=math.inf)

@@ -142,14 +142,21 @@ def _checked_ids(ids: object, model: ModelInfo) -> Int32Array:
     """As int32. Raises BadInput unless `ids` is a list of token ids of the model, at least one."""
     odd = next((it for it in ids if type(it) is not int), None) if isinstance(ids, list) else ids
     if odd is not None or not isinstance(ids, list):
-        text = "is no text, list of texts, list of token ids or list of such lists"
-        raise BadInput(text, field="prompt", value=str(odd)[:VALUE_CHARS_MAX])
+        raise BadInput(
+            "is no prompt, or part of one",
+            field="prompt",
+            value=str(odd)[:VALUE_CHARS_MAX],
+            remedy="send a text, a list of texts, token ids, or lists of token ids",
+        )
     if not ids:
         raise BadInput("is empty", field="prompt", value="0 tokens", remedy="give at least one token")
     low, high = min(ids), max(ids)
     if low < 0 or high >= model.vocab_size:
         raise BadInput(
-            f"token ids of {model.name} are 0..{model.vocab_size - 1}", field="prompt", value=low if low < 0 else high
+            f"token ids of {model.name} are 0..{model.vocab_size - 1}",
+            field="prompt",
+            value=low if low < 0 else high,
+            remedy="use the tokenizer of the served model",
         )
     return np.array(ids, np.int32)
 

@@ -156,7 +156,8 @@ def read_body(data: bytes, kind: type[B]) -> B:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(f"not JSON: {error}", field="body", value=f"{len(data)} bytes") from error
+        remedy = "send one JSON object in UTF-8"
+        raise BadInput(f"not JSON: {error}", field="body", value=f"{len(data)} bytes", remedy=remedy) from error
     _check(body)
     return body
 

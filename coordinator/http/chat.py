@@ -43,7 +43,10 @@ def render(
         return _compiled(template).render(**dict(variables) | own | {"strftime_now": strftime_now})
     except Exception as error:  # a template may do anything with messages that it did not expect
         raise BadInput(
-            f"the model's chat template refuses them: {error}", field="messages", value=f"{len(messages)} messages"
+            f"the model's chat template refuses them: {error}",
+            field="messages",
+            value=f"{len(messages)} messages",
+            remedy="order roles as it wants them, or use /v1/completions",
         ) from error
 
 

@@ -195,7 +195,8 @@ def _read(data: bytes, kind: type[CompletionBody] | type[ChatBody], served: Serv
 def _check_id(chosen: str) -> None:
     check_name("x-request-id", chosen, empty=True)
     if len(chosen) > ID_CHARS_MAX:
-        raise BadInput(f"longer than {ID_CHARS_MAX} characters", field="x-request-id", value=f"{len(chosen)}")
+        text = f"longer than {ID_CHARS_MAX} characters"
+        raise BadInput(text, field="x-request-id", value=f"{len(chosen)} characters", remedy="choose a shorter one")
 
 
 async def _whole(
