@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import trio
 
@@ -59,9 +59,12 @@ FREE_PAGES_KEPT: Final = 2 * SUMMARY_BYTES // 4_096
 #: Void rows deleted, and free pages given back, with one group: a millisecond each.
 RETIRED_ROWS: Final = 16
 VACUUM_PAGES: Final = 256
+#: Rows of one statement. The interpreter is given up for each statement, and a busy loop lends it back after 5 ms.
+STATEMENT_ROWS: Final = 256
 #: A lock held by another process is waited for this long: it may be one that is just ending.
 LOCK_WAIT_S: Final = 5.0
 
+T = TypeVar("T")
 
 assert RESERVE_BYTES <= SUMMARY_BYTES  # a reserve that a summary would not outgrow
 
@@ -177,19 +180,22 @@ class SqliteStore:
             if self._connection.in_transaction:
                 run("ROLLBACK")
             raise
-        self._retired = max(self._retired, retired)
+        has_deleted, self._retired = retired > self._retired, max(self._retired, retired)
         for row in rows:
             self._count(row)
-        self._vacuum()
+        if has_deleted or self.short:
+            self._vacuum()
 
     def _write_part(self, part: Sequence[Row], begun: int) -> None:
-        run_many = self._connection.executemany
+        run = self._connection.execute
         if isinstance(first := part[0].first, Forgotten):
-            slots = unpack_int32(first.slots, "slots").tolist()
-            run_many("DELETE FROM records WHERE slot = ?", [(slot,) for slot in slots])
+            for slots in _batches(unpack_int32(first.slots, "slots").tolist()):
+                run(f"DELETE FROM records WHERE slot IN ({', '.join('?' * len(slots))})", slots)
         elif isinstance(first, SummaryEnded):
-            self._connection.execute("INSERT OR REPLACE INTO summary VALUES (0, ?)", (begun,))
-        run_many("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", [row[:3] for row in part])
+            run("INSERT OR REPLACE INTO summary VALUES (0, ?)", (begun,))
+        for batch in _batches(part):
+            values = ", ".join(["(?, ?, ?)"] * len(batch))
+            run(f"INSERT OR REPLACE INTO records VALUES {values}", [it for row in batch for it in row[:3]])
 
     def _count(self, row: Row) -> None:
         """It is written."""
@@ -238,6 +244,11 @@ class SqliteStore:
         self._reserve_at = time.monotonic()
         self.short = f"{reason}; running work lives on the reserve"
         return True
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """STATEMENT_ROWS at a time."""
+    return (items[start : start + STATEMENT_ROWS] for start in range(0, len(items), STATEMENT_ROWS))
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
