@@ -22,6 +22,7 @@ from coordinator.journal.records import LASTING, Record
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.ledger_image import ledger_from, parts_of
+from tests.sim.alarms import sleep
 from tests.sim.trace import Trace, Violation
 
 #: Seconds that a commit takes, and one of a slow disk.
@@ -130,7 +131,7 @@ class FakeStore:
         disk = self._disk
         now = trio.current_time()
         try:
-            await trio.sleep(disk.rng.uniform(*(SLOW_COMMIT_S if now < disk.slow_until else COMMIT_S)))
+            await sleep(disk.rng.uniform(*(SLOW_COMMIT_S if now < disk.slow_until else COMMIT_S)))
         except trio.Cancelled:
             if now >= disk.full_until and disk.rng.random() < 0.5:
                 disk.commit(group)

@@ -29,6 +29,7 @@ import trio
 
 from coordinator.errors import Unavailable
 from coordinator.transport.sockets import Received, Sent
+from tests.sim.alarms import Alarm, sleep_until
 from tests.sim.trace import Trace
 
 #: Seconds that a frame takes on a healthy wire.
@@ -70,21 +71,6 @@ class Gate:
             action()
         else:
             self._deferred.append(action)
-
-
-class Alarm:
-    """One task sleeps on it; others set it to ring earlier. Costs one wake-up, however often it is set."""
-
-    def __init__(self) -> None:
-        self._scope: trio.CancelScope | None = None
-
-    async def sleep_until(self, at: float) -> None:
-        with trio.CancelScope(deadline=at) as self._scope:
-            await trio.sleep_forever()
-
-    def set(self, at: float) -> None:
-        if self._scope is not None and at < self._scope.deadline:
-            self._scope.deadline = at
 
 
 @dataclass(eq=False)
@@ -290,7 +276,7 @@ class FakeDealer:
         return batch
 
     async def send(self, frame: bytes) -> None:
-        await trio.sleep_until(max(self._held_until, trio.current_time()))
+        await sleep_until(self._held_until)
         await self._gate.passed()
         if self._is_closed or not self.connection.is_open:
             raise Unavailable("the connection was lost", field="endpoint", value=self.connection.role)

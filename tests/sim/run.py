@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -10,38 +9,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import trio
-from trio.testing import MockClock
 
 from tests.sim import workload as workloads
+from tests.sim.alarms import ALARMS, Alarms
 from tests.sim.checker import LIVE_LIMIT_S
 from tests.sim.clients import Workload
 from tests.sim.cluster import Cluster, Shape, on_simulated_machine
 from tests.sim.faults import Faults
 from tests.sim.trace import Trace, Violation
 
-#: Simulated time advances by multiples of this.
-GRAIN_S: Final = 0.005
 #: Pauses between looks at whether everything is over.
 LOOK_S: Final = 0.25
 #: After the last request has ended, memory has this long to come back.
 SETTLE_S: Final = 40.0
-
-
-def coarse_clock() -> MockClock:
-    """A clock that jumps to multiples of GRAIN_S: what is due within one grain happens in one round, in any order.
-
-    A third of the rounds are left of a clock that stops at each deadline, and more things meet in each.
-    """
-    clock = MockClock(autojump_threshold=0.0)
-
-    def jump() -> None:
-        due_s = trio.lowlevel.current_statistics().seconds_to_next_deadline
-        if 0 < due_s < math.inf:
-            grains = math.ceil((clock.current_time() + due_s) / GRAIN_S - 1e-6)
-            clock.jump(max(grains * GRAIN_S - clock.current_time(), due_s))
-
-    clock._autojump = jump  # type: ignore[method-assign]
-    return clock
 
 
 @dataclass
@@ -65,12 +45,14 @@ class Result:
 def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[object] | None = None) -> Result:
     """Run `seed`, with a planted defect if one is given."""
     began = time.perf_counter()
-    clock = coarse_clock()
+    alarms = Alarms()
+    clock = alarms.clock
     trace = Trace(clock.current_time)
     cluster = Cluster(seed, Shape.draw(random.Random(f"{seed} shape"), roomy=not faults), trace)
     tally: list[Faults] = []
 
     async def main() -> None:
+        ALARMS.set(alarms)
         with cluster.scope:
             async with trio.open_nursery() as nursery:
                 await _play(cluster, nursery, tally, faults=faults)
