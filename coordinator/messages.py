@@ -517,7 +517,7 @@ class Admit(Part, frozen=True, tag=True):
 
     `prompt` and `generated` are int32 ids; `generated` tokens were delivered before (resume or replay) and are forced,
     never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host pages
-    already hold that many rows (at least the prompt's): reload index keys and start with a cold hot buffer.
+    already hold that many rows (at least the prompt's): reload index keys, and rows as far as is worth it.
     `host_pages` are int32 ids in order of position. Counts are this admission's totals, not increments.
 
     `hot_slots` NO_HOT_BUFFER: only compute the prompt and stage it, draw the first token, and leave, with Staged and

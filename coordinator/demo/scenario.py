@@ -88,7 +88,7 @@ async def _direct(client: Client, options: DemoOptions, outcome: Outcome, say: S
             await _drain_with_handover(client, chosen.worker, outcome, say)
             await trio.sleep(RETRACTED_FOR_S)
             await client.resume([chosen.request_id])
-            say(f"{chosen.request_id} resumed: index keys reload, hot buffer cold, no prefill")
+            say(f"{chosen.request_id} resumed: index keys and the rows used last reload, no prefill")
     except HiSparseError as error:  # it ended while we looked: the report shows what was not moved
         say(f"not moved: {error}")
 
