@@ -238,6 +238,7 @@ class Bench:
 
     def measure(self, options: argparse.Namespace, ticket: int, receiver: Receiver) -> None:
         receiver.expect(ticket, pages_for(options.tokens))
+        self.streams.adopt_thread()  # one executor after another has it
         prefill, _, total = self.stay(options, ticket, receiver.description)
         first, staged, _ = self.stay(options, ticket + 1, b"")
         self.rounds.append({"prefill": prefill, "staged": staged - first, "arrived": total - prefill, "total": total})
