@@ -9,9 +9,7 @@ from typing import Any, Final
 
 import pytest
 import yaml
-from click import Command, Group
 
-from coordinator.cli import main
 from tests.process_rig import ROOT
 from tests.prometheus_rig import program, unknown_in
 
@@ -78,27 +76,11 @@ def test_the_runbook_explains_every_alert_and_no_other() -> None:
         assert [mark for mark in ("**Means.**", "**Look.**", "**Do.**") if mark not in text] == [], name
 
 
-def test_the_runbook_runs_commands_that_exist_with_flags_that_exist() -> None:
-    """Every `hisparse VERB --flag` of it against the command itself."""
-    commands = re.findall(r"(?:`|^ {4})hisparse ([a-z]+)([^`\n]*)", RUNBOOK, re.MULTILINE)
-    assert len(commands) > 15
-    for verb, rest in commands:
-        assert isinstance(main, Group)
-        command = main.commands[verb]
-        assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest.split("  ")[0])) <= _flags(command), f"{verb}{rest}"
-
-
-def _flags(command: Command) -> set[str]:
-    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-
-
-def test_the_runbook_names_metrics_and_settings_that_exist() -> None:
-    from coordinator.config import SECTIONS
-
-    for expr in re.findall(r"`((?:hisparse|process)_[\w{}=\"]+)`", RUNBOOK):
+def test_the_runbook_names_metrics_and_labels_that_exist() -> None:
+    expressions = re.findall(r"`((?:hisparse|process)_[\w{}=\"]+)`", RUNBOOK)
+    assert len(expressions) > 5
+    for expr in expressions:
         assert unknown_in(expr) == set()
-    for section, field in re.findall(r"`(coordinator|worker|cluster|http)\.(\w+)`", RUNBOOK):
-        assert field in SECTIONS[section].__struct_fields__
 
 
 @pytest.mark.parametrize(
