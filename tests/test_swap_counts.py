@@ -67,6 +67,23 @@ def test_a_grown_buffer_evicts_later(forgotten: list[int], monkeypatch: pytest.M
     assert min(forgotten) > max(before)
 
 
+def test_what_a_warm_start_loads_takes_room(forgotten: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no miss, and what makes way for it later is an eviction."""
+    monkeypatch.setattr("worker.executor.COUNTERS_INTERVAL_S", 0.0)
+    rig = Rig()
+    life = rig.coordinator.create(1, 300, 60)
+    assert rig.coordinator.admit(life, 128)
+    rig.run_until(lambda: len(life.tokens) > 10)
+    rig.coordinator.withdraw(life, "keep")
+    rig.run()
+    before = list(forgotten)
+    assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert rig.executor.counters.warm_starts == {"warm": 1}
+    assert rig.executor.counters.swap.evictions.tolist() == forgotten
+    assert min(forgotten) > max(before)
+
+
 def test_one_step_in_so_many_is_timed_layer_by_layer() -> None:
     """And stands for the others; what is copied for a layer that shares a selection is timed on its own."""
     rig = Rig()

@@ -116,7 +116,7 @@ class Swap:
         """Load rows of positions `tokens[group]`, distinct and in host memory, into the first slots of an empty managed
         buffer, as many as it has at most, once every step launched so far has done with its chunks."""
         counts = [len(positions) for positions in tokens]
-        held = host_tensor(3, sum(counts), dtype=torch.int64, device=self._state.rows.device)
+        held = host_tensor(3, sum(counts), dtype=torch.int32, device=self._state.rows.device)
         held.numpy()[:] = (
             np.repeat(np.arange(len(counts)), counts),
             np.concatenate([np.arange(count) for count in counts]),
@@ -171,7 +171,7 @@ class Swap:
 
     def _hold(self, seat: int, hot_slots: int, held: Tensor) -> None:
         groups, slots, tokens = self._upload(held)
-        hold_tokens(self._state, seat, hot_slots, groups, slots, tokens)
+        hold_tokens(self._state, seat, hot_slots, groups.long(), slots.long(), tokens.long())
 
     def _load_topk(self, places: Tensor) -> None:
         plans = places.to(self._state.rows.device, non_blocking=True)
