@@ -273,7 +273,7 @@ class CoordinatorLife:
             journal = await self._parts._recover()
             async with open_supervisor() as supervisor:
                 self._scheduler = self._parts._start_actors(supervisor, journal)
-                self._cluster.checker.has_ledger_news = True
+                self._cluster.checker.ledger_changes += 1
                 await self._scheduler.stopped.wait()
                 await supervisor.shutdown()
         for router in self._routers:
@@ -509,7 +509,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     def tapped_apply(ledger: Ledger, change: Change) -> Int32Array:
         cluster.trace.note("ledger", "changes", change)
-        cluster.checker.has_ledger_news = True
+        cluster.checker.ledger_changes += 1
         return apply(ledger, change)
 
     async def connect(endpoint: str, *, message_bytes_max: int, key: None) -> FakeDealer:
