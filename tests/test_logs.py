@@ -50,6 +50,18 @@ def test_a_traceback_stays_on_one_line(stream: io.StringIO, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["logfmt", "json"])
+def test_of_a_long_traceback_the_end_is_kept(stream: io.StringIO, form: str) -> None:
+    """It names the error; the beginning is our own loop."""
+    logs.configure("info", form, stream=stream)
+    try:
+        dict[str, int]()["x" * logs.VALUE_CHARS_MAX + " the reason"]
+    except KeyError:
+        logs.logger("worker").exception("failed")
+    assert "the reason" in stream.getvalue()
+    assert "Traceback" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("form", ["logfmt", "json"])
 def test_levels_are_honoured_and_values_bounded(stream: io.StringIO, form: str) -> None:
     """I8."""
     logs.configure("warning", form, stream=stream)

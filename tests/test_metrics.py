@@ -208,6 +208,64 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     assert steps["hisparse_worker_step_seconds_sum"] == pytest.approx(0.004)
 
 
+def test_each_purpose_of_a_copy_has_bytes_and_seconds_of_its_own() -> None:
+    world = World()
+    it = world.counters
+    it.staged_bytes, it.backed_up_bytes, it.preloaded_bytes = 11, 12, 13
+    for seconds, busy in enumerate((it.staging, it.backing_up, it.preloading), 1):
+        busy.spent(seconds)
+    ways = [("to_host", "stage"), ("to_host", "backup"), ("to_device", "preload")]
+    with served(WorkerCollector(world.sources)) as exporter:
+        families = scrape(exporter)
+    copied, spent = (values(families[f"hisparse_worker_{it}_total"]) for it in ("copied_bytes", "copy_seconds"))
+    assert [copied[way] for way in ways] == [11, 12, 13]
+    assert [spent[way] for way in ways] == [1, 2, 3]
+    assert copied.keys() == spent.keys() == {*ways, ("to_device", "swap")}
+
+
+def test_each_number_of_a_transfer_has_its_name() -> None:
+    world = World()
+    world.received = TransferCounters(*range(1, 11))
+    with served(WorkerCollector(world.sources)) as exporter:
+        families = scrape(exporter)
+    told = {name: values(it)["receiver",] for name, it in families.items() if name.startswith("hisparse_transfer_")}
+    assert {name.removeprefix("hisparse_transfer_"): value for name, value in told.items()} == {
+        "bytes_total": 1,
+        "pages_total": 2,
+        "refused_units_total": 3,
+        "ended_early_total": 4 + 5,
+        "shut_out_total": 6,
+        "unreadable_total": 7,
+        "checksum_seconds_total": 8,
+        "open": 9,
+        "in_flight_bytes": 10,
+    }
+
+
+def test_each_wait_of_a_request_has_its_histogram() -> None:
+    sources = coordinator_sources()
+    waits = sources.counters.waits
+    each = {
+        "queue_wait": waits.queue_s,
+        "retract": waits.retract_s,
+        "hand_over": waits.hand_over_s,
+        "resume": waits.resume_s,
+        "time_to_first_token": waits.first_token_s,
+        "inter_token": waits.token_s,
+        "host_page_lifetime": sources.counters.host_page_s,
+        "journal_commit": sources.counters.journal.commit_s,
+    }
+    for seconds, buckets in enumerate(each.values(), 1):
+        buckets.observe(seconds)
+    with served(CoordinatorCollector(sources)) as exporter:
+        families = scrape(exporter)
+    sums = {
+        name: next(it.value for it in families[f"hisparse_{name}_seconds"].samples if it.name.endswith("_sum"))
+        for name in each
+    }
+    assert sums == {name: seconds for seconds, name in enumerate(each, 1)}
+
+
 def test_coordinator_numbers_come_from_one_view() -> None:
     with served(CoordinatorCollector(coordinator_sources())) as exporter:
         families = scrape(exporter)
