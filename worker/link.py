@@ -243,8 +243,9 @@ class Link:
                 next_beat = now + self._pace.heartbeat_s
                 self._perform([*self.state.tick(now), *self.state.heartbeat(self._executor.counters)])
             try:
-                with trio.fail_after(SEND_LIMIT_S):
-                    await self._flush(dealer)
+                if self._outgoing or self._chunks:
+                    with trio.fail_after(SEND_LIMIT_S):
+                        await self._flush(dealer)
             except (Unavailable, trio.ClosedResourceError) as error:
                 return self._end(Drop("lost", str(error)))
             except trio.TooSlowError:
