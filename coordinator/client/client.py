@@ -88,10 +88,12 @@ class Client:
         priority: int = 0,
         admission: str = messages.AUTO,
     ) -> Stream:
-        """Submit and subscribe. Raises BadInput, WrongState (id of another request), CapacityError or Unavailable.
+        """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
 
-        With a `request_id` it outlives lost connections, for as long as the client does. `admission`, one of
-        messages.ADMISSIONS, says how the prompt is to come to the worker that decodes it.
+        With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
+        1000, goes first. `admission`, one of messages.ADMISSIONS, says how the prompt is to come to the worker that
+        decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is
+        full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of it.
         """
         packed = pack_tokens(prompt)
         return await self._surely(
@@ -159,6 +161,7 @@ class Client:
         return model
 
     async def requests(self, limit: int = 10_000) -> messages.RequestRows:
+        """Live and recently ended requests that this key may see, 20,000 at most; `truncated` tells of more."""
         return await self._call(lambda tag: messages.ListRequests(tag, limit), messages.RequestRows)
 
     async def request(self, request_id: str) -> messages.RequestDetail:
@@ -166,9 +169,11 @@ class Client:
         return await self._call(lambda tag: messages.DescribeRequest(tag, request_id), messages.RequestDetail)
 
     async def workers(self) -> tuple[messages.WorkerRow, ...]:
+        """Workers, lost ones that still have memory among them."""
         return (await self._call(messages.ListWorkers, messages.WorkerRows)).rows
 
     async def pools(self) -> tuple[messages.PoolRow, ...]:
+        """Host pools: one per node."""
         return (await self._call(messages.ListPools, messages.PoolRows)).rows
 
     async def tokenizer(self) -> messages.TokenizerData:
@@ -177,22 +182,32 @@ class Client:
 
     # ------------------------------------------------------------ operating (role "admin")
 
+    # Each takes effect for all that are named or for none, and returns a line for each, once it is decided: what
+    # workers have to do for it follows. Each raises NotFound, WrongState (of the first that cannot) or NotAllowed.
+
     async def retract(self, request_ids: Sequence[str], *, keep: bool = True, hold: bool = True) -> tuple[str, ...]:
+        """Take running requests off their workers. `keep` host pages, or free them too; `hold` until `resume`, or let
+        policy bring them back."""
         return await self._do(lambda tag: messages.RetractRequests(tag, ids(request_ids), keep, hold))
 
     async def resume(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """Let held requests run again."""
         return await self._do(lambda tag: messages.ResumeRequests(tag, ids(request_ids)))
 
     async def resize(self, request_ids: Sequence[str], hot_slots: int) -> tuple[str, ...]:
+        """Force hot buffers to a size class of the workers; 0: resident; -1: policy decides again. Raises BadInput or
+        CapacityError for what no worker could give."""
         return await self._do(lambda tag: messages.ResizeRequests(tag, ids(request_ids), hot_slots))
 
     async def drain(
         self, workers: Sequence[str] = (), *, handover: bool = False, deadline_s: float = 300.0
     ) -> tuple[str, ...]:
-        """Drain workers (none named: all); returns at once."""
+        """Admit nobody to these workers (none named: all) any more. What runs there finishes, or moves to other workers
+        (`handover`); past `deadline_s`, a day at most, the rest is retracted."""
         return await self._do(lambda tag: messages.DrainWorkers(tag, ids(workers), handover, deadline_s))
 
     async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
+        """Admit to these workers (none named: all) again."""
         return await self._do(lambda tag: messages.UndrainWorkers(tag, ids(workers)))
 
     async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class KeyDecoder:
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, data: bytes) -> list[str]:
+        """The keys that `data` completes, by name (`SEQUENCES`) or as their character."""
         keys: list[str] = []
         data = self._pending + data
         self._pending = b""

@@ -104,6 +104,8 @@ class StepOutputs:
         topk_shape: tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> StepOutputs:
+        """Of a batch of `rows`: tokens int32 [rows] of -1, logits float32 [rows, vocab_size] of 0 if they are kept, the
+        last top-k int32 of `topk_shape` and -1 if it is."""
         return cls(
             tokens=torch.full((rows,), -1, dtype=torch.int32, device=device),
             logits=torch.zeros(rows, vocab_size, dtype=torch.float32, device=device) if keep_logits else None,
