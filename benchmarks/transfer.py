@@ -70,9 +70,7 @@ def main() -> None:
 class Process:
     """One of the two, which answers one line to each order."""
 
-    def __init__(self, prefix: list[str], role: str, options: argparse.Namespace) -> None:
-        command = [*prefix, sys.executable, "-m", "benchmarks.transfer", "--role", role, "--dir", str(options.dir)]
-        command += ["--pages", str(options.pages)]
+    def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def order(self, **what: Any) -> None:
@@ -93,7 +91,10 @@ class Process:
 
 
 def report(options: argparse.Namespace, host: str, prefixes: list[list[str]]) -> None:
-    sender, receiver = Process(prefixes[0], "send", options), Process(prefixes[1], "receive", options)
+    own = [sys.executable, "-m", "benchmarks.transfer", "--dir", str(options.dir), "--pages", str(options.pages)]
+    sender, receiver = (
+        Process([*prefix, *own, "--role", role]) for prefix, role in zip(prefixes, ("send", "receive"), strict=True)
+    )
     rounds: list[dict[str, Any]] = []
     ticket = 0
     for number in range(options.rounds + 1):  # the first one warms up: connections, pages of the pools

@@ -44,7 +44,7 @@ import torch
 import trio
 
 from coordinator.client.client import Client
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import Config, HostFacts, WorkerSettings, build
 from coordinator.messages import DIRECT, STAGED, Sampling
 from kernels.layout import PAGE_TOKENS, pages_for
 from tests.netns_rig import Namespace, namespaces
@@ -94,6 +94,7 @@ def configured(model: Path, directory: Path, options: argparse.Namespace, contex
         "worker.slab_tokens": context_tokens - BUSY_TOKENS_MAX,
         "worker.context_max_tokens": context_tokens,
         "worker.prefill_chunk_tokens": options.chunk_tokens,
+        "worker.layer_group": options.layer_group,
         "worker.report_interval_ms": 1.0,
     }
     if not is_cuda:
@@ -118,8 +119,8 @@ def spots_of(way: str, devices: list[str], nodes: list[Namespace | None]) -> lis
 # ---------------------------------------------------------------- one request
 
 
-async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> dict[str, float]:
-    """Milliseconds."""
+async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> dict[str, Any]:
+    """Milliseconds, and the coordinator's story of the request."""
     prompt = random.Random(name).choices(range(256), k=tokens)
     times: list[float] = []
     began = time.perf_counter()
@@ -128,8 +129,10 @@ async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> 
     )
     async for some in stream:
         times += [time.perf_counter()] * len(some)
-    at = {line.event: line.at_s for line in reversed((await client.request(name)).story)}
+    story = (await client.request(name)).story
+    at = {line.event: line.at_s for line in reversed(story)}
     return {
+        "story": [(round(1e3 * (line.at_s - story[0].at_s), 2), line.event, line.state) for line in story],
         "first": 1e3 * (times[0] - began),
         "second": 1e3 * (times[1] - began),
         "prefill": 1e3 * (at["staged"] - at["admitted"]),
@@ -178,7 +181,7 @@ async def decoding(client: Client, count: int, prefix: str, admission: str) -> A
 
 async def measure(nodes: Nodes, client: Client, way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     admission, rows = STAGED if way == "staged" else DIRECT, []
-    warm = min(options.tokens)
+    warm = min(options.tokens) if options.devices[0] == "cpu" else max(options.tokens)
     for i in range(2):  # of both workers
         await one_prompt(client, warm, f"{way}-warm-{i}", admission)
     for count in dict.fromkeys((0, options.busy)):
@@ -191,7 +194,9 @@ async def measure(nodes: Nodes, client: Client, way: str, options: argparse.Name
                     with trio.fail_after(ROUND_LIMIT_S):
                         row = await one_prompt(client, tokens, f"{way}-{count}-{tokens}-{i}", admission)
                     found.append(row | ({"gap": busy.longest_ms()} if count else {}))
-                middle: dict[str, Any] = {name: median(row[name] for row in found) for name in found[0]}
+                middle: dict[str, Any] = {
+                    name: median(row[name] for row in found) for name in found[0] if name != "story"
+                }
                 rates = rates_of(before, await copies(nodes))
                 rows.append(
                     {"way": way, "busy": count, "tokens": tokens} | middle | {"gb_per_s": rates, "rounds": found}
@@ -312,6 +317,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--chunk-tokens", type=int, default=2_048)
+    parser.add_argument("--layer-group", default=WorkerSettings().layer_group, help="0: whole pages")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2_048, 8_192, 32_768])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", type=int, default=0)

@@ -105,7 +105,7 @@ def flip() -> None:
         tickets[check.ticket] -= 1
         pool = target._pages if isinstance(target, SharedTarget) else target._pool.pages
         page = pool[check.page, check.offset : check.offset + check.length]
-        page[7] ^= 1
+        page[3::4] ^= 0x40  # exponents of float32: rows that nobody would take for others
         say(f"page {check.page} of ticket {check.ticket} spoilt")
         return checksum(page)
 
