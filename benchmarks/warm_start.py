@@ -1,16 +1,17 @@
 """What a warm start saves: a prompt prefilled elsewhere joins a batch. `python -m benchmarks.warm_start`.
 
 One request decodes all the time. Another one's prompt is prefilled and leaves (`Released`, with its last top-k), comes
-back to the same worker with its rows in host memory, as a decode worker has it, makes one step and ends. Cold, that
-step loads every row that it selects; warm, they are loaded before it joins. Printed for both, medians:
+back to the same worker with its rows in host memory, as a decode worker has it, makes one step and ends; and again.
+Cold, that step loads every row that it selects; warm, they are loaded before it joins. Printed for both, medians:
 
     misses            of the one step, summed over index groups, of as many rows as it selects
     next token        from the command to the token after the first: what a client waits between the two
     longest step      between two tokens of the request that decodes all the time, while the other one joins: what
                       everybody else in the batch waits
 
-On a GPU the model is that of benchmarks/decode.py, of random weights and dense MLPs; on a CPU the tiny checkpoint of
-the tests (worker/runners/tiny.py). How alike successive selections are is the model's; both say it (`misses`, warm).
+On a GPU the model is that of benchmarks/decode.py, of random weights and dense MLPs, which selects other tokens in
+each step; so a share of each selection, `--overlap`, is replaced by what was selected before. On a CPU it is the tiny
+checkpoint of the tests (worker/runners/tiny.py), which selects what it does.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.decode import TAIL_SLOTS, make_pool, sizing_of
 from benchmarks.swap_in import machine
-from coordinator.arrays import pack_int32
+from coordinator.arrays import Int32Array, pack_int32
 from coordinator.config import WorkerSettings
 from coordinator.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
-from kernels.layout import managed_chunks, pages_for
+from kernels.layout import Geometry, managed_chunks, pages_for
+from kernels.state import StepBatch
 from worker.executor import Executor
+from worker.last_topk import unpack
 from worker.runners.base import Runner
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.text import make_tokenizer
@@ -69,9 +73,28 @@ class Tokens:
             self.released[event.admission] = event
 
 
+class Overlap:
+    """Replaces `share` of what each of two seats selects in a step by what was `remembered` for it, if anything."""
+
+    def __init__(self, geometry: Geometry, share: float) -> None:
+        shape = 2, geometry.groups, geometry.topk
+        self._remembered = torch.full(shape, -1, dtype=torch.int32, device="cuda")
+        self._shared = torch.rand(geometry.topk, device="cuda") < share
+
+    def remember(self, seat: int, positions: list[Int32Array]) -> None:
+        for known, found in zip(self._remembered[seat], positions, strict=True):
+            known[: len(found)] = torch.from_numpy(found)
+
+    def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
+        known = self._remembered[batch.seats.long().clamp(min=0), group]
+        topk.copy_(torch.where(self._shared & (known >= 0), known, topk))
+
+
 class Bench:
+    overlap: Overlap | None = None
+
     def __init__(self, runner: Runner, pool: Tensor, device: str, context: int, hot_slots: int, chunk: int) -> None:
-        self.context, self.hot_slots = context, hot_slots
+        self.context, self.hot_slots, self.geometry = context, hot_slots, runner.geometry
         self.pages = pages_for(context + STEADY_TOKENS)
         self.vocab = runner.info.vocab_size
         sizing = sizing_of(
@@ -123,12 +146,18 @@ class Bench:
         enough = len(self.reports.times[0]) + SETTLED_STEPS
         self.turn_until(lambda: len(self.reports.times[0]) >= enough)
 
-    def join(self, prompt: bytes, *, warm: bool) -> dict[str, float]:
-        """One prompt, prefilled, away, and back."""
+    def prefill(self, prompt: bytes) -> Released:
         self.reports.ids[1].clear()
         number = self.admit(1, prompt, 2, hot_slots=NO_HOT_BUFFER, hot_chunks=0)
         self.turn_until(lambda: number in self.reports.released)
         left = self.reports.released[number]
+        if self.overlap is not None:
+            self.overlap.remember(1, unpack(left.last_topk, self.geometry, self.context))
+        return left
+
+    def join(self, prompt: bytes, left: Released, *, warm: bool) -> dict[str, float]:
+        """A prompt that has left comes back for one step."""
+        del self.reports.ids[1][1:]
         self.settle()
         began, steps = time.perf_counter(), len(self.reports.times[0])
         number = self.admit(1, prompt, 2, left, last_topk=left.last_topk if warm else b"")
@@ -140,17 +169,22 @@ class Bench:
             "selected": back.hits + back.misses,
             "next_token_ms": 1e3 * (self.reports.times[1][-1] - began),
             "longest_step_ms": 1e3 * max(after - before for before, after in pairwise(times)),
-            "hint_bytes": len(left.last_topk),
+            "last_topk_bytes": len(left.last_topk),
         }
 
-    def measure(self, prompts: list[bytes]) -> dict[str, dict[str, float]]:
+    def measure(self, prompts: list[bytes], repeats: int) -> dict[str, dict[str, float]]:
+        if self.overlap is not None:
+            shares = np.random.default_rng(0).random((self.geometry.groups, self.context)).argsort(1)
+            self.overlap.remember(0, list(shares[:, : self.geometry.topk].astype(np.int32)))
         steady = self.admit(0, prompts[0], STEADY_TOKENS - 64)
         self.turn_until(lambda: self.reports.times[0])
         self.settle()
         rows: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
         for prompt in prompts[1:]:
-            for name, found in rows.items():
-                found.append(self.join(prompt, warm=name == "warm"))
+            left = self.prefill(prompt)
+            for _ in range(repeats):
+                for name, found in rows.items():
+                    found.append(self.join(prompt, left, warm=name == "warm"))
         self.settle()
         times = self.reports.times[0][-SETTLED_STEPS:]
         self.executor.submit(Withdraw(steady))
@@ -167,8 +201,11 @@ class Bench:
 def on_gpu(options: argparse.Namespace) -> Bench:
     config = synthetic_config("deepseek-v3.2", options.layers)
     runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
+    overlap = runner.after_index_topk = Overlap(runner.geometry, options.overlap)
     pool = make_pool(runner.geometry, config, options.pool_gib)
-    return Bench(runner, pool, "cuda", options.context, options.hot_slots, 2_048)
+    bench = Bench(runner, pool, "cuda", options.context, options.hot_slots, 2_048)
+    bench.overlap = overlap
+    return bench
 
 
 def on_cpu(options: argparse.Namespace) -> Bench:
@@ -189,13 +226,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--kv-dtype", default="fp8")
     parser.add_argument("--pool-gib", type=int, default=4, help="a power of two")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--overlap", type=float, default=0.9)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5, help="with each of them")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bench = (on_gpu if options.device == "cuda" else on_cpu)(options)
     text = Path(__file__).read_bytes() * (1 + 2 * options.context // Path(__file__).stat().st_size)
-    starts = range(0, 40 * (options.repeats + 1), 40)
-    rows = bench.measure([pack_int32(list(text[start : start + options.context])) for start in starts])
+    starts = range(0, 40 * (options.prompts + 1), 40)
+    prompts = [pack_int32(list(text[start : start + options.context])) for start in starts]
+    rows = bench.measure(prompts, options.repeats)
     for name, row in rows.items():
         print(name, *(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
     if options.out is not None:
