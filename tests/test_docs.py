@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+from benchmarks.decode_report import RATIOS, ratio
 from coordinator import messages
 from coordinator.cli import main
 from coordinator.cluster import keeper
@@ -156,6 +159,31 @@ def test_each_metric_is_exported() -> None:
     named = [(name, re.sub(r"_(bucket|sum|count)$", "", match[0])) for name, match in found(r"\bhisparse_[a-z_]+\b")]
     assert len(named) > 100
     assert [it for it in named if it[1] not in BY_NAME and not it[1].endswith("_")] == []
+
+
+def test_the_readme_boasts_with_what_was_measured() -> None:
+    said = re.sub(r"\s+", " ", DOCUMENTS["README.md"])
+    rows = result("decode-H200.json")
+    best, worst = ([float(decode_ratio(rows, context, hits)) for context in (32_768, 131_072)] for hits in (0.99, 0.8))
+    assert f"{best[0]:.1f} times as many tokens per second as everything resident at 32k" in said
+    assert f"and {best[1]:.1f} times at 128k" in said
+    assert f"at 80 % it is {worst[0]:.1f} and {worst[1]:.1f} times" in said
+    short = [float(decode_ratio(rows, 8_192, hits)) for hits in (0.99, 0.8)]
+    assert f"At 8k they gain little or lose, {short[0]:.1f} to {short[1]:.1f} times" in said
+    row = next(row for row in result("resume-H200.json") if row["context"] == 32_768)
+    resumed, prefilled = 1e3 * row["managed_resumed_s"], row["managed_first_token_s"]
+    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s" in said
+
+
+def result(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    return rows
+
+
+def decode_ratio(rows: list[dict[str, Any]], context: int, overlap: float) -> str:
+    cells = ratio(rows, context, overlap)
+    assert cells is not None
+    return cells[RATIOS.index("ratio")].strip("*")
 
 
 # ---------------------------------------------------------------- files
