@@ -20,6 +20,7 @@ from coordinator import messages
 from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.cli import main
 from coordinator.cli.common import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
+from coordinator.cli.output import duration_text, hot_text, share_text, size_text
 from coordinator.config import Config
 from coordinator.errors import BY_CODE
 from tests.fakes.gateway import FakeGateway, tag_of
@@ -234,6 +235,40 @@ def test_requests_in_every_format(gateway: FakeGateway) -> None:
     assert [json.loads(line)["request_id"] for line in lines] == ["r2"]
     lines = run("requests", "-o", "jsonl", "--state", "held").stdout.splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r3"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (size_text(1023), "1023 B"),
+        (size_text(1024), "1.0 KiB"),
+        (size_text(1536 * 1024**2), "1.5 GiB"),
+        (size_text(3 * 1024**5), "3072.0 TiB"),
+        (duration_text(59.94), "59.9s"),
+        (duration_text(60), "1m00s"),
+        (duration_text(3_599.9), "59m59s"),
+        (duration_text(90_061), "25h01m"),
+        (share_text(1, 3), "33.3%"),
+        (share_text(0, 0), "-"),
+        (hot_text(0), "resident"),
+        (hot_text(-1), "-"),
+    ],
+)
+def test_cells_change_their_unit_where_it_ends(cell: str, text: str) -> None:
+    assert cell == text
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), BaseExceptionGroup("", [ValueError(), KeyboardInterrupt()]), click.Abort()]
+)
+def test_interrupted_exits_with_130_whatever_else_ended_with_it(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("coordinator.cli.session.call", interrupted)
+    assert run("pool").exit_code == 130
 
 
 def test_a_request_tells_its_story(gateway: FakeGateway) -> None:
