@@ -68,13 +68,13 @@ class Crew:
     def log(self, name: str) -> str:
         return (self.path / f"{name}.log").read_text()
 
-    async def client_when(self, workers: int) -> None:
-        """Until that many workers are connected."""
+    async def client_when(self, workers: int, state: str = "connected") -> None:
+        """Until that many workers are `state`."""
         with trio.fail_after(LIMIT_S):
             while True:
                 try:
                     async with open_client(self.config.cluster.client_endpoint) as client:
-                        if sum(row.state == "connected" for row in await client.workers()) == workers:
+                        if sum(row.state == state for row in await client.workers()) == workers:
                             return
                 except HiSparseError:
                     pass
@@ -206,7 +206,7 @@ async def test_a_coordinator_is_replaced_while_its_requests_run_on(model: Path, 
 
 
 async def test_what_was_acknowledged_is_there_after_a_crash(model: Path, tmp_path: Path) -> None:
-    """Submissions without a client, ended outputs, holds and aborts."""
+    """Submissions without a client, ended outputs, holds and aborts, a drain and its end."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(3, 3)
     endpoint = config.cluster.client_endpoint
     async with crew_of(config, tmp_path, "w0") as crew:
@@ -219,7 +219,13 @@ async def test_what_was_acknowledged_is_there_after_a_crash(model: Path, tmp_pat
                 await admin.submit_detached(prompts[1], sampling, request_id=name)
             await admin.retract(["held"], hold=True)
             await admin.abort(["aborted"])
+            await admin.drain(["w0"], handover=False, deadline_s=600.0)
             detached = await admin.submit_detached(prompts[2], Sampling(max_tokens=30, ignore_eos=True))
+        crew.kill("coordinator")
+        crew.start("coordinator")
+        await crew.client_when(1, state="drained")
+        async with open_client(config.cluster.admin_endpoint, role="admin") as admin:
+            await admin.undrain(["w0"])
         crew.kill("coordinator")
         crew.start("coordinator")
         await crew.client_when(1)

@@ -24,6 +24,7 @@ from coordinator.journal.records import (
     Admission,
     Changed,
     Departed,
+    Drained,
     Ended,
     Forgotten,
     Joined,
@@ -31,8 +32,10 @@ from coordinator.journal.records import (
     PoolOpened,
     Record,
     SummaryEnded,
+    Undrained,
     decode,
     encode,
+    struck_of,
 )
 from coordinator.journal.summary import Summarizing
 from coordinator.memory import ledger_image
@@ -69,10 +72,11 @@ def picture_of(book: Book, log: TokenLog) -> Picture:
     requests = {
         slot: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended) for slot, it in book.requests.items()
     }
-    orders = {slot: it.ordered for slot, it in book.requests.items() if it.ended is None}
+    live = {slot: it for slot, it in book.requests.items() if it.ended is None}
+    orders = {slot: (it.ordered, it.strikes, it.mark, it.killed) for slot, it in live.items()}
     images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
     workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
-    return images, book.pools, workers, requests, orders, outputs, book.arrivals, book.admissions
+    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.admissions
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -256,6 +260,19 @@ class JournalMachine(RuleBasedStateMachine):
         slot = self.pick_slot(pick, ended=False)
         if slot is not None:
             self.write(Ordered(slot, held, -1, outcome, "because"))
+
+    @rule(pick=st.integers(0), strikes=st.integers(1, 6))
+    def strike(self, pick: int, strikes: int) -> None:
+        slot = self.pick_slot(pick, ended=False)
+        if slot is not None:
+            self.write(struck_of("w0", [(slot, strikes, self.log.length(slot))]))
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0), undrain=st.booleans())
+    def drain(self, pick: int, undrain: bool) -> None:
+        """Some are joined again with the number that follows, and stay drained."""
+        joined = self.live[pick % len(self.live)]
+        self.write(Undrained(joined.worker) if undrain else Drained(joined.worker, joined.epoch, 7.5, handover=True))
 
     @rule(pick=st.integers(0))
     def end(self, pick: int) -> None:

@@ -20,11 +20,13 @@ from coordinator.errors import Unavailable, WrongState
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.book import replay
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Joined, Record
+from coordinator.journal.records import Ended, Joined, Record
 from coordinator.journal.recovery import recover
 from coordinator.scheduling.events import Ending, WorkerPort
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.suspicion import POISON_STRIKES
 from tests.fakes.fake_cluster import FakePort
+from tests.fakes.fake_worker import FakePool
 from tests.fakes.journal import FakeStore
 from tests.scheduler_rig import SETTINGS, FakeLink, FakeListener, SchedulerRig
 
@@ -110,6 +112,9 @@ async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.Mo
         assert life.links_of_before.expected == {("w0", 1): True}
         story = life.scheduler.describe("low")[1]
         assert [line.event for line in story] == ["submitted", "recovered"]
+        assert story[-1].reason == "the coordinator restarted; 0 tokens in the journal"
+        line = life.scheduler.describe("running!")[1][-1]
+        assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
         life.check()
 
 
@@ -256,3 +261,95 @@ async def test_new_work_is_refused_while_the_journal_fails(autojump_clock: trio.
         same = messages.Submit(1, ids, messages.Sampling(max_tokens=9), "taken")
         first = await life.scheduler.submit(same, "me")
         assert await life.scheduler.submit(same, "me") == first
+
+
+def drained(life: Life) -> dict[str, float]:
+    """Until when, in seconds since the epoch, and whether with handover (negative)."""
+    workers = life.scheduler._roster.workers.values()
+    return {it.name: (it.drain.deadline + 1e9) * (-1 if it.drain.handover else 1) for it in workers if it.drain}
+
+
+async def test_a_drain_is_in_force_in_every_life_until_it_is_taken_back(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        for name in ("w0", "w1", "w2"):
+            await life.add_worker(name)
+        await life.scheduler.drain(("w0",), "me", handover=True, deadline_s=50.0)
+        await life.scheduler.drain(("w1", "w2"), "me", handover=False, deadline_s=70.0)
+        await life.scheduler.undrain(("w2",), "me")
+        before, groups = drained(life), life.store.groups
+        assert before.keys() == {"w0", "w1"}
+    async with Life.over(groups) as life:
+        assert drained(life) == pytest.approx(before)
+        assert all(row.state == "disconnected" for row in life.scheduler.worker_rows()), "nobody has been heard yet"
+        life.store.wants_summary = True
+        life.scheduler._journal.summarize_if_long()
+        life.store.wants_summary = False
+        await life.scheduler.undrain(("w1",), "me")
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert drained(life) == pytest.approx({"w0": before["w0"]})
+
+
+async def test_a_drain_is_of_a_process_and_not_of_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
+    """Declared down and begun anew, a worker is drained; started anew, it is not."""
+    groups: list[list[Record]] = []
+    for epoch, is_drained in ((2, True), (500, False)):
+        async with Life.over() as life:
+            await life.add_worker("w0")
+            await life.scheduler.drain(("w0",), "me", handover=False, deadline_s=50.0)
+            life.scheduler.worker_down("w0", 1, False)
+            await life.settle()
+            groups = life.store.groups
+        async with Life.over(groups) as life:
+            life.epochs = epoch - 1
+            await life.add_worker("w0")
+            await life.settle()
+            assert bool(drained(life)) == is_drained
+            groups = life.store.groups
+        async with Life.over(groups) as life:
+            assert bool(drained(life)) == is_drained, "and so for every later life"
+
+
+async def test_strikes_are_counted_across_lives(autojump_clock: trio.testing.MockClock) -> None:
+    """I5: the worker dies of the request, over and over, and the coordinator dies in between each time."""
+    groups: list[list[Record]] = []
+    pools: dict[str, FakePool] = {}
+    for strikes in range(1, POISON_STRIKES + 1):
+        async with Life.over(groups) as life:
+            life.epochs, life.pools = strikes, pools
+            link = await life.add_worker("w0")
+            if strikes == 1:
+                await life.submit("poison!", max_tokens=200)
+            await life.settle()
+            life.round()
+            await life.settle()
+            assert link.worker.runs, "it is tried again"
+            life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
+            await life.settle()
+            groups = life.store.groups
+            if strikes == 3:
+                life.store.wants_summary = True
+                life.scheduler._journal.summarize_if_long()
+                life.store.wants_summary = False
+                await life.settle()
+    async with Life.over(groups) as life:
+        row = life.scheduler.describe("poison!")[0]
+        assert row.state == "FAILED"
+        assert f"its worker died {POISON_STRIKES} times" in row.reason
+        assert life.listener.endings["poison!"].reason == row.reason
+
+
+async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_clock: trio.testing.MockClock) -> None:
+    """The strike is in the journal and the end is not."""
+    async with Life.over() as life:
+        link = await life.add_worker("w0")
+        await life.submit("poison!", max_tokens=200)
+        await life.settle()
+        life.scheduler._roster.suspects.recover(life.scheduler._roster.entries[0], POISON_STRIKES - 1, 200)
+        life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
+        await life.settle()
+        records = [record for group in life.store.groups for record in group]
+    ended = next(at for at, record in enumerate(records) if isinstance(record, Ended))
+    async with Life.over([records[:ended]]) as life:
+        assert life.states() == {"poison!": "FAILED"}
+        assert "the last was w0" in life.scheduler.describe("poison!")[0].reason

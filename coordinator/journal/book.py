@@ -30,6 +30,7 @@ from coordinator.journal.records import (
     Admission,
     Changed,
     Departed,
+    Drained,
     Ended,
     Forgotten,
     HandedOver,
@@ -40,16 +41,19 @@ from coordinator.journal.records import (
     Output,
     PoolOpened,
     Record,
+    Struck,
     Summary,
     SummaryBegun,
     SummaryEnded,
     Tokens,
+    Undrained,
 )
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.ledger_image import epochs_of, ledger_from
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN
 from coordinator.scheduling.live import digest
+from coordinator.scheduling.roster import DRAINS_MAX, follows
 
 
 def no_order(slot: int) -> Ordered:
@@ -69,6 +73,9 @@ class Known:
     on_worker: bool = False
     kept_tokens: int = 0
     first_token: int = NO_TOKEN
+    strikes: int = 0
+    mark: int = -1  # generated tokens at the last of them
+    killed: str = ""  # the worker that died then
     ended: Ended | None = None
     prompt_digest: bytes = b""
 
@@ -84,6 +91,7 @@ class Book:
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     pools: dict[str, PoolOpened] = field(default_factory=dict)
     workers: dict[EpochKey, Joined] = field(default_factory=dict)
+    drains: dict[str, Drained] = field(default_factory=dict)
     requests: dict[int, Known] = field(default_factory=dict)
     arrivals: int = 0
     admissions: int = 0
@@ -94,16 +102,17 @@ class Book:
             case Accepted(slot):
                 self.requests[slot] = Known(record, len(record.prompt) // 4, no_order(slot))
                 self.arrivals = max(self.arrivals, record.arrival)
-            case Joined():
-                self.workers[record.worker, record.epoch] = record
-            case PoolOpened():
-                self.pools[record.node] = record
-            case SummaryBegun(arrivals, admissions, pools, workers):
+            case Joined() | PoolOpened() | Drained() | Undrained():
+                self._note_of_node(record)
+            case Struck():
+                self._note_strikes(record)
+            case SummaryBegun(arrivals, admissions, pools, workers, drains):
                 self.arrivals, self.admissions = max(self.arrivals, arrivals), max(self.admissions, admissions)
                 for opened in pools:
                     self.note(opened)
                 for joined in workers:
                     self.note(joined)
+                self.drains = {drained.worker: drained for drained in drains}
             case Forgotten(slots, arrivals):
                 self.arrivals = max(self.arrivals, arrivals)
                 for slot in unpack_int32(slots, "slots").tolist():
@@ -113,6 +122,35 @@ class Book:
                 self._note_of_request(record)
             case Ordered() | HandedOver() | Departed() | Ended():
                 self._note_of_request(record)
+
+    def _note_of_node(self, record: Joined | PoolOpened | Drained | Undrained) -> None:
+        match record:
+            case PoolOpened(node):
+                self.pools[node] = record
+            case Joined(worker=worker, epoch=epoch):
+                self.workers[worker, epoch] = record
+                self._note_drain_of_next(worker, epoch)
+            case Undrained(worker):
+                self.drains.pop(worker, None)
+            case Drained(worker):
+                self.drains.pop(worker, None)
+                self.drains[worker] = record
+                if len(self.drains) > DRAINS_MAX:
+                    del self.drains[next(iter(self.drains))]
+
+    def _note_drain_of_next(self, worker: str, epoch: int) -> None:
+        """A drain goes on with the same process, and ends with another."""
+        drained = self.drains.get(worker)
+        if drained is not None and drained.epoch != epoch:
+            self.drains.pop(worker)
+            if follows(epoch, drained.epoch):
+                self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
+
+    def _note_strikes(self, struck: Struck) -> None:
+        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.slots, struck.strikes, struck.marks))
+        for slot, strikes, mark in zip(*arrays, strict=True):
+            if known := self.requests.get(slot):
+                known.strikes, known.mark, known.killed = strikes, mark, struck.worker
 
     def _note_of_request(self, record: Ordered | Admission | HandedOver | Departed | Ended) -> None:
         known = self.requests.get(record.slot)

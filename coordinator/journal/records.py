@@ -1,8 +1,8 @@
 """What the journal holds: the facts that a coordinator may not forget, as records in the order of their commits. Pure.
 
-    of a request   Accepted, Ordered, Admission, HandedOver, Departed, Ended,   who it is, where it stays, how it ended
-                   Forgotten
-    of a node      PoolOpened, Joined, Changed                                  its pool, its workers, its page tables
+    of a request   Accepted, Ordered, Admission, HandedOver, Departed, Struck,  who it is, where it stays, how it ended
+                   Ended, Forgotten
+    of a node      PoolOpened, Joined, Changed, Drained, Undrained              its pool, its workers, its page tables
     of all         Tokens                                                       one row of arrays per group commit
     of a summary   SummaryBegun, NodePart, Output, SummaryEnded                 what came before, in fewer words
 
@@ -18,10 +18,12 @@ run the whole policy again, and any change of policy would change the past).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import msgspec
 
+from coordinator.arrays import pack_int32
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
 from coordinator.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
@@ -97,6 +99,16 @@ class Departed(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
+class Struck(JournalEntry, frozen=True):
+    """`worker` died with these on it (coordinator.scheduling.suspicion): how many strikes each has by now, and at how
+    many generated tokens. Parallel int32 arrays."""
+
+    worker: str
+    slots: bytes
+    strikes: bytes
+    marks: bytes
+
+
 class Ended(JournalEntry, frozen=True):
     """The last word on a request; all of its tokens come before."""
 
@@ -140,6 +152,20 @@ class Joined(JournalEntry, frozen=True):
     boot: str = ""
 
 
+class Drained(JournalEntry, frozen=True):
+    """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
+    and the next one if its number follows."""
+
+    worker: str
+    epoch: int
+    until_s: float
+    handover: bool
+
+
+class Undrained(JournalEntry, frozen=True):
+    worker: str
+
+
 class Changed(JournalEntry, frozen=True):
     """Changes of a node's ledger, in order."""
 
@@ -172,6 +198,7 @@ class SummaryBegun(JournalEntry, frozen=True):
     admissions: int
     pools: tuple[PoolOpened, ...]
     workers: tuple[Joined, ...]
+    drains: tuple[Drained, ...] = ()
 
 
 class SummaryEnded(JournalEntry, frozen=True):
@@ -232,16 +259,24 @@ class Summary(JournalEntry, frozen=True):
     departed: tuple[Departed, ...] = ()
 
 
+def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> Struck:
+    """Of (slot, strikes, mark) for each."""
+    return Struck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
+
+
 Record: TypeAlias = (
     Accepted
     | Ordered
     | Admission
     | HandedOver
     | Departed
+    | Struck
     | Ended
     | Forgotten
     | PoolOpened
     | Joined
+    | Drained
+    | Undrained
     | Changed
     | Tokens
     | SummaryBegun

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal
 from coordinator.journal.book import Book, Known
@@ -30,8 +32,9 @@ from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
 from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.roster import Entry, Roster, Ticket, Worker
+from coordinator.scheduling.roster import Drain, Entry, Roster, Ticket, Worker
 from coordinator.scheduling.steps import Step
+from coordinator.scheduling.suspicion import POISON_STRIKES, poison_reason
 
 MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
 
@@ -75,6 +78,9 @@ def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> H
     """Fill roster, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
     roster = place.dispatch.roster
     roster.go_on_from(book.arrivals, book.admissions)
+    for drained in book.drains.values():
+        drain = Drain(drained.until_s - place.wall_offset_s, drained.handover)
+        roster.drains[drained.worker] = drained.epoch, drain
     for (name, epoch), port in ports.items():
         joined = book.workers[name, epoch]
         roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
@@ -152,6 +158,10 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     rank = -accepted.priority, accepted.arrival
     sampling, way = accepted.sampling, accepted.admission
     entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
+    dispatch.roster.suspects.recover(entry, known.strikes, known.mark)
+    if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
+        reason = poison_reason(entry, known.killed)
+        ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
     if stay is not None:
         ticket = stay.ticket if known.on_worker else stay.admission
         entry.ticket = ticket if ticket in dispatch.roster.tickets else 0
@@ -163,31 +173,45 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
     place.requests.add(live)
     if stay and known.on_worker:
-        heard = _restore_stay(stay, ordered, live, worker, book, place)
+        heard = _restore_stay(stay, ordered, known, live, worker, book, place)
     else:
-        heard = _restore_waiting(stay, known, live, book, place)
+        heard = _restore_waiting(stay, ordered, known, live, book, place)
     dispatch.roster.hold(entry, ordered.held)
     dispatch.roster.force(entry, ordered.forced_slots)
     return heard
 
 
-def _restore_waiting(stay: journal.Admission | None, known: Known, live: Live, book: Book, place: Place) -> Heard:
+def _restore_waiting(
+    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: Live, book: Book, place: Place
+) -> Heard:
     """Keeping what is left of `stay`, if anything is."""
-    entry, ordered, kept_tokens = live.entry, known.ordered, known.kept_tokens if stay else 0
+    entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
     if stay is not None:
         pages = book.ledgers[stay.node].held(stay.admission).host_pages
         place.dispatch.roster.recover_kept(
             entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
         )
     prefills_only = stay is not None and stay.prefills_only
-    live.state.recover_waiting(place.now, held=ordered.held, kept_tokens=kept_tokens, prefills_only=prefills_only)
+    live.state.recover_waiting(
+        place.now,
+        held=ordered.held,
+        kept_tokens=kept_tokens,
+        prefills_only=prefills_only,
+        known=_in_words(known, entry.generated),
+    )
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Heard()
 
 
 def _restore_stay(
-    stay: journal.Admission, ordered: journal.Ordered, live: Live, worker: Worker | None, book: Book, place: Place
+    stay: journal.Admission,
+    ordered: journal.Ordered,
+    known: Known,
+    live: Live,
+    worker: Worker | None,
+    book: Book,
+    place: Place,
 ) -> Heard:
     """On `worker`, or (None) on one that the earlier life had lost."""
     roster, entry = place.dispatch.roster, live.entry
@@ -203,6 +227,7 @@ def _restore_stay(
         staged=staged,
         held=ordered.held,
         prefills_only=stay.prefills_only,
+        known=_in_words(known, entry.generated),
     )
     if ordered.outcome:
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
@@ -213,6 +238,11 @@ def _restore_stay(
         return Heard()
     exited = ledger.has_exited(stay.worker, stay.epoch)
     return Heard((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+
+
+def _in_words(known: Known, generated: int) -> str:
+    strikes = f", {known.strikes} strikes, the last when {known.killed} died" if known.strikes else ""
+    return f"{generated} tokens in the journal{strikes}"
 
 
 def _state_of(known: Known, place: Place) -> RequestState:

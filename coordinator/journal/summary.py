@@ -30,7 +30,7 @@ from typing import Final
 
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.book import Book, Known, no_order
-from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded
+from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded, struck_of
 from coordinator.memory.ledger_image import parts_of
 
 #: Requests said again in one group.
@@ -46,7 +46,9 @@ class Summarizing:
     def __init__(self, book: Book, token_log: TokenLog) -> None:
         book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
         pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
-        self.begun = SummaryBegun(book.arrivals, book.admissions, tuple(pools), tuple(workers))
+        self.begun = SummaryBegun(
+            book.arrivals, book.admissions, tuple(pools), tuple(workers), tuple(book.drains.values())
+        )
         self.is_over = False
         self._book = book
         self._token_log = token_log
@@ -83,6 +85,8 @@ def _facts_of(known: Known) -> Iterator[Record]:
     slot, stay = known.accepted.slot, known.stay
     if known.ended is None and known.ordered != no_order(slot):
         yield known.ordered
+    if known.strikes and known.ended is None:
+        yield struck_of(known.killed, [(slot, known.strikes, known.mark)])
     if stay is not None:
         yield stay
         if not known.on_worker:

@@ -41,7 +41,7 @@ from coordinator.scheduling.events import (
 from coordinator.scheduling.policy import Policy
 from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Ticket, Worker
 from coordinator.scheduling.steps import Send, Step
-from coordinator.scheduling.suspicion import poison_reason
+from coordinator.scheduling.suspicion import POISON_STRIKES, poison_reason
 from kernels.layout import PAGE_TOKENS, pages_for
 
 
@@ -242,9 +242,9 @@ class Dispatch:
         key = worker.name, worker.epoch
         self.roster.suspects.lost(key, lost)
         self.dirty = True
-        ends = self._judge(key, died=died) if proved_exit else NOTHING
+        ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
-        step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit))
+        step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         heard = Heard((step, *ends.steps), (*ends.tells, *tells), ends.sends)
         for ticket in self.roster.tickets_on(*key):
             heard = heard.plus(self.close_ticket(ticket, reason, is_lost=True))
@@ -258,21 +258,24 @@ class Dispatch:
 
     def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
         self.dirty = True
-        ends = self._judge((worker, epoch), died=died)
-        steps = [Step(node, ProveExit(worker, epoch)) for node in self.policy.ledgers]
+        ends, struck = self._judge((worker, epoch), died=died)
+        nodes = enumerate(self.policy.ledgers)
+        steps = [Step(node, ProveExit(worker, epoch), None if number else struck) for number, node in nodes]
         heard = Heard((*steps, *ends.steps), ends.tells, ends.sends)
         return heard.plus(self._tell_exited((worker, epoch))) if died else heard
 
-    def _judge(self, key: EpochKey, *, died: bool) -> Heard:
-        """Fail those for whom this death was one too many."""
+    def _judge(self, key: EpochKey, *, died: bool) -> tuple[Heard, journal.Struck | None]:
+        """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
+        so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
             self.roster.suspects.survived(key)
-            return NOTHING
-        heard = NOTHING
-        for entry in self.roster.suspects.died(key, self.roster.entries):
-            if entry.phase is not Phase.CLOSING:
+            return NOTHING, None
+        heard, struck = NOTHING, self.roster.suspects.died(key, self.roster.entries)
+        for entry in struck:
+            if entry.strikes >= POISON_STRIKES and entry.phase is not Phase.CLOSING:
                 heard = heard.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
-        return heard
+        said = [(entry.slot, entry.strikes, entry.mark) for entry in struck]
+        return heard, journal.struck_of(key[0], said) if said else None
 
     # ---------------------------------------------------------------- from operators
 
@@ -309,7 +312,7 @@ class Dispatch:
         return NOTHING
 
     def drain(self, worker: Worker, drain: Drain | None) -> None:
-        worker.drain = drain
+        self.roster.drain(worker, drain)
         self.dirty = True
 
     def _give_up(self, entry: Entry, reason: str, tell: Tell) -> Heard:

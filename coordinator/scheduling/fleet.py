@@ -123,7 +123,7 @@ class Fleet:
 
     def _row(self, worker: Worker) -> WorkerRow:
         state = "disconnected" if worker.awaited else "connected"
-        if worker.drain is not None:
+        if worker.drain is not None and not worker.awaited:
             state = "draining" if worker.requests else "drained"
         budget = self._ledgers[worker.node].budget(worker.name)
         return WorkerRow(

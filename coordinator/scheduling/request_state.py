@@ -111,13 +111,25 @@ class RequestState:
 
     # ---------------------------------------------------------------- from the journal
 
-    def recover_waiting(self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False) -> None:
+    # `known`: what the journal knows of it, for the story, which is not in the journal itself
+
+    def recover_waiting(
+        self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False, known: str = ""
+    ) -> None:
         """It was on no worker when the coordinator stopped."""
         self.held, self.kept_tokens, self.prefills_only = held, kept_tokens, prefills_only
-        self._move(WAIT, now, "recovered", f"{kept_tokens} rows kept" if kept_tokens else "")
+        self._move(WAIT, now, "recovered", _restarted(known, f"{kept_tokens} rows kept" if kept_tokens else ""))
 
     def recover_stay(
-        self, now: float, admission: int, worker: str, *, staged: bool, held: bool, prefills_only: bool = False
+        self,
+        now: float,
+        admission: int,
+        worker: str,
+        *,
+        staged: bool,
+        held: bool,
+        prefills_only: bool = False,
+        known: str = "",
     ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
         earlier life, it is leaving."""
@@ -127,7 +139,7 @@ class RequestState:
             State.RETRACTING if held else HAND_ON if staged else State.PREFILLING,
             now,
             "recovered",
-            f"on {worker}, which is awaited",
+            _restarted(known, f"on {worker}, which is awaited"),
         )
 
     def recover_ending(self, now: float, outcome: str, reason: str) -> None:
@@ -393,6 +405,11 @@ def describe_size(hot_slots: int) -> str:
     if hot_slots == messages.NO_HOT_BUFFER:
         return "for its prompt alone"
     return f"{hot_slots} hot slots" if hot_slots else "resident"
+
+
+def _restarted(*known: str) -> str:
+    """The reason of a story's first line in this life."""
+    return "; ".join(["the coordinator restarted", *filter(None, known)])
 
 
 def _refusal(request: RequestState, verb: Verb) -> str | None:

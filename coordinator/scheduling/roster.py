@@ -31,6 +31,8 @@ from coordinator.scheduling.suspicion import Suspects
 
 #: Epochs that went down whose processes' ids are remembered.
 LOST_MAX: Final = 1_024
+#: Names of workers that are drained, or were when they went.
+DRAINS_MAX: Final = 1_024
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
@@ -124,6 +126,12 @@ class Drain:
     handover: bool
 
 
+def follows(epoch: int, before: int) -> bool:
+    """Whether `epoch` is of the process that `before` was of, which has begun anew: the numbers of another process's
+    begin at another moment, in milliseconds (worker/process.py)."""
+    return epoch == before + 1
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """One live epoch. `ranks` are its requests that are not leaving, best first; `managed` those of them whose hot
@@ -180,6 +188,7 @@ class Roster:
         self.promised: dict[int, Entry] = {}  # on one worker for their prompt, with a `decoder`
         self.tickets: dict[int, Ticket] = {}  # by admission
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
+        self.drains: OrderedDict[str, tuple[int, Drain]] = OrderedDict()  # with the epoch; of gone workers too
         self.suspects = Suspects()
         self._arrivals = 0
         self._admissions = 0
@@ -404,6 +413,18 @@ class Roster:
             if other.capacity == worker.capacity:
                 worker.capacity = other.capacity
         self.workers[worker.name] = worker
+        epoch, drain = self.drains.pop(worker.name, (0, None))
+        if worker.epoch == epoch or follows(worker.epoch, epoch):
+            self.drain(worker, drain)
+
+    def drain(self, worker: Worker, drain: Drain | None) -> None:
+        """None: it takes requests again. A drain is of a process: it outlives an epoch, and not a restart."""
+        worker.drain = drain
+        self.drains.pop(worker.name, None)
+        if drain is not None:
+            self.drains[worker.name] = worker.epoch, drain
+            if len(self.drains) > DRAINS_MAX:
+                self.drains.popitem(last=False)
 
     def lose(self, worker: Worker) -> list[Entry]:
         """The worker is gone; returns its requests, all leaving now."""

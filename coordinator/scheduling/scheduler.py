@@ -24,8 +24,8 @@ from coordinator.config import CoordinatorSettings
 from coordinator.errors import HiSparseError, WrongState
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.inventory import adopt
-from coordinator.journal.journal import DONE, Journal, NoJournal
-from coordinator.journal.records import Departed, PoolOpened
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal.records import Departed, Drained, PoolOpened, Undrained
 from coordinator.journal.recovery import Place, restore
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
@@ -292,7 +292,8 @@ class Scheduler(Front):
                 lines = tuple(f"{it}: forgotten" for it in request_ids)
                 commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():
-                ask.reply.set(self._drain(ask, now))
+                lines, commit = self._drain(ask, now)
+                commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
             case events.ReleaseAsk():
                 heard, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
                 for each in heard:
@@ -352,14 +353,18 @@ class Scheduler(Front):
                 entry.generated = self._token_log.length(entry.slot)
             turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
-    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[str, ...]:
+    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
         workers = self._fleet.find(ask.workers)
         check_deadline(ask.deadline_s, DEADLINE_MAX_S)
         drain = None if ask.undrain else Drain(now + ask.deadline_s, ask.handover)
         for worker in workers:
             self._dispatch.drain(worker, drain)
+        until_s = now + ask.deadline_s + self._wall_offset_s
+        commit = self._journal.append(
+            [Undrained(it.name) if ask.undrain else Drained(it.name, it.epoch, until_s, ask.handover) for it in workers]
+        )
         log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
-        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers)
+        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers), commit
 
     # ---------------------------------------------------------------- decisions
 

@@ -63,18 +63,24 @@ class Suspects:
         self._losses.pop(key, None)
 
     def died(self, key: EpochKey, live: Mapping[int, Entry]) -> list[Entry]:
-        """Its process is proved dead: strikes for who was there and is still `live`. Returns those to be failed."""
-        poison: list[Entry] = []
+        """Its process is proved dead: strikes for who was there and is still `live`. Returns them; those with
+        POISON_STRIKES are to be failed."""
+        struck: list[Entry] = []
         for entry, generated in self._losses.pop(key, ()):
             if live.get(entry.slot) is not entry:
                 continue
             entry.strikes = entry.strikes + 1 if generated <= entry.mark else 1
             entry.mark = generated
-            if entry.strikes >= POISON_STRIKES:
-                poison.append(entry)
-            elif entry.strikes >= SUSPECT_STRIKES and entry.generated <= generated:
+            struck.append(entry)
+            if SUSPECT_STRIKES <= entry.strikes < POISON_STRIKES and entry.generated <= generated:
                 self._suspects[entry.slot] = entry
-        return poison
+        return struck
+
+    def recover(self, entry: Entry, strikes: int, mark: int) -> None:
+        """Those that it had in an earlier life."""
+        entry.strikes, entry.mark = strikes, mark
+        if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
+            self._suspects[entry.slot] = entry
 
     def clear(self) -> None:
         """Suspects that have come further than where they were struck are none any more."""
