@@ -283,17 +283,14 @@ def places(options: argparse.Namespace) -> Iterator[list[Namespace | None]]:
         yield list(found)
 
 
-async def run(options: argparse.Namespace, model: Path, context_tokens: int) -> list[dict[str, Any]]:
-    rows = []
-    for way in options.ways:
-        with tempfile.TemporaryDirectory(prefix="hisparse-ttft-") as directory, places(options) as found:
-            config = configured(model, Path(directory), options, context_tokens)
-            spots = spots_of(way, options.devices, found)
-            began = time.monotonic()
-            async with running_nodes(config, Path(directory), spots, found[0]) as (nodes, client):
-                print(f"{way}: up in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-                rows += await measure(nodes, client, way, options)
-    return rows
+async def run(options: argparse.Namespace, way: str, model: Path, context_tokens: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="hisparse-ttft-") as directory, places(options) as found:
+        config = configured(model, Path(directory), options, context_tokens)
+        spots = spots_of(way, options.devices, found)
+        began = time.monotonic()
+        async with running_nodes(config, Path(directory), spots, found[0]) as (nodes, client):
+            print(f"{way}: up in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            return await measure(nodes, client, way, options)
 
 
 def machine(devices: list[str]) -> dict[str, Any]:
@@ -328,13 +325,14 @@ def main() -> None:
     limits = {device: plain_copies(device) for device in dict.fromkeys(options.devices)}
     for device, rates in limits.items():
         print(f"{device}: " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()), flush=True)
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    result = {"machine": machine(options.devices), "setting": setting, "plain_copies": limits, "rows": []}
+    RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hisparse-model-", dir=options.dir) as model:
         write_model(Path(model), options.model, options.layers, context_tokens, options.devices[0])
-        rows = trio.run(run, options, Path(model), context_tokens)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    result = {"machine": machine(options.devices), "setting": setting, "plain_copies": limits, "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"ttft-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        for way in options.ways:
+            result["rows"] += trio.run(run, options, way, Path(model), context_tokens)
+            (RESULTS / f"ttft-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
