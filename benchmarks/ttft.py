@@ -326,12 +326,13 @@ def main() -> None:
     for device, rates in limits.items():
         print(f"{device}: " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()), flush=True)
     setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    result = {"machine": machine(options.devices), "setting": setting, "plain_copies": limits, "rows": []}
+    rows: list[dict[str, Any]] = []
+    result = {"machine": machine(options.devices), "setting": setting, "plain_copies": limits, "rows": rows}
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hisparse-model-", dir=options.dir) as model:
         write_model(Path(model), options.model, options.layers, context_tokens, options.devices[0])
         for way in options.ways:
-            result["rows"] += trio.run(run, options, way, Path(model), context_tokens)
+            rows += trio.run(run, options, way, Path(model), context_tokens)
             (RESULTS / f"ttft-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
