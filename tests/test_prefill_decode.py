@@ -40,6 +40,7 @@ from tests.test_transfer_engines import why_absent
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 COPIED = "hisparse_worker_copied_bytes_total"
+WARM_STARTS = "hisparse_worker_warm_starts_total"
 PAGES = "hisparse_transfer_pages_total"
 ROLES = ("prefill", "prefill", "decode", "decode")
 HOST_MEM = "48MiB"
@@ -73,12 +74,14 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
         for admission in (AUTO, DIRECT):
             assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
         copied = {worker: await samples(tmp_path, worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
+        starts = [await samples(tmp_path, worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
         story = (await client.request("auto-9")).story
         await assert_nothing_leaked(client)
     assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
     assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
     assert all(copied[worker]["preload"] > 0 for worker in ("w2", "w3"))
     assert all(copied[worker]["backup"] == 0 for worker in ("w0", "w1"))
+    assert sum(it["warm"] for it in starts) > 0 == sum(it["refused"] for it in starts)
     passed = [line.state for line in story if line.event in ("admitted", "staged", "released", "started")]
     assert passed[:4] == ["PREFILLING", "TRANSFERRING", "PREFILLED", "READY"]
 
