@@ -1,4 +1,4 @@
-"""coordinator.client.client: streams outlive connections (I5: each position once and in order), calls never hang."""
+"""coordinator.client: streams outlive connections (I5: each position once and in order), calls never hang."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import trio.testing
 
 from coordinator.arrays import pack_int32
 from coordinator.client import Client, Stream, open_client, run_client
+from coordinator.client.connection import Connection
 from coordinator.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable
 from coordinator.messages import Ended, Sampling, Submit
 from tests.fakes.dealer import FakeDealer
@@ -209,22 +210,22 @@ async def test_a_cancelled_reader_loses_no_tokens(rig: GatewayRig) -> None:
 
 
 async def test_a_call_waits_on_when_a_fresh_connection_is_lost_before_it_could_use_it() -> None:
-    client = Client("ipc:///nowhere", "client", "", 1.0)
+    connection = Connection("ipc:///nowhere", "client", "", 1.0, None)
     dealers: list[object] = []
 
     async def call() -> None:
-        dealers.append(await client._connected())
+        dealers.append(await connection._connected())
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
         await trio.testing.wait_all_tasks_blocked()
-        client._ready.set()  # made, and lost again in the same instant
-        client._ready = trio.Event()
+        connection._ready.set()  # made, and lost again in the same instant
+        connection._ready = trio.Event()
         await trio.testing.wait_all_tasks_blocked()
         assert dealers == []
-        client._dealer = dealer = FakeDealer()  # type: ignore[assignment]
-        client._ready.set()
+        connection._dealer = dealer = FakeDealer()  # type: ignore[assignment]
+        connection._ready.set()
     assert dealers == [dealer]
-    client.close()
+    connection.close()
     with pytest.raises(Unavailable, match="the client was closed"):
-        await client.welcome()
+        await connection.greet()

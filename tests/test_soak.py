@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from coordinator.client.client import Client
+from coordinator.client.connection import Connection
 from tests.soak import IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
 
 
@@ -27,7 +28,7 @@ def test_a_pause_lasts_until_the_stream_that_waits_longest_goes_on() -> None:
 
 
 def test_an_output_that_differs_at_any_position_or_in_length_is_seen() -> None:
-    load = Load(Client("nowhere", "client", "", 0), [[1]], {0: [5, 6, 7]})
+    load = Load(Client(Connection("nowhere", "client", "", 0, None)), [[1]], {0: [5, 6, 7]})
     load.assert_expected(0, "0.0", [5, 6, 7])
     with pytest.raises(AssertionError, match=r"0\.0 differs from the undisturbed run from position 1 on"):
         load.assert_expected(0, "0.0", [5, 8, 7])

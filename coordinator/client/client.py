@@ -10,21 +10,14 @@ or, from code without trio, one action per connection:
 
     rows = run_client(endpoint, lambda client: client.requests())
 
-One task receives and hands each message to whom it concerns: replies by tag to the calls that wait, deliveries by
-handle to their streams. A stream buffers what its reader has not taken: at most the tokens that its request asked for.
-
-When the connection is lost the task connects anew, for at most `reconnect_limit_s`, and attaches every unfinished
-stream again at the offset it holds. A submission with a request id of the caller's choice is submitted again: the same
-one under the same id is the same request. Other calls in flight raise ConnectionLost instead: whether a verb was
-carried out cannot be known, and repeating it is the caller's choice. Admin verbs need a connection to the admin
-endpoint with role "admin".
+A lost connection comes back by itself, and streams go on where they were: see coordinator.client.connection. Admin
+verbs need a connection to the admin endpoint with role "admin".
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 import numpy as np
@@ -32,50 +25,37 @@ import numpy.typing as npt
 import trio
 
 from coordinator import messages
-from coordinator.arrays import pack_tokens, unpack_int32
-from coordinator.client.replies import Call, M, Reply, decode, encode, error_of, expect, ids, reply_of
+from coordinator.arrays import pack_tokens
+from coordinator.client.connection import Connection
+from coordinator.client.replies import M, expect, ids
 from coordinator.client.token_stream import Stream
-from coordinator.errors import CapacityError, HiSparseError, Unavailable
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage, ModelInfo, Sampling
+from coordinator.errors import Unavailable
+from coordinator.messages import ModelInfo, Sampling
 from coordinator.transport.keys import Insecure, PeerKey
-from coordinator.transport.sockets import DealerSocket
 
-#: Longest wait for a Welcome on a fresh connection.
-WELCOME_LIMIT_S: Final = 5.0
-#: Pauses between attempts to reconnect.
-RECONNECT_PAUSE_MIN_S: Final = 0.05
-RECONNECT_PAUSE_MAX_S: Final = 1.0
 #: How long streams wait for the coordinator to come back, unless the caller says otherwise.
 RECONNECT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
 
 
-class ConnectionLost(Unavailable):
-    """The connection went while a call was in flight; whether it was carried out is unknown."""
-
-
 class Client:
     """Made by `open_client`. Any number of tasks of one trio run may call it at once."""
 
-    def __init__(
-        self, endpoint: str, role: str, name: str, reconnect_limit_s: float, key: PeerKey | Insecure | None = None
-    ) -> None:
-        self.endpoint = endpoint
-        self._key = key
-        self.reconnects = 0
-        self._hello = messages.Hello(PROTOCOL_VERSION, role, name)
-        self._reconnect_limit_s = reconnect_limit_s
-        self._welcome: messages.Welcome | None = None
-        self._dealer: DealerSocket | None = None
-        self._ready = trio.Event()
-        self._lost: HiSparseError | None = None
-        self._is_lost = trio.Event()
-        self._tag = 0
-        self._calls: dict[int, Callable[[Reply], None]] = {}
-        self._hellos: deque[Callable[[Reply], None]] = deque()
-        self._streams: dict[int, Stream] = {}
-        self._attaching: dict[int, Stream] = {}
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def endpoint(self) -> str:
+        return self._connection.endpoint
+
+    @property
+    def reconnects(self) -> int:
+        return self._connection.reconnects
+
+    async def lost(self) -> None:
+        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
+        await self._connection.lost()
 
     # ------------------------------------------------------------ requests
 
@@ -96,7 +76,7 @@ class Client:
         full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of it.
         """
         packed = pack_tokens(prompt)
-        return await self._surely(
+        return await self._connection.surely(
             request_id,
             lambda: self._subscribe(
                 lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, admission), start=0
@@ -114,7 +94,7 @@ class Client:
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
-        accepted = await self._surely(
+        accepted = await self._connection.surely(
             request_id,
             lambda: self._call(
                 lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, admission),
@@ -130,7 +110,7 @@ class Client:
     async def detach(self, stream: Stream) -> None:
         """Unsubscribe; the request goes on. The stream's iteration ends after what has arrived."""
         await self._call(lambda tag: messages.Detach(tag, stream.request_id), messages.Done)
-        self._streams = {handle: other for handle, other in self._streams.items() if other is not stream}
+        self._connection.forget(stream)
         stream.end(None)
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
@@ -146,15 +126,12 @@ class Client:
 
     async def welcome(self) -> messages.Welcome:
         """Who the coordinator is and which model it serves now."""
-        call = Call(lambda reply: expect(reply, messages.Welcome))
-        dealer = await self._connected()
-        self._hellos.append(call.take)
-        await dealer.send(messages.encode(self._hello))
-        return await call.wait()
+        return await self._connection.greet()
 
     async def model(self) -> ModelInfo:
         """The served model. Raises Unavailable while no worker has registered."""
-        model = self._welcome.model if self._welcome else None
+        welcome = self._connection.welcome
+        model = welcome.model if welcome else None
         model = model or (await self.welcome()).model
         if model is None:
             raise Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH")
@@ -224,217 +201,15 @@ class Client:
 
     # ------------------------------------------------------------ calls
 
-    async def _surely(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
-        """Submit until an answer comes, if that can be done twice."""
-        while True:
-            try:
-                return await submit()
-            except ConnectionLost:
-                if not request_id or self._lost is not None:
-                    raise
-            await trio.sleep(RECONNECT_PAUSE_MIN_S)  # the receiving task may have frames to read before it notices
-
     async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
         return (await self._call(make, messages.Done)).detail
 
     async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> Stream:
         """The stream exists from the moment its Accepted is read, so that the delivery right behind it finds it."""
-        return await self._exchange(make, lambda reply: self._adopt(reply, start))
+        return await self._connection.exchange(make, lambda reply: self._connection.adopt(reply, start))
 
     async def _call(self, make: Callable[[int], messages.AdminMessage], expected: type[M]) -> M:
-        return await self._exchange(make, lambda reply: expect(reply, expected))
-
-    async def _exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
-        """Send, and return what `read` makes of the reply, in the same instant as the reply arrives.
-
-        Raises what the reply says, or what `encode` does. Cancelled: the verb may still be carried out.
-        """
-        self._tag += 1
-        tag = self._tag
-        message = encode(make(tag), self._hello.role)
-        call = Call(read)
-        dealer = await self._connected()
-        self._calls[tag] = call.take
-        try:
-            await self._send(dealer, message)
-            return await call.wait()
-        finally:
-            self._calls.pop(tag, None)
-
-    async def _send(self, dealer: DealerSocket, message: bytes) -> None:
-        """The receiving task sees a lost connection too, and connects anew."""
-        try:
-            await dealer.send(message)
-        except (Unavailable, trio.ClosedResourceError) as error:
-            raise self._connection_lost(str(error)) from error
-
-    def _connection_lost(self, why: str) -> ConnectionLost:
-        return ConnectionLost(
-            f"the connection was lost ({why}); whether it was carried out is unknown",
-            field="endpoint",
-            value=self.endpoint,
-            remedy="look at it with: hisparse requests",
-        )
-
-    async def _connected(self) -> DealerSocket:
-        """The connection. One that was made may be lost again before whoever waited for it has run."""
-        while self._dealer is None:
-            if self._lost is not None:
-                raise self._lost
-            await self._ready.wait()
-        return self._dealer
-
-    def _adopt(self, reply: Reply, start: int) -> Stream:
-        accepted = expect(reply, messages.Accepted)
-        stream = Stream(accepted.request_id, start)
-        self._streams[accepted.handle] = stream
-        return stream
-
-    # ------------------------------------------------------------ connection
-
-    async def connect(self) -> None:
-        """Connect and say hello. Raises Unavailable, NotAllowed, or what the gateway's Failure says."""
-        dealer = await DealerSocket.connect(self.endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX, key=self._key)
-        try:
-            with trio.fail_after(WELCOME_LIMIT_S):
-                await dealer.send(messages.encode(self._hello))
-                first, *rest = map(decode, await dealer.recv_batch())
-            self._welcome = expect(reply_of(first), messages.Welcome)
-        except BaseException as error:
-            dealer.close()
-            if isinstance(error, trio.TooSlowError):
-                raise Unavailable(
-                    f"no answer to hello within {WELCOME_LIMIT_S:g} s",
-                    field="endpoint",
-                    value=self.endpoint,
-                    remedy="is it a coordinator that listens there, and does it turn? see its /healthz",
-                ) from error
-            raise
-        self._dealer = dealer
-        self._ready.set()
-        for message in rest:
-            self._take(message)
-
-    async def lost(self) -> None:
-        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
-        await self._is_lost.wait()
-
-    async def run(self) -> None:
-        """Receive until cancelled or until the coordinator stays away. Never raises: calls and streams are told."""
-        while self._dealer is not None:
-            try:
-                for frame in await self._dealer.recv_batch():
-                    self._take(decode(frame))
-            except HiSparseError as error:
-                await self._recover(error)
-
-    async def _recover(self, cause: HiSparseError) -> None:
-        self._disconnect()
-        self._ready = trio.Event()
-        self._fail_calls(self._connection_lost(cause.message))
-        streams = [stream for stream in (*self._streams.values(), *self._attaching.values()) if stream.unfinished]
-        self._streams.clear()
-        self._attaching.clear()
-        try:
-            await self._reconnect()
-        except HiSparseError as error:
-            self._give_up(error, streams)
-        else:
-            await self._attach_again(streams)
-
-    async def _reconnect(self) -> None:
-        """Try until it works; after `reconnect_limit_s` raise why not."""
-        pause_s = RECONNECT_PAUSE_MIN_S
-        give_up_at = trio.current_time() + self._reconnect_limit_s
-        while True:
-            try:
-                await self.connect()
-            except (Unavailable, CapacityError):  # too many connections or messages: there will be room again
-                if trio.current_time() + pause_s > give_up_at:
-                    raise
-            else:
-                self.reconnects += 1
-                return
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
-
-    async def _attach_again(self, streams: Sequence[Stream]) -> None:
-        """Ask for each stream at the offset it holds; replies come to the receiving task, which this runs in."""
-        for stream in streams:
-            self._tag += 1
-            self._attaching[self._tag] = stream
-        with suppress(Unavailable):  # lost again: the receiving task will see it and start over
-            for tag, stream in tuple(self._attaching.items()):
-                await (await self._connected()).send(
-                    messages.encode(messages.Attach(tag, stream.request_id, stream.received))
-                )
-
-    def _give_up(self, error: HiSparseError, streams: Sequence[Stream]) -> None:
-        self._lost = error
-        self._is_lost.set()
-        self._disconnect()
-        self._ready.set()
-        self._fail_calls(error)
-        for stream in streams:
-            stream.fail(error)
-
-    def _fail_calls(self, error: HiSparseError) -> None:
-        takers = [*self._calls.values(), *self._hellos]
-        self._calls.clear()
-        self._hellos.clear()
-        for take in takers:
-            take(error)
-
-    def close(self) -> None:
-        """Let go of the connection for good; `run` must not be running."""
-        self._lost = self._lost or Unavailable("the client was closed", field="endpoint", value=self.endpoint)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._dealer is not None:
-            self._dealer.close()
-            self._dealer = None
-
-    # ------------------------------------------------------------ what arrives
-
-    def _take(self, message: GatewayMessage) -> None:
-        match message:
-            case messages.Delivery():
-                self._deliver(message)
-            case messages.Ended(handle=handle):
-                stream = self._streams.pop(handle, None)
-                if stream is not None:
-                    stream.end(message)
-            case messages.Welcome():
-                self._welcome = message
-                if self._hellos:
-                    self._hellos.popleft()(message)
-            case messages.Failure(tag=-1):
-                raise error_of(message)
-            case _ if message.tag in self._attaching:
-                self._attached(self._attaching.pop(message.tag), reply_of(message))
-            case _ if message.tag in self._calls:
-                self._calls.pop(message.tag)(reply_of(message))
-            case _:
-                return  # the reply to a call that was cancelled
-
-    def _attached(self, stream: Stream, reply: Reply) -> None:
-        if isinstance(reply, HiSparseError):
-            stream.fail(reply)
-        else:
-            self._streams[expect(reply, messages.Accepted).handle] = stream
-
-    def _deliver(self, delivery: messages.Delivery) -> None:
-        handles = unpack_int32(delivery.handles, "handles").tolist()
-        starts = unpack_int32(delivery.starts, "starts").tolist()
-        counts = unpack_int32(delivery.counts, "counts").tolist()
-        tokens = unpack_int32(delivery.tokens, "tokens")
-        at = 0
-        for handle, start, count in zip(handles, starts, counts, strict=True):
-            stream = self._streams.get(handle)
-            if stream is not None:
-                stream.deliver(start, tokens[at : at + count])
-            at += count
+        return await self._connection.exchange(make, lambda reply: expect(reply, expected))
 
 
 @asynccontextmanager
@@ -452,20 +227,20 @@ async def open_client(
     Raises Unavailable when nobody answers, NotAllowed when the key is not let in. What the block raises comes out as it
     is, not in a group.
     """
-    client = Client(endpoint, role, name, reconnect_limit_s, key)
-    await client.connect()
+    connection = Connection(endpoint, role, name, reconnect_limit_s, key)
+    await connection.connect()
     failure: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(client.run)
+            nursery.start_soon(connection.run)
             try:
-                yield client
+                yield Client(connection)
             except Exception as error:
                 failure = error
             finally:
                 nursery.cancel_scope.cancel()
     finally:
-        client.close()
+        connection.close()
     if failure is not None:
         raise failure
 

@@ -22,7 +22,8 @@ import numpy as np
 import trio
 
 from coordinator.arrays import Int32Array
-from coordinator.client.client import Client, ConnectionLost
+from coordinator.client.client import Client
+from coordinator.client.connection import ConnectionLost
 from coordinator.client.token_stream import Stream
 from coordinator.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
 from coordinator.http.asks import Choice

@@ -27,7 +27,7 @@ import msgspec
 import trio
 import trio._core._run
 
-import coordinator.client.client
+import coordinator.client.connection
 import coordinator.memory.changes
 import coordinator.memory.host_pool
 import coordinator.scheduling.policy
@@ -522,7 +522,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     replacements = (
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
-        (coordinator.client.client, "DealerSocket", SimpleNamespace(connect=connect)),
+        (coordinator.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
         (coordinator.service, "_open_journal", lambda *_: cluster.disk and FakeStore(cluster.disk)),
         (coordinator.service, "time", SimpleNamespace(time=trio.current_time, perf_counter=trio.current_time)),
