@@ -383,7 +383,7 @@ def test_paths_and_methods() -> None:
         assert exporter.host == "127.0.0.1"
         assert exporter.port > 0
         assert get(exporter, "/")[0] == 404
-        assert get(exporter, "/metrics", "POST")[0] == 405
+        assert [get(exporter, path, "POST")[0] for path in ("/metrics", "/healthz", "/readyz")] == [405] * 3
 
 
 class FakeBrokenCollector(Collector):

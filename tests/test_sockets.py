@@ -224,9 +224,11 @@ async def test_the_socket_lives_in_a_private_directory(router: RouterSocket, tmp
     directory = Path(router.endpoint.removeprefix("ipc://")).parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     open_directory = tmp_path / "open"
-    open_directory.mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match="others could reach the sockets"):
-        RouterSocket(f"ipc://{open_directory}/x.sock", message_bytes_max=BYTES_MAX)
+    open_directory.mkdir()
+    for mode in (0o755, 0o710, 0o701):  # whoever may enter it, its group included
+        open_directory.chmod(mode)
+        with pytest.raises(ConfigError, match="others could reach the sockets"):
+            RouterSocket(f"ipc://{open_directory}/x.sock", message_bytes_max=BYTES_MAX)
 
 
 def test_unusable_endpoints_are_refused(tmp_path: Path) -> None:
