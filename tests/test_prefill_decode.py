@@ -131,10 +131,12 @@ async def test_rows_of_one_node_are_decoded_on_another(
     async with running_nodes(config, tmp_path, two_and_two(engine)) as (nodes, client):
         assert await decode_all(client, mixed_prompts(), "far-") == colocated
         copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
+        starts = [await nodes.samples(worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
         story = (await client.request("far-9")).story
         await assert_nothing_leaked(client)
     assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
     assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
+    assert sum(it["warm"] for it in starts) > 0 == sum(it["refused"] for it in starts)
     assert "w2" in " ".join(line.reason for line in story) or "w3" in " ".join(line.reason for line in story)
 
 
