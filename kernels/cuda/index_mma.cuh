@@ -124,19 +124,30 @@ struct Scorer {
         return __uint_as_float((exponent - 14) << 23);
     }
 
+#if WGMMA
+    // Keys of a staged unit as this lane multiplies them, and the scale of the key whose score it will have.
+    struct Keys {
+        u32 a[STEPS][4];
+        float scale;
+    };
+    static __device__ __forceinline__ void read(const u8* unit, Keys& keys) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int s = 0; s < STEPS; s += 2) read_keys(unit, g, t, s, keys.a[s], keys.a[s + 1]);
+        keys.scale = KEY_BYTES == 1 ? key_scale(unit, g + 8 * (t & 1)) : 1.0f;
+    }
+    // Begins c = keys * queries.
+    __device__ __forceinline__ void multiply(float (&c)[TILES][4], const Keys& keys) const {
+        open_products();
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) multiply_team(c, keys.a[s], describe(held.blocks[s]), s);
+        commit_products();
+    }
+#else
     // The score of key `key` of the staged unit, valid in lanes whose t is 0 or 1.
     __device__ __forceinline__ float score(const u8* unit, int& key, bool& mine) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float c[TILES][4] = {};
-#if WGMMA
-        u32 a[STEPS][4];
-#pragma unroll
-        for (int s = 0; s < STEPS; s += 2) read_keys(unit, g, t, s, a[s], a[s + 1]);
-        open_products();
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) multiply_team(c, a[s], describe(held.blocks[s]));
-        close_products();
-#else
 #pragma unroll
         for (int s = 0; s < STEPS; s += 2) {
             u32 a[2][4];
@@ -146,7 +157,13 @@ struct Scorer {
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(c[n], a[i], queries[n][s + i]);
         }
+        const float sum = sum_heads(c, key, mine);
+        return KEY_BYTES == 1 ? sum * key_scale(unit, key) : sum;
+    }
 #endif
+    // From products with all heads to scores, not yet scaled, of key `key`; valid in lanes whose t is 0 or 1.
+    __device__ __forceinline__ float sum_heads(const float (&c)[TILES][4], int& key, bool& mine) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float low = 0, high = 0;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -166,8 +183,7 @@ struct Scorer {
         }
         mine = t < 2;
         key = g + 8 * (t & 1);
-        const float sum = t & 1 ? high : low;
-        return KEY_BYTES == 1 ? sum * key_scale(unit, key) : sum;
+        return t & 1 ? high : low;
     }
 
     // Fragments of steps s and s+1: keys g and g+8.

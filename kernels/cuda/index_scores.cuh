@@ -18,6 +18,7 @@
 namespace hisparse {
 
 constexpr int SCORE_THREADS = 32 * WARPS;
+constexpr bool READS_AHEAD = WGMMA && KEY_BYTES == 1;  // and decodes a unit of keys while the one before it is multiplied
 static_assert(STAGES >= 2, "one unit is read while another arrives");
 
 // The index pages of every WARPS-th unit, 32 looked up at a time and 32 ahead of those.
@@ -77,20 +78,53 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
     __syncthreads();
     const Scorer scorer(queries);
     int slot = 0, free = STAGES - 1;
-    for (int i = 0; i < rounds; ++i) {
-        await_stage<STAGES - 2>();
-        issue(i + STAGES - 1, free);
-        int key;
-        bool mine;
-        const float score = scorer.score(ring + slot * UNIT_BYTES, key, mine) + 0.0f;  // -0 becomes 0
+    const auto next = [&](int i) { return i + 1 == STAGES ? 0 : i + 1; };
+    const auto keep = [&](int i, float score, int key, bool mine) {
+        score += 0.0f;  // -0 becomes 0
         const u32 position = (unit + i * WARPS) * UNIT + key;
         if (mine && i < count && position < static_cast<u32>(at.length)) {
             scores[position] = score;
             atomicAdd(bins + (order_key(score) >> BIN_SHIFT), 1u);
         }
-        free = slot;
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    };
+    int key;
+    bool mine;
+#if WGMMA
+    Scorer::Keys now;
+    float c[TILES][4] = {};
+    if (READS_AHEAD) {
+        await_stage<STAGES - 2>();
+        Scorer::read(ring, now);
     }
+#pragma unroll READS_AHEAD ? 2 : 1
+    for (int i = 0; i < rounds; ++i) {
+        if (!READS_AHEAD) {
+            await_stage<STAGES - 2>();
+            issue(i + STAGES - 1, free);
+            Scorer::read(ring + slot * UNIT_BYTES, now);
+        }
+        scorer.multiply(c, now);
+        if (READS_AHEAD) issue(i + STAGES - 1, free);
+        free = slot, slot = next(slot);
+        Scorer::Keys later;
+        if (READS_AHEAD) {
+            await_stage<STAGES - 2>();
+            Scorer::read(ring + slot * UNIT_BYTES, later);
+        }
+        close_products();
+        const float sum = scorer.sum_heads(c, key, mine);
+        keep(i, sum * now.scale, key, mine);
+        if (READS_AHEAD) now = later;
+    }
+#else
+    for (int i = 0; i < rounds; ++i) {
+        await_stage<STAGES - 2>();
+        issue(i + STAGES - 1, free);
+        const float score = scorer.score(ring + slot * UNIT_BYTES, key, mine);
+        keep(i, score, key, mine);
+        free = slot, slot = next(slot);
+    }
+#endif
     await_stage<0>();
 }
 
@@ -119,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     u8* const rings = dynamic + sizeof(u32) * BINS + (sizeof(Queries) + 127) / 128 * 128;
     u8* const ring = rings + threadIdx.x / 32 * (STAGES * UNIT_BYTES);
     let_next_begin();
-    for (int i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
+    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
+        *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
     divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
     u32 begin = share(total, blockIdx.x);

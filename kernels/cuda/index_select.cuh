@@ -2,7 +2,7 @@
 //
 //     1  The row's histogram gives the bin of the k-th score, and how many scores lie above it.
 //     2  Every block takes its spans of 8192 scores into registers, 16 a thread: positions above the bin are chosen for
-//        sure, those in it are *edges*. Sums over the threads before give each its place in lists of the row.
+//        sure, those in it are *edges*. Each warp draws places for its own in lists of the row, in any order.
 //     3  The block that ends the row's last span refines the k-th score among the edges by the other 19 bits of the key
 //        (two more histograms), then marks the chosen in a bitmap over positions, in windows of 262,144: counting bits
 //        gives each its place, so the output is ascending without a sort, and ties go to the lowest positions.
@@ -16,7 +16,8 @@
 // The ending block empties histogram and counters for the next launch. Lists are read past L1: other blocks wrote them.
 // Rows not longer than k, padding and refused rows need no scores: one unit of work each.
 //
-// Rejected: a counter in shared memory that places are drawn from (a chain of 32 atomics for each span).
+// Rejected: sums over all threads of a block instead of places drawn by warp (a barrier for each span), and places drawn
+// by thread (a chain of 32 atomics for each span).
 #pragma once
 
 #include "index_rows.cuh"
@@ -136,20 +137,30 @@ template <class Each> __device__ __forceinline__ void each_score(const float* sc
     }
 }
 
-// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges say how many.
+// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges count from 0.
+// Each warp takes places for what it found in a span, so that no warp waits for another.
 __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32 end, Lists& lists, SelectShared& s) {
-    u64 listed = 0;  // edges << 32 | sure
+    const int lane = threadIdx.x % 32;
     for (u32 at = begin; at < end; ++at) {
         const Span now = span;
         const bool more = at + 1 < end;
         if (LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
-        u64 count = 0, total;
+        u32 count = 0;  // edges << 16 | sure
         now.each([&](u32 key, u32, int) {
             const u32 bin = key >> BIN_SHIFT;
-            count += bin > r.cut.bin ? 1ull : bin == r.cut.bin ? 1ull << 32 : 0ull;
+            count += bin > r.cut.bin ? 1u : bin == r.cut.bin ? 1u << 16 : 0u;
         });
-        const u64 place = listed + sum_before<SELECT_THREADS, u64>(count, s.row_sums, total);
-        u32 sure = static_cast<u32>(place), edges = static_cast<u32>(place >> 32);
+        u32 inclusive = count;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+            if (lane >= step) inclusive += left;
+        }
+        const u32 all = __shfl_sync(0xFFFFFFFF, inclusive, 31);
+        u32 first = 0;
+        if (lane < 2) first = atomicAdd(lane ? &s.edges : &s.sure, lane ? all >> 16 : all & 0xFFFF);
+        u32 sure = __shfl_sync(0xFFFFFFFF, first, 0) + ((inclusive - count) & 0xFFFF);
+        u32 edges = __shfl_sync(0xFFFFFFFF, first, 1) + ((inclusive - count) >> 16);
         now.each([&](u32 key, u32 position, int) {
             const u32 bin = key >> BIN_SHIFT;
             if (bin > r.cut.bin) {
@@ -160,10 +171,8 @@ __device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32
                 ++edges;
             }
         });
-        listed += total;
         if (!LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
     }
-    if (threadIdx.x == 0) s.sure = static_cast<u32>(listed), s.edges = static_cast<u32>(listed >> 32);
     __syncthreads();
 }
 
@@ -393,6 +402,7 @@ __device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 len
     r.length = length;
     Span span;
     span.load(r.scores, begin * SPAN, length);
+    if (threadIdx.x == 0) s.sure = s.edges = 0;
     r.cut = row_cut(p, histogram, s);
     if (all > 1) {
         collect(r, span, begin, end, lists, s);

@@ -18,10 +18,8 @@ __device__ __forceinline__ void open_products() {
     __syncwarp();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void close_products() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void close_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 #if KEY_BYTES == 1
 #define TYPES "f32.f16.f16"
@@ -30,22 +28,22 @@ __device__ __forceinline__ void close_products() {
 #endif
 #define FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 
-// c += A * B of one step. Nothing of `c` and `a` may be touched until close_products.
-__device__ __forceinline__ void multiply_team(float (&c)[TILES][4], const u32 (&a)[4], u64 b) {
+// c += A * B of one step, or = in the first. Nothing of `c` and `a` may be touched until close_products.
+__device__ __forceinline__ void multiply_team(float (&c)[TILES][4], const u32 (&a)[4], u64 b, int step) {
 #if HEADS == 64
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16." TYPES
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16." TYPES
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(step));
 #else
     static_assert(HEADS == 32, "as wide as the instructions written here");
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16." TYPES
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16." TYPES
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(step));
 #endif
 }
 
