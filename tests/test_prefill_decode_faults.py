@@ -169,7 +169,8 @@ async def test_a_late_write_lands_in_no_other_request(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I2: a prefill worker stops with one write begun and others queued. Its tickets are revoked, its pages at the
-    decode node get other owners, many times over; then it goes on, while others decode."""
+    decode node get other owners, many times over; then it goes on, while others decode. (Where an endpoint is left open
+    instead, so that it may write, other requests say other things.)"""
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, "halt", "", "", "")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
