@@ -113,6 +113,8 @@ class HttpSettings(Settings, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8_000  # 0: any free port, printed at start
     api_keys_file: str = ""  # one key a line; without it whoever reaches the port may ask
+    tls_cert_file: str = ""  # certificate chain, PEM; with its key, HTTPS is spoken instead of HTTP
+    tls_key_file: str = ""  # which others may not read
     requests_max: int = 256  # answered at the same time; further ones get 429
     reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long
     metrics_host: str = "127.0.0.1"
@@ -120,7 +122,8 @@ class HttpSettings(Settings, frozen=True):
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls_cert_file else 'http'}://{host}:{self.port}"
 
 
 class Config(Settings, frozen=True):

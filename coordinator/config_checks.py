@@ -208,6 +208,13 @@ def _http(config: Config) -> Iterator[Check]:
         "whoever reaches it could ask, since there are no API keys",
         f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
     )
+    yield Check(
+        bool(http.tls_cert_file) == bool(http.tls_key_file),
+        "http.tls_key_file" if http.tls_cert_file else "http.tls_cert_file",
+        "",
+        "a certificate and its key are named together or not at all",
+        "set both http.tls_cert_file and http.tls_key_file",
+    )
     yield _between("http.port", http.port, 0, PORT_MAX)
     yield _at_least("http.requests_max", http.requests_max, 1)
     yield _at_least("http.reattach_grace_s", http.reattach_grace_s, 0)

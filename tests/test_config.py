@@ -110,6 +110,7 @@ def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
         ({"flags": {"worker.report_interval_ms": float("inf")}}, "worker.report_interval_ms", "inf", "positive"),
         ({"flags": {"worker.report_interval_ms": float("nan")}}, "worker.report_interval_ms", "nan", "positive"),
         ({"flags": {"http.reattach_grace_s": float("inf")}}, "http.reattach_grace_s", "inf", "0 or more"),
+        ({"flags": {"http.tls_cert_file": "c.pem"}}, "http.tls_key_file", "", "http.tls_cert_file"),
         ({"flags": {"worker.name": "a b"}}, "worker.name", "a b", "another"),
         ({"flags": {"worker.metrics_port": 65_536}}, "worker.metrics_port", "65536", "-1 for none"),
         ({"flags": {"cluster.log_level": "loud"}}, "cluster.log_level", "loud", "warning"),

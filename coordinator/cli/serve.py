@@ -46,6 +46,8 @@ HTTP_SETTINGS: Final = (
     Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
     Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
     API_KEYS,
+    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain, PEM: HTTPS instead of HTTP."),
+    Setting("--tls-key", "http.tls_key_file", "Its key, PEM, which others may not read."),
     Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
 )
 

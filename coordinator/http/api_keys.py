@@ -1,7 +1,7 @@
 """API keys: one a line in a file that only its owner may read; blank lines and lines that begin with # are skipped.
 
-Compared by digest, all of them every time, so that the time taken says nothing about any key. The file is read once, at
-start: to take a key back, edit it and restart the front; what it was answering is still with the coordinator.
+Compared by digest, all of them every time, so that the time taken says nothing about any key. The file is read at
+start, and again at SIGHUP: whoever lost a key is refused from then on; what was being answered is answered to its end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
+
+    def replace(self, other: ApiKeys) -> None:
+        """Go by these from now on."""
+        self._digests = other._digests
 
     def check(self, authorization: str) -> None:
         """`authorization` is the value of that header, empty when there is none. Raises Unauthorized."""

@@ -1,7 +1,7 @@
 """The process of the HTTP front: hypercorn on trio, a link to the coordinator, metrics, signals. No torch.
 
-start          keys, socket, /metrics; it answers 503 until a coordinator and a worker are there
-run            until SIGTERM or SIGINT
+start          keys, TLS, socket, /metrics; it answers 503 until a coordinator and a worker are there
+run            until SIGTERM or SIGINT; SIGHUP: API keys and TLS files are read again
 stop           no new connections; what is being answered may finish until the deadline, then it is cut off, and aborted
                unless its client can come back to it by its own id
 second signal  exits at once
@@ -17,21 +17,26 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from typing import Final
 
 import hypercorn
 import hypercorn.trio
+import msgspec
 import trio
 
 from coordinator.client.client import Client, open_client
 from coordinator.config import Config, HttpSettings
+from coordinator.config_checks import LOOPBACK
 from coordinator.errors import ConfigError
 from coordinator.http.api_keys import ApiKeys, read_keys
 from coordinator.http.front import Front
 from coordinator.http.link import RECONNECT_LIMIT_S, Link
 from coordinator.http.outputs import Outputs
+from coordinator.http.tls import Tls, tls_of
 from coordinator.transport.keys import access
 from coordinator.version import our_version
 from metrics import logs
@@ -60,15 +65,15 @@ log = logger("http")
 def run_http(config: Config) -> int:
     """Serve until stopped; the exit code. Raises ConfigError when it cannot start."""
     logs.configure(config.cluster.log_level, config.cluster.log_format)
-    keys = read_keys(config.http.api_keys_file)
+    keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
     with _listening(config.http) as listener:
-        trio.run(_serve, config, keys, listener)
+        trio.run(_serve, config, keys, tls, listener)
     log.info("stopped")
     return EXIT_CLEAN
 
 
-async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None:
+async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket) -> None:
     counters, stopping = HttpCounters(), trio.Event()
     link = Link(lambda: _connect(config))
     sources = HttpSources(
@@ -81,14 +86,14 @@ async def _serve(config: Config, keys: ApiKeys, listener: socket.socket) -> None
     exporter = _serve_metrics(config, sources)
     try:
         async with trio.open_nursery() as nursery:
-            await nursery.start(_watch_signals, stopping)
+            await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
             nursery.start_soon(link.run)
             outputs = Outputs(nursery, link, counters)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
             await hypercorn.trio.serve(
                 front,  # type: ignore[arg-type]  # its scopes are the keys that we read
-                _server_config(listener),
+                _server_config(listener, tls),
                 shutdown_trigger=stopping.wait,
                 mode="asgi",
             )
@@ -107,8 +112,23 @@ def _connect(config: Config) -> AbstractAsyncContextManager[Client]:
     return open_client(endpoint, name="hisparse http", reconnect_limit_s=RECONNECT_LIMIT_S, key=key)
 
 
-def _server_config(listener: socket.socket) -> hypercorn.Config:
-    config = hypercorn.Config()
+class _ServerConfig(hypercorn.Config):
+    """With a TLS context of ours, whose certificate may change; hypercorn would make one of its own."""
+
+    tls: Tls | None = None
+
+    @property
+    def ssl_enabled(self) -> bool:
+        return self.tls is not None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        return self.tls.context if self.tls else None
+
+
+def _server_config(listener: socket.socket, tls: Tls | None = None) -> hypercorn.Config:
+    config = _ServerConfig()
+    config.tls = tls
+    config.ssl_handshake_timeout = IDLE_LIMIT_S
     config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes it
     config.backlog = BACKLOG
     config.errorlog = logging.getLogger("hisparse.http.server")
@@ -160,7 +180,9 @@ def _announce(config: Config, listener: socket.socket, exporter: Exporter | None
     coordinator = config.cluster.client_endpoint
     log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=coordinator))
     host, port = listener.getsockname()[:2]
-    log.info("listening", extra=fields(url=HttpSettings(host=host, port=port).url))
+    log.info("listening", extra=fields(url=msgspec.structs.replace(config.http, host=host, port=port).url))
+    if not config.http.tls_cert_file and config.http.host not in LOOPBACK:
+        log.warning("plain HTTP: whoever reads the network reads prompts, outputs and API keys; see http.tls_cert_file")
     if exporter is not None:
         log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
@@ -177,12 +199,33 @@ def _serve_metrics(config: Config, sources: HttpSources) -> Exporter | None:
     )
 
 
-async def _watch_signals(stopping: trio.Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+def _read_again(settings: HttpSettings, keys: ApiKeys, tls: Tls | None) -> None:
+    """Each by itself: what cannot be read changes nothing."""
+
+    def read_keys_again() -> None:
+        keys.replace(read_keys(settings.api_keys_file))
+
+    reads = {"API keys": read_keys_again} | ({"TLS files": tls.reload} if tls else {})
+    for what, read in reads.items():
+        try:
+            read()
+        except ConfigError as error:
+            log.warning("not read again, what was read before holds", extra=fields(what=what, error=error))
+        else:
+            log.info("read again", extra=fields(what=what))
+
+
+async def _watch_signals(
+    stopping: trio.Event, read_again: Callable[[], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: `read_again`."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         task_status.started()
         async for number in signals:
             name = signal.Signals(number).name
+            if number == signal.SIGHUP:
+                read_again()
+                continue
             if stopping.is_set():
                 log.warning("second signal, exiting at once", extra=fields(signal=name))
                 logging.shutdown()
