@@ -1,7 +1,7 @@
 """Rewrite tables of page transfer and of first tokens in RESULTS.md: `python -m benchmarks.transfer_report FILE...`
 
-Files are outputs of benchmarks.transfer and benchmarks.ttft, in the order in which they are to be shown. The tables lie
-between marks in RESULTS.md, two for each of the benchmarks; text around them is written by hand.
+Files are outputs of benchmarks.transfer, benchmarks.two_gpus and benchmarks.ttft, in the order in which they are to be
+shown. The tables lie between marks in RESULTS.md; text around them is written by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from benchmarks.decode_report import table
 
 RESULTS: Final = Path(__file__).parent / "RESULTS.md"
 MEMORY: Final = ("memcpy", "checksum", "copy_with_checksum")
+#: What the first and the second GPU do at once, and what is their limit.
+PAIRS: Final = (("stage", "load"), ("plain_to_host", "plain_to_device"))
 COPIES: Final = {"stage": "to_host", "preload": "to_device"}
 
 Result = dict[str, Any]
@@ -39,6 +41,23 @@ def transfer(result: Result) -> str:
         f"{result['pages']} pages of {result['page_bytes']:,} bytes, {len(rounds)} rounds, {result['between']}, "
         f"{machine['cores']} cores, load {machine['load'][0]:.1f}:\n\n"
         f"{table(('', 'GB/s', 'of its limit', 'CPU s per GB'), lines)}\n"
+    )
+
+
+# ---------------------------------------------------------------- benchmarks.two_gpus
+
+
+def links(result: Result) -> str:
+    rates, size = result["gb_per_s"], result["pages"] * result["page_bytes"] / 1e9
+    together = [" + ".join(pair) for pair in PAIRS]
+    rows = [(*PAIRS[0], together[0]), (*PAIRS[1], together[1])]
+    lines = [
+        (name, f"{rates[name]:.1f}", f"{rates[limit]:.1f}", f"{rates[name] / rates[limit]:.0%}")
+        for name, limit in zip(*rows, strict=True)
+    ]
+    return (
+        f"{' and '.join(result['devices'])}, one host pool, {size:.1f} GB of {result['pages']} pages:\n\n"
+        f"{table(('', 'GB/s', 'plain copies', 'share'), lines)}\n"
     )
 
 
@@ -73,10 +92,14 @@ def rates(row: Result, limits: dict[str, dict[str, float]]) -> Iterable[str]:
         yield f"{name} {rate:.1f}" + (f" ({rate / limit:.0%})" if limit else "")
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- all
 
 
-SECTIONS: Final[dict[str, Callable[[Result], str]]] = {"transfer": transfer, "ttft": first_tokens}
+#: Marks in RESULTS.md, and what lies between them by a key that only results of that benchmark have.
+SECTIONS: Final[dict[str, dict[str, Callable[[Result], str]]]] = {
+    "transfer": {"between": transfer},
+    "ttft": {"gb_per_s": links, "plain_copies": first_tokens},
+}
 
 
 def rewrite(text: str, name: str, parts: list[str]) -> str:
@@ -91,8 +114,9 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     results: list[Result] = [json.loads(file.read_text()) for file in parser.parse_args().files]
     text = RESULTS.read_text()
-    for name, section in SECTIONS.items():
-        if parts := [section(result) for result in results if ("plain_copies" in result) == (name == "ttft")]:
+    for name, sections in SECTIONS.items():
+        parts = [section(result) for result in results for key, section in sections.items() if key in result]
+        if parts:
             text = rewrite(text, name, parts)
     RESULTS.write_text(text)
 

@@ -8,7 +8,8 @@ context of --pages pages of DeepSeek-V3.2 (bf16 rows, all layers) lies in the me
     plain    one contiguous copy of as many bytes between a GPU and its own pinned memory: the limit of the link
 
 Each alone, then stage and load (and the plain copies) at the same time. GB/s by the clock, medians of --rounds; between
-the first launch and the end of the last copy nothing else happens. Writes benchmarks/results/two_gpus-NAME.json.
+the first launch and the end of the last copy nothing else happens. Writes benchmarks/results/two_gpus-NAME.json, which
+benchmarks.transfer_report puts into RESULTS.md.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.decode_report import table
 from benchmarks.transfer import GEOMETRY, Process, say
+from benchmarks.transfer_report import PAIRS, links
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
 from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState
@@ -37,8 +38,6 @@ from worker.registration import CudaRegistrar
 from worker.swap import PIECE_TOKENS
 
 RESULTS: Final = Path(__file__).with_name("results")
-#: What each of the two does when both work at once.
-PAIRS: Final = (("stage", "load"), ("plain_to_host", "plain_to_device"))
 
 
 class End:
@@ -150,16 +149,6 @@ def measure(first: Process, second: Process, rounds: int) -> dict[str, float]:
     return {name: median(values) for name, values in found.items()}
 
 
-def lines(rates: dict[str, float]) -> list[tuple[str, str, str]]:
-    pairs = zip(PAIRS[0], PAIRS[1], strict=True)
-    limits = {**dict(pairs), " + ".join(PAIRS[0]): " + ".join(PAIRS[1])}
-    return [
-        (name, f"{value:.1f}", f"{value / rates[limits[name]]:.0%} of {rates[limits[name]]:.1f}")
-        for name, value in rates.items()
-        if name in limits
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
@@ -191,8 +180,8 @@ def main() -> None:
         rates = measure(ends[0], ends[1], options.rounds)
         for end in ends:
             end.end()
-    print(table(("", "GB/s", "of a plain copy"), lines(rates)))
     result = {"devices": options.devices, "pages": options.pages, "page_bytes": GEOMETRY.page_bytes, "gb_per_s": rates}
+    print(links(result))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"two_gpus-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
 

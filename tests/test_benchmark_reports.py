@@ -117,3 +117,11 @@ def test_copies_of_workers_are_held_against_plain_ones() -> None:
     limits = {"cuda:0": {"to_host": 50.0, "to_device": 40.0}, "cuda:1": {"to_host": 40.0, "to_device": 50.0}}
     row = {"gb_per_s": {"stage": 25.0, "preload": 50.0, "receive": 7.0}}
     assert list(transfer_report.rates(row, limits)) == ["stage 25.0 (50%)", "preload 50.0 (100%)", "receive 7.0"]
+
+
+def test_what_two_gpus_do_is_held_against_plain_copies_alone_and_at_once() -> None:
+    rates = {"stage": 40.0, "load": 30.0, "stage + load": 60.0}
+    rates |= {"plain_to_host": 50.0, "plain_to_device": 60.0, "plain_to_host + plain_to_device": 100.0}
+    text = transfer_report.links({"gb_per_s": rates, "devices": ["x", "y"], "pages": 2, "page_bytes": 10**9})
+    assert "x and y, one host pool, 2.0 GB of 2 pages" in text
+    assert "| stage | 40.0 | 50.0 | 80% |\n| load | 30.0 | 60.0 | 50% |\n| stage + load | 60.0 | 100.0 | 60% |" in text
