@@ -28,6 +28,7 @@ from coordinator.service import CLIENT_UNREAD_MESSAGES
 from coordinator.top import draw, sample
 from coordinator.transport import lobby, meter, sockets, zap
 from metrics.names import BY_NAME
+from tests.test_pure_cores import PURE
 from worker.streams import FENCES
 from worker.transfer import receiving, sending
 
@@ -117,7 +118,7 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("http.md", f"all bodies that are being read | {exchange.BODIES_BYTES_MAX >> 20} MiB |"),
         ("http.md", f"tokenizing at the same time | {front.READERS_MAX}, in threads"),
         ("http.md", f"unread by a client | {server.READ_LIMIT_S} s |"),
-        ("http.md", f"idle connections, headers | {server.IDLE_LIMIT_S} s, {server.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"TLS handshakes | {server.IDLE_LIMIT_S} s; headers {server.HEADER_BYTES_MAX >> 10} KiB |"),
         ("http.md", f"after SIGTERM | {server.STOP_DEADLINE_S:g} s for running answers"),
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
@@ -206,6 +207,22 @@ def test_each_target_of_make_exists() -> None:
     named = [(name, match[1]) for name, match in found(r"(?:`|^ *)make ([a-z-]+)")]
     assert len(named) > 5
     assert [(name, target) for name, target in named if target not in targets] == []
+
+
+def test_the_map_of_rooms_names_each_and_calls_pure_what_is() -> None:
+    """Rooms that are alike inside are named together, as a directory."""
+    rows = [line for line in ARCHITECTURE.split("## 3.")[1].split("## 4.")[0].splitlines() if line.startswith("| `")]
+    for place in ("scheduling", "memory", "journal", "workers", "gateway", "transport", "http", "top", ""):
+        (row,) = (row for row in rows if row.startswith(f"| `coordinator/{place}{'/' if place else ''}` |"))
+        files = {path.name for path in (ROOT / "coordinator" / place).glob("*.py")} - {"__init__.py"}
+        assert files - set(re.findall(r"`(\w+\.py)`", row)) == set(), f"coordinator/{place}"
+        for pure in re.findall(r"Pure: (.*?)(?:Shells?:| \|$)", row):
+            called = {f"{place}/{name}" for name in re.findall(r"`(\w+)\.py`", pure)}
+            assert called - set(PURE) <= {"scheduling/events"}, "it holds the types of ports, too"
+    files = {f"worker/{path.name}" for path in (ROOT / "worker").glob("*.py")} - {"worker/__init__.py"}
+    assert files - set(re.findall(r"`(worker/\w+\.py)`", "".join(rows))) == set()
+    for path in ("kernels", "metrics", *(path.parent for path in (ROOT / "coordinator").glob("*/__init__.py"))):
+        assert f"`{(ROOT / path).relative_to(ROOT)}/`" in ARCHITECTURE
 
 
 def test_every_file_that_is_named_exists() -> None:
