@@ -350,7 +350,7 @@ def test_a_verb_sends_its_message_on_its_socket(
 
 
 def test_drain_waits_until_the_workers_are_drained(gateway: FakeGateway) -> None:
-    states = iter(["draining", "draining", "drained"])
+    states = iter(["draining", "disconnected", "drained"])  # one that is away has not said that it is empty
     gateway.on(messages.DrainWorkers, lambda m: [messages.Done(tag_of(m))])
     gateway.on(
         messages.ListWorkers,

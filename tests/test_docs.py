@@ -19,6 +19,7 @@ from coordinator import messages
 from coordinator.cli import main
 from coordinator.cluster import keeper
 from coordinator.config import OTHER_VARIABLES, SECTIONS, CoordinatorSettings, HostFacts, HttpSettings, build
+from coordinator.demo import compare
 from coordinator.gateway import connections
 from coordinator.http import api_keys, asks, bodies, exchange, front, link, server
 from coordinator.journal import journal, store
@@ -140,6 +141,7 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB"),
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
         ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
+        ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
         ("architecture.md", f"{NUMBERS[suspicion.POISON_STRIKES]} deaths of its worker"),
         ("architecture.md", f"until {NUMBERS[keeper.RESTARTS_MAX]} short lives in a row"),
         ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
