@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from coordinator.messages import NO_HOT_BUFFER, Admit, Command
+from coordinator.messages import NO_HOT_BUFFER, Admit, Command, Staged
 from coordinator.scheduling.sizing import RESIDENT
 from kernels.layout import pages_for
 from tests.fakes.coordinator import Life
@@ -187,6 +187,26 @@ def test_parts_go_in_any_order_that_fences_allow_and_each_once(groups: str) -> N
         for prompt, parts in zip((65, 128, 190), went, strict=True):
             every = [(index, part) for index in range(pages_for(prompt)) for part in range(GROUPS[groups])]
             assert sorted(parts) == every, seed
+
+
+@pytest.mark.parametrize("parts", [1, 4, 7])
+def test_a_prompt_whose_transfer_fails_between_parts_leaves_and_begins_anew(parts: int) -> None:
+    """None of its rows counts, whatever has arrived of them; what it held is free."""
+    pair = Pair(make_streams("simulated", parts))
+    copier = FakePageCopier(pair.first.host.numpy(), pair.second.host.numpy(), pair.targets)
+    pair.first.executor.transfers = Transfers(copier)  # type: ignore[arg-type]
+    life = pair.admit(130, 12)
+    copier.targets, copier.parts_until_failure = pair.targets, parts
+    pair.first.run_until(lambda: any(isinstance(event, Staged) for event in pair.first.coordinator.events))
+    life.staged = False  # rows here count for nothing by themselves
+    pair.first.run()
+    assert len(copier.sent) == parts
+    assert (life.durable, life.host_pages, life.admission) == (0, [], 0)
+    copier.parts_until_failure = 0
+    assert pair.first.coordinator.admit(life, NO_HOT_BUFFER)
+    pair.first.run()
+    pair.decode(life, 64)
+    assert not pair.second.wrong()
 
 
 def test_parts_go_while_later_layers_are_computed() -> None:

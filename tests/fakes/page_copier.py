@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from worker.transfer import Delivered, SenderEvent
+from worker.transfer import Delivered, Failed, SenderEvent
 
 
 class FakePageCopier:
@@ -17,6 +17,7 @@ class FakePageCopier:
     def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], targets: Sequence[int]) -> None:
         self._source, self._target = source, target
         self.targets = targets
+        self.parts_until_failure = 0  # 0: it never fails
         self.sent: list[tuple[int, int]] = []
         self._ends: Sequence[int] = ()
         self._events: list[SenderEvent] = []
@@ -26,6 +27,9 @@ class FakePageCopier:
         self.sent = []
 
     def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
+        if 0 < self.parts_until_failure <= len(self.sent):
+            self._events.append(Failed(ticket, "the network is gone"))
+            return
         extent = slice(self._ends[part - 1] if part else 0, self._ends[part])
         self._target[self.targets[index], extent] = self._source[page, extent]
         self.sent.append((index, part))
