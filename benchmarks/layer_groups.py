@@ -8,7 +8,7 @@ round, so that all see the same neighbours. Milliseconds, medians of --rounds:
     arrived   from then until all pages were verified by a receiver in another process and that was acknowledged
     total     from admission until then
 
-and how many units that took. `staged` is of a prompt that stays, the others are of one whose pages travel.
+`staged` is of a prompt whose pages do not travel, the others are of one whose pages do.
 
 On a CPU, a layer of a prompt chunk is a sleep of --layer-ms and rows that are written: about what a GPU takes, and the
 copies have the processors to themselves. On a GPU, it is DeepSeek-V3.2's, of --layers, with random weights and a dense
