@@ -38,7 +38,7 @@ from worker.transfer.wire import Checked, Ready, ReceiverMessage
 REFUSED: Final = 3
 MUTED: Final = 2
 LIMIT_S: Final = 4.0
-PAGE_S: Final = 0.1
+PAGE_S: Final = 0.2
 TARGETS: Final = (SharedTarget, NetworkTarget)
 SOURCES: Final = (SharedSource, NetworkSource)
 

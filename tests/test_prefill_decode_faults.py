@@ -122,7 +122,9 @@ async def abort_amid_transfer(client: Client, names: list[str]) -> None:
     left = set(names)
     while left:
         for name in list(left):
-            if (await client.request(name)).row.state == "TRANSFERRING":
+            state = (await client.request(name)).row.state
+            assert state != "FINISHED", f"{name} was too quick to be seen on its way"
+            if state == "TRANSFERRING":
                 await client.abort([name])
                 left.remove(name)
         await trio.sleep(0.005)
