@@ -18,9 +18,11 @@ import zmq
 from msgspec.structs import replace
 
 from coordinator.arrays import pack_int64
+from coordinator.config import HostFacts, WorkerSettings, build
 from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
 from kernels.layout import Geometry
 from tests.transfer_rig import MODEL, OTHERS, SMALL, WAIT_S, arrivals, content, make_pool, peer_process, wait_for
+from worker import process
 from worker.transfer import (
     Arrived,
     Description,
@@ -410,6 +412,25 @@ def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
     """It imports events and layouts only, and may run where xxhash is not installed."""
     code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("engine", "modules"), [("nixl", ("nixl_cu13._api", "nixl_cu12._api")), ("mooncake", ("mooncake.engine",))]
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_not_installed_is_named_before_anything_is_loaded(
+    engine: str, modules: tuple[str, ...], role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a worker that only sends, too: the first ticket would be late to find out."""
+    monkeypatch.setenv("UCX_TLS", "")  # given back at the end
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    loaded: list[WorkerSettings] = []
+    monkeypatch.setattr(process, "load_runner", loaded.append)
+    flags = {"worker.role": role, "worker.transfer": engine, "worker.transfer_address": "tcp://127.0.0.1:0"}
+    with pytest.raises(ConfigError, match=rf"worker.transfer={engine}: .*hisparse\[{engine}\]"):
+        process.Worker(build({}, {}, flags, HostFacts("host", 1, 1)), threading.Event())
+    assert loaded == []
 
 
 class FakeBrokenAgent:

@@ -50,7 +50,7 @@ from worker.runners.text import TokenizerFile, make_tokenizer, read_tokenizer
 from worker.runners.transformers_dsa import load_runner
 from worker.sizing import Sizing, size_worker
 from worker.streams import make_streams
-from worker.transfers import open_transfers
+from worker.transfers import check_transfer, open_transfers
 
 EXIT_CLEAN: Final = 0
 #: The executor died, or did not release what it held within its bounds: EX_SOFTWARE.
@@ -90,6 +90,7 @@ class Worker:
         access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
         if config.worker.device != "cpu":
             cuda_device(config.worker.device)
+        check_transfer(config.worker)
         runner = load_runner(config.worker)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker

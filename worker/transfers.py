@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from coordinator.arrays import unpack_int32
-from coordinator.config import Config, pool_path
+from coordinator.config import Config, WorkerSettings, pool_path
 from coordinator.errors import BadInput
 from coordinator.messages import DECODE, PREFILL, Receive
 from metrics.logs import fields, logger
@@ -32,10 +32,25 @@ from worker.transfer.interface import (
 )
 
 if TYPE_CHECKING:
+    from worker.transfer import EngineOptions
     from worker.transfer.receiver import PageReceiver
     from worker.transfer.sender import PageSender
 
 log = logger("worker.transfers")
+
+
+def check_transfer(settings: WorkerSettings) -> None:
+    """Raise ConfigError when the engine that `settings` name cannot be loaded, whichever end needs it."""
+    if settings.transfer:
+        from worker.transfer import check_engine
+
+        check_engine(settings.transfer, _options(settings))
+
+
+def _options(settings: WorkerSettings) -> EngineOptions:
+    from worker.transfer import EngineOptions
+
+    return EngineOptions(settings.transfer_transports, settings.transfer_devices)
 
 
 def open_transfers(
@@ -45,12 +60,12 @@ def open_transfers(
     settings = config.worker
     if not settings.transfer:
         return
-    from worker.transfer import EngineOptions, open_receiver, open_sender
+    from worker.transfer import open_receiver, open_sender
 
     path = str(pool_path(settings.pool_dir, settings.node))
     memory = PoolMemory(pool.pages.numpy(), path, HEADER_BYTES, pool.pool_id)
     layout = Layout.of(runner.geometry, runner.info.fingerprint)
-    options = EngineOptions(settings.transfer_transports, settings.transfer_devices)
+    options = _options(settings)
     name = sender_name(settings.name, os.getpid())
     address = settings.transfer_address or f"ipc://{config.cluster.runtime_dir}/{settings.name}.transfer"
     if settings.role != PREFILL:

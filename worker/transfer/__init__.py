@@ -53,7 +53,7 @@ from worker.transfer.interface import (
 )
 
 if TYPE_CHECKING:
-    from worker.transfer.ends import ENGINES, EngineOptions, open_receiver, open_sender
+    from worker.transfer.ends import ENGINES, EngineOptions, check_engine, open_receiver, open_sender
 
 __all__ = [
     "ENGINES",
@@ -69,6 +69,7 @@ __all__ = [
     "Revoked",
     "Sender",
     "SenderEvent",
+    "check_engine",
     "open_receiver",
     "open_sender",
 ]

@@ -56,7 +56,7 @@ class ReceiverControl:
             self.close()
             raise ConfigError(
                 f"cannot listen for senders of pages: {error}",
-                field="transfer.address",
+                field="worker.transfer_address",
                 value=address,
                 remedy="name an address of this node, tcp://HOST:PORT, that no other process uses",
             ) from error

@@ -55,7 +55,7 @@ def open_receiver(
     if urlsplit(address).hostname in EVERY_ADDRESS:
         raise ConfigError(
             "senders are told this address, and it is nobody's",
-            field="transfer.address",
+            field="worker.transfer_address",
             value=address,
             remedy="name the address of this node that prefill nodes reach",
         )
@@ -87,6 +87,20 @@ def open_sender(
     return PageSender(pool, layout, name, makers, places, wake)
 
 
+def check_engine(engine: str, options: EngineOptions) -> None:
+    """Raise ConfigError when it is not installed, or its options are refused: known at start, before pages are touched,
+    and not by the first ticket."""
+    match engine:
+        case "nixl":
+            from worker.transfer.engines.nixl import load as load_nixl
+
+            load_nixl(options.transports, options.devices)
+        case "mooncake":
+            from worker.transfer.engines.mooncake import load as load_mooncake
+
+            load_mooncake()
+
+
 def _check(pool: PoolMemory, layout: Layout, name: str) -> None:
     if pool.pages.shape[1] != layout.page_bytes:
         raise ConfigError(
@@ -112,7 +126,7 @@ def _target(engine: str, pool: PoolMemory, name: str, host: str, options: Engine
 
             return MooncakeTarget(pool, host, options.transports, options.devices)
     raise ConfigError(
-        f"one of {', '.join(ENGINES)}", field="transfer.engine", value=engine, remedy="choose one of them"
+        f"one of {', '.join(ENGINES)}", field="worker.transfer", value=engine, remedy="choose one of them"
     )
 
 

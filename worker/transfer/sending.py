@@ -108,7 +108,7 @@ class Sending:
         if theirs.engine not in self._engines:
             raise BadInput(
                 f"{theirs.name} receives by {theirs.engine}, this worker sends by {', '.join(sorted(self._engines))}",
-                field="transfer.engine",
+                field="worker.transfer",
                 value=theirs.engine,
                 remedy="set one transfer engine for prefill and decode workers, and install it on both",
             )

@@ -35,7 +35,7 @@ class MooncakeTarget(NetworkTarget):
     needs_progress = False
 
     def __init__(self, pool: PoolMemory, host: str, protocol: str, devices: str) -> None:
-        self._make = _load()
+        self._make = load()
         super().__init__(pool)
         self._host = host
         self._protocol = protocol
@@ -62,7 +62,7 @@ class MooncakeSource(NetworkSource[str, int]):
 
     def __init__(self, pool: PoolMemory, jobs: Jobs, host: str, protocol: str, devices: str) -> None:
         super().__init__(pool, jobs)
-        self._engine = _engine(_load(), pool, host, protocol, devices)
+        self._engine = _engine(load(), pool, host, protocol, devices)
 
     def _connect(self, endpoint: bytes) -> str:
         return endpoint.decode()
@@ -78,7 +78,7 @@ class MooncakeSource(NetworkSource[str, int]):
     def _has_landed(self, handle: int) -> bool:
         state: int = self._engine.transfer_check_status(handle)
         if state < 0:
-            raise Unavailable(f"Mooncake: the write ended in state {state}", field="transfer.engine", value="mooncake")
+            raise Unavailable(f"Mooncake: the write ended in state {state}", field="worker.transfer", value="mooncake")
         return state == LANDED
 
     def _release(self, handle: int) -> None: ...
@@ -88,21 +88,21 @@ class MooncakeSource(NetworkSource[str, int]):
         del self._engine
 
 
-def _load() -> Any:
+def load() -> Any:
     """The class of engines. Raises ConfigError."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.engine").TransferEngine
     except ImportError as error:
-        raise not_installed("mooncake", "mooncake-transfer-engine-non-cuda, apt install libibverbs1", error) from error
+        raise not_installed("mooncake", "'hisparse[mooncake]', apt install libibverbs1,", error) from error
 
 
 def _engine(make: Any, pool: PoolMemory, host: str, protocol: str, devices: str) -> Any:
     engine = make()
     if engine.initialize(host, METADATA, protocol, devices):
         raise Unavailable(
-            f"Mooncake cannot start with protocol {protocol}", field="transfer.transports", value=protocol
+            f"Mooncake cannot start with protocol {protocol}", field="worker.transfer_transports", value=protocol
         )
     if engine.register_memory(pool.pages.ctypes.data, pool.pages.nbytes):
-        raise Unavailable("Mooncake cannot register the pool", field="transfer.engine", value="mooncake")
+        raise Unavailable("Mooncake cannot register the pool", field="worker.transfer", value="mooncake")
     return engine

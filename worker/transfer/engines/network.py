@@ -32,7 +32,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 def not_installed(engine: str, wheel: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"cannot load it: {error}",
-        field="transfer.engine",
+        field="worker.transfer",
         value=engine,
         remedy=f"pip install {wheel} on prefill and decode nodes (docs/prefill-decode.md)",
     )

@@ -41,7 +41,7 @@ class NixlTarget(NetworkTarget):
     needs_progress = True
 
     def __init__(self, pool: PoolMemory, name: str, transports: str, devices: str) -> None:
-        self._api = _load(transports, devices)
+        self._api = load(transports, devices)
         super().__init__(pool)
         self._name = name
         self._agents: dict[str, Any] = {}
@@ -85,18 +85,18 @@ class NixlSource(NetworkSource[str, Any]):
     def __init__(self, pool: PoolMemory, jobs: Jobs, name: str, transports: str, devices: str) -> None:
         super().__init__(pool, jobs)
         try:
-            self._agent = _agent(_load(transports, devices), name)
+            self._agent = _agent(load(transports, devices), name)
             self._agent.register_memory([(pool.pages.ctypes.data, pool.pages.nbytes, 0, "")], MEMORY)
         except ConfigError:
             raise
         except Exception as error:  # NIXL's have no common base
-            raise Unavailable(f"NIXL cannot start: {error!r}", field="transfer.engine", value="nixl") from error
+            raise Unavailable(f"NIXL cannot start: {error!r}", field="worker.transfer", value="nixl") from error
 
     def _connect(self, endpoint: bytes) -> str:
         try:
             name: str = self._agent.add_remote_agent(endpoint)
         except Exception as error:  # NIXL's have no common base
-            raise Unavailable(f"NIXL cannot connect: {error!r}", field="transfer.engine", value="nixl") from error
+            raise Unavailable(f"NIXL cannot connect: {error!r}", field="worker.transfer", value="nixl") from error
         return name
 
     def _disconnect(self, connection: str) -> None:
@@ -110,7 +110,7 @@ class NixlSource(NetworkSource[str, Any]):
             there = agent.get_xfer_descs([(target, length, 0)], MEMORY)
             handle = agent.initialize_xfer("WRITE", here, there, connection)
         except Exception as error:  # NIXL's have no common base
-            raise Unavailable(f"NIXL cannot write: {error!r}", field="transfer.engine", value="nixl") from error
+            raise Unavailable(f"NIXL cannot write: {error!r}", field="worker.transfer", value="nixl") from error
         with suppress(Exception):  # an error at once shows in the state of the handle too
             agent.transfer(handle)
         return handle
@@ -119,9 +119,9 @@ class NixlSource(NetworkSource[str, Any]):
         try:
             state: str = self._agent.check_xfer_state(handle)
         except Exception as error:  # NIXL's have no common base
-            raise Unavailable(f"NIXL: {error!r}", field="transfer.engine", value="nixl") from error
+            raise Unavailable(f"NIXL: {error!r}", field="worker.transfer", value="nixl") from error
         if state == "ERR":
-            raise Unavailable("NIXL: the write failed", field="transfer.engine", value="nixl")
+            raise Unavailable("NIXL: the write failed", field="worker.transfer", value="nixl")
         return state == "DONE"
 
     def _release(self, handle: Any) -> None:
@@ -133,14 +133,14 @@ class NixlSource(NetworkSource[str, Any]):
         del self._agent
 
 
-def _load(transports: str, devices: str) -> Any:
+def load(transports: str, devices: str) -> Any:
     """The module. UCX reads its settings when it is loaded, so they are those of the process. Raises ConfigError."""
     chosen = [transport.strip() for transport in transports.split(",")]
     refused = [transport for transport in chosen if transport.lstrip("\\^") in REFUSED_TRANSPORTS or "^" in transport]
     if refused or not all(chosen):
         raise ConfigError(
             "shared memory between processes cannot be revoked from a sender",
-            field="transfer.transports",
+            field="worker.transfer_transports",
             value=transports,
             remedy="name network transports of UCX, such as tcp or rc,tcp; for one host use engine shared",
         )
@@ -154,7 +154,7 @@ def _load(transports: str, devices: str) -> Any:
             return importlib.import_module(f"{name}._api")
         except ImportError as error:
             failure = error
-    raise not_installed("nixl", "--no-deps nixl-cu12", failure)
+    raise not_installed("nixl", "'hisparse[nixl]'", failure)
 
 
 def _agent(api: Any, name: str) -> Any:

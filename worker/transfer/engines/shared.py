@@ -122,19 +122,19 @@ def _map(place: _Place) -> npt.NDArray[np.uint8]:
     except OSError as error:
         raise Unavailable(
             f"cannot open the pool of the sender: {error.strerror}",
-            field="transfer.engine",
+            field="worker.transfer",
             value=place.path,
             remedy="engine shared is for workers of one host that see one pool_dir; else use nixl or mooncake",
         ) from error
     try:
         if not lock(descriptor, fcntl.LOCK_SH):
-            raise Unavailable("the sender is creating it", field="transfer.engine", value=place.path)
+            raise Unavailable("the sender is creating it", field="worker.transfer", value=place.path)
         header = Header.read(descriptor)
         if header is None or header.pool_id != place.pool_id:
             found = header.pool_id if header else "none"
             raise ConfigError(
                 f"the sender's pool has id {place.pool_id}, the file here {found}",
-                field="transfer.engine",
+                field="worker.transfer",
                 value=place.path,
                 remedy="engine shared is for workers of one host that see one pool_dir; else use nixl or mooncake",
             )
