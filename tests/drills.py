@@ -17,12 +17,14 @@ not cross within CAUSE_LIMIT_S.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,6 +55,8 @@ LARGE_TOKENS: Final = 2_900
 RUNS_S, STANDS_S = 0.02, 0.2
 #: A storm takes half of it where little else runs.
 CAUSE_LIMIT_S: Final = 100.0
+#: When a late answer begins: beyond the bound of its alert.
+LATE_S: Final = 14.0
 #: So long the waits of a quiet worker are watched, to compare with.
 QUIET_S: Final = 25.0
 
@@ -198,6 +202,11 @@ DRAIN: Final = Trouble(
 )
 WORKER_DOWN: Final = Trouble("HiSparseWorkerDown", "SIGKILL", 'up{job="hisparse-worker"}')
 HTTP_DOWN: Final = Trouble("HiSparseHttpDown", "SIGKILL", 'up{job="hisparse-http"}')
+HTTP_SLOW: Final = Trouble(
+    "HiSparseHttpSlow",
+    "a worker that stands still while its first answer is waited for",
+    "histogram_quantile(0.9, sum by (le) (rate(hisparse_http_first_token_seconds_bucket[30s])))",
+)
 COORDINATOR_DOWN: Final = Trouble("HiSparseCoordinatorDown", "SIGKILL", 'up{job="hisparse-coordinator"}')
 RESTARTS: Final = Trouble(
     "HiSparseCoordinatorRestarts",
@@ -251,9 +260,23 @@ async def pressure(path: Path) -> list[Sighting]:
         return it.sightings
 
 
-async def no_front(path: Path) -> list[Sighting]:
-    async with scene(path, with_http=True) as it:
+async def front(path: Path) -> list[Sighting]:
+    """Over HTTP answers come late, then not at all. A worker that stands still is not taken for a lost one."""
+    patience = {"HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S": f"{3 * LATE_S}"}
+    async with scene(path, settings=patience, with_http=True) as it, trio.open_nursery() as nursery:
         assert it.http is not None
+        url = await it.http.url()
+        await until(lambda: it.server.query("hisparse_http_connected == 1"))
+
+        async def come_late() -> None:
+            it.worker.signal(signal.SIGSTOP)
+            try:
+                nursery.start_soon(trio.to_thread.run_sync, complete, url)
+                await trio.sleep(LATE_S)
+            finally:
+                it.worker.signal(signal.SIGCONT)
+
+        await it.cause(come_late, HTTP_SLOW)
         await it.cause(killed(it.http), HTTP_DOWN)
     return it.sightings
 
@@ -320,7 +343,7 @@ async def waits(path: Path) -> list[Sighting]:
 #: Each with what it causes, in order.
 SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (pressure, (POOL_FULL, MISSES, DRAIN, WORKER_DOWN, COORDINATOR_DOWN, RESTARTS)),
-    (no_front, (HTTP_DOWN,)),
+    (front, (HTTP_SLOW, HTTP_DOWN)),
     (storm, (STORM,)),
     (wrong_count, (WRONG_COUNT,)),
     (hang, (HANG,)),
@@ -338,6 +361,14 @@ def killed(process: Process) -> Callable[[], Awaitable[None]]:
         process.popen.kill()
 
     return kill
+
+
+def complete(url: str) -> None:
+    """One answer over HTTP, to its end."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 4}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=CAUSE_LIMIT_S) as answer:
+        answer.read()
 
 
 def shown(place: Drilled) -> Callable[[], Awaitable[None]]:
