@@ -244,6 +244,8 @@ class Seats:
         self._decoder.wait_backed_up()
         done = self._change(request, old, request.position)
         self.chunks.give(done.freed)
+        if done.freed or done.reload:
+            self._swap.reclaim()
         if done.reload:
             request.fences = (self._load_rows(request),)
         return done.reload

@@ -5,8 +5,9 @@
 | stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, when asked |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
 | load_keys | load    |                            | index keys of a resumed context, to pages| index_loaded       |
-| load_rows | load    | chunk_reclaimed            | rows of a resident context, to chunks    | preloaded          |
-| load_topk | load    | chunk_reclaimed            | rows that a first step will ask for      | preloaded          |
+| reclaim   | load    | chunk_reclaimed            | nothing: chunks of a resized buffer      |                    |
+| load_rows | load    |                            | rows of a resident context, to chunks    | preloaded          |
+| load_topk | load    |                            | rows that a first step will ask for      | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
 Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py), and replays
@@ -102,9 +103,12 @@ class Swap:
         self.counters.preloaded_bytes += tokens * self._key_bytes
         return self._streams.load.record("index_loaded")
 
-    def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
-        """Load rows of positions 0..tokens-1 into `chunks`, once every step launched so far has done with them."""
+    def reclaim(self) -> None:
+        """Chunks that steps launched so far may still read are about to have other rows loaded into them."""
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
+
+    def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
+        """Load rows of positions 0..tokens-1 into `chunks`, which nobody reads but for those that were reclaimed."""
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
             work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)
@@ -114,7 +118,7 @@ class Swap:
 
     def load_topk(self, seat: int, buffer: HotBuffer, host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Fence:
         """Load rows of positions `tokens[group]`, distinct and in host memory, into the first slots of an empty managed
-        buffer, as many as it has at most, once every step launched so far has done with its chunks."""
+        buffer, as many as it has at most. Its chunks are as for `load_rows`."""
         counts = [len(positions) for positions in tokens]
         held = host_tensor(3, sum(counts), dtype=torch.int32, device=self._state.rows.device)
         held.numpy()[:] = (
@@ -123,7 +127,6 @@ class Swap:
             np.concatenate(tokens),
         )
         self._streams.compute.launch("hold tokens", partial(self._hold, seat, buffer.hot_slots, held))
-        self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
         places = self._topk_places(buffer.chunks, host_pages, tokens)
         work = self._streams.timed(partial(self._load_topk, places), self.counters.preloading.spent)
         self._streams.load.launch("load top-k", work)
