@@ -90,7 +90,7 @@ def small_steps() -> Iterator[None]:
         patch.setattr(summary, "REQUESTS_EACH", 1)
         patch.setattr(summary, "TOKENS_EACH", 4)
         patch.setattr(ledger_image, "PART_HOLDINGS", 1)
-        patch.setattr(ledger_image, "PART_FREE_PAGES", 16)
+        patch.setattr(ledger_image, "PART_PAGES", 16)
         yield
 
 

@@ -19,9 +19,9 @@ from coordinator.arrays import Int32Array, unpack_int32
 from coordinator.journal.records import BudgetImage, HoldingImage, NodeImage, NodePart
 from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
 
-#: Admissions, or free pages, of one part.
+#: Admissions of one part, and pages after which it ends: 32 KiB.
 PART_HOLDINGS: Final = 64
-PART_FREE_PAGES: Final = 65_536
+PART_PAGES: Final = 8_192
 
 
 def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
@@ -51,11 +51,16 @@ def _parts(
 ) -> Iterator[NodePart]:
     guarded = tuple((key, np.concatenate(pages).tobytes()) for key, pages in quarantines)
     yield NodePart(node, pages_total, b"", budgets, (), guarded)
-    for start in range(0, free.size, PART_FREE_PAGES):
-        yield NodePart(node, pages_total, free[start : start + PART_FREE_PAGES].tobytes(), (), (), ())
-    for start in range(0, len(holdings), PART_HOLDINGS):
-        images = tuple(map(_holding_image, holdings[start : start + PART_HOLDINGS]))
-        yield NodePart(node, pages_total, b"", (), images, ())
+    for start in range(0, free.size, PART_PAGES):
+        yield NodePart(node, pages_total, free[start : start + PART_PAGES].tobytes(), (), (), ())
+    images: list[HoldingImage] = []
+    for holding in holdings:
+        images.append(_holding_image(holding))
+        if len(images) == PART_HOLDINGS or sum(len(it.pages) for it in images) >= 4 * PART_PAGES:
+            yield NodePart(node, pages_total, b"", (), tuple(images), ())
+            images.clear()
+    if images:
+        yield NodePart(node, pages_total, b"", (), tuple(images), ())
 
 
 def _holding_image(holding: _Frozen) -> HoldingImage:
