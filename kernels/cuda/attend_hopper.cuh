@@ -11,6 +11,7 @@ constexpr int HEADS = 64, BLOCK = 32, STAGES = 4;  // BLOCK rows
 constexpr int LATENT = 64 * LATENT_TILES, VALUES = 64 * TILES;
 constexpr int TILE_BYTES = BLOCK * 128, QUERY_TILE_BYTES = HEADS * 128;
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = 3 * GROUP;
+constexpr int SPLITS_MAX = 16;  // blocks of a cluster
 constexpr float SLACK = 8.0f;
 constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 128 : 2 * VALUES;
 
@@ -21,8 +22,16 @@ struct Shared {
     float levels[2][HEADS];  // after the last block of a group, if that raised them
     u32 raised[2];
     u64 full[STAGES], empty[STAGES];
+    u64 freed[STAGES];  // by the other block of a pair
     u64 shared[2];  // shares of a group's next block are there
 };
+
+// What the blocks of a cluster, a split each, tell one another in the end.
+struct Account {
+    float peaks[HEADS], totals[HEADS];  // of this block
+    float factors[SPLITS_MAX][HEADS], inverse[HEADS];
+};
+__device__ __forceinline__ Account& account_of(Shared& s) { return *reinterpret_cast<Account*>(s.queries); }
 
 // Two bfloat16, `first` in the lower half.
 __device__ __forceinline__ u32 pair_of(float first, float second) {
@@ -64,12 +73,39 @@ template <int W> __device__ __forceinline__ bool any_of_group(bool holds) {
 // What was written to shared memory by now is seen by wgmma.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- clusters
+
+// Until all threads of the cluster that have not ended are here; what they wrote to shared memory is then seen by all.
+__device__ __forceinline__ void meet_cluster() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What lies at the same place in block `peer`.
+__device__ __forceinline__ u32 peer_address(const void* at, int peer) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(at)), "r"(peer));
+    return there;
+}
+__device__ __forceinline__ float peer_word(const float* at, int peer) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(peer_address(at, peer)));
+    return v;
+}
+__device__ __forceinline__ float4 peer_quad(const u8* at, int peer) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(peer_address(at, peer)));
+    return v;
+}
+
 // ---- matrix products
 
-// Shared memory as descriptors count it: sixteen bytes at a time. The compiler takes the result for a new value each
-// time, or it would keep dozens of sums with it in registers.
+// Shared memory as descriptors count it: sixteen bytes at a time, without the rank in the cluster, which stands above
+// the 256 KiB of a block. The compiler takes the result for a new value each time, or it would keep dozens of sums with it
+// in registers.
 __device__ __forceinline__ u32 operand(const void* at) {
-    u32 place = shared_address(at) >> 4;
+    u32 place = (shared_address(at) & 0x3FFFF) >> 4;
     asm volatile("mov.b32 %0, %0;" : "+r"(place));
     return place;
 }

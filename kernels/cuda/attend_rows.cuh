@@ -14,14 +14,24 @@
 // stay below 2**SLACK, and sums need rescaling only where a block passes that (the first one, and few after). Levels
 // go from block to block, so from group to group, and follow from the scores alone.
 //
+// The splits of a result form a cluster. Each leaves its sums in its own shared memory; then every block adds up a share
+// of the result over all of them. Partial results in global memory, and a second kernel that adds them up, took 30 us of
+// 53 for 16 requests.
+//
+// Where rows are decoded (fp8) and blocks of heads make pairs, a pair is in the cluster too: each of the two decodes half
+// of the rows of a block, and writes them to both (attend_gather.cuh).
+//
 // Rejected: both groups at the same block of 64 rows, half of its scores each (products stand still while shares are
 // formed and exchanged); queries in registers (no faster in that form); bulk copies (rows must be swizzled on arrival,
-// which only tiled copies of a tensor map do, a tile of a row at a time).
+// which only tiled copies of a tensor map do, a tile of a row at a time); eight gathering warps (128 registers a thread
+// are fewer than an instruction of 256 sums takes).
 #pragma once
 
 #include "attend_gather.cuh"
 
 namespace hisparse {
+
+constexpr bool PAIRS = KEY_BYTES == 1;  // rows in bfloat16 are copied as they are, which no other block can do
 
 __device__ __forceinline__ float none() { return __int_as_float(0xFF800000); }
 __device__ __forceinline__ float exp2_of(float v) {
@@ -67,9 +77,9 @@ __device__ __forceinline__ void raise_to(Attention& a, int half, float raised) {
     a.level[half] = raised;
     a.weight[half] *= a.fade[half];
 }
-__device__ __forceinline__ void rescale(Attention& a, const float (&fade)[2]) {
+__device__ __forceinline__ void rescale(Attention& a) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] *= fade[i / 2 % 2];
+    for (int i = 0; i < 128; ++i) a.sums[i] *= a.fade[i / 2 % 2];
 }
 // To the highest scores of the block.
 template <int W> __device__ __forceinline__ void raise_levels(Attention& a, float scale, Shared& s) {
@@ -114,6 +124,12 @@ template <int W> struct Turns {
                               describe(rows, tile * TILE_BYTES + 32 * step), tile + step);
         commit_products();
     }
+    // This warp has read a stage.
+    __device__ __forceinline__ void leave(int stage) const {
+        if (threadIdx.x % 32 != 0) return;
+        arrive(s.empty[stage]);
+        if (PAIRS && p.sides == 2) knock(&s.freed[stage], cluster_rank() ^ 1);
+    }
     // Of a block of group OF, whose shares are there.
     template <int STAGE, int OF> __device__ __forceinline__ void issue_sums(Attention& a) const {
         const u32 shares = operand(s.shares + 64 * OF), rows = operand(s.rows[STAGE] + W * (4 * TILE_BYTES));
@@ -151,30 +167,28 @@ template <int W> struct Turns {
         if (threadIdx.x % 32 == 0) arrive(s.shared[W]);
         return raised;
     }
-    // Wait for the shares of the other group's block i; sets `fade` and returns true if that raised levels.
-    __device__ __forceinline__ bool follow(Attention& a, int i) const {
+    // Wait for the shares of the other group's block i, and take over the levels that it raised.
+    __device__ __forceinline__ void follow(Attention& a, int i) const {
         await(s.shared[1 - W], i / 2 & 1);
-        const bool raised = s.raised[1 - W];
-        if (raised) follow_levels<W>(a, s);
-        return raised;
+        if (!s.raised[1 - W]) return;
+        follow_levels<W>(a, s);
+        rescale(a);
     }
     // Sum the other group's block in STAGE.
-    template <int STAGE> __device__ __forceinline__ void sum_other(Attention& a, bool raised, const float (&fade)[2]) const {
-        if (raised) rescale(a, fade);
+    template <int STAGE> __device__ __forceinline__ void sum_other(Attention& a) const {
         issue_sums<STAGE, 1 - W>(a);
         await_products<0>();
-        if (threadIdx.x % 32 == 0) arrive(s.empty[STAGE]);
+        leave(STAGE);
     }
     // Block i of this group, in STAGE, whose scores are there, the other group's before it, and scores of the next.
     template <int STAGE> __device__ __forceinline__ void turn(Attention& a, int i, u32& held) const {
         constexpr int BEFORE = (STAGE + STAGES - 1) % STAGES, NEXT = (STAGE + 2) % STAGES;
-        const bool raised_before = i > 0 && follow(a, i - 1);
-        const float fade_before[2] = {a.fade[0], a.fade[1]};
+        if (i > 0) follow(a, i - 1);
         if (i >= 2) await(s.empty[NEXT], (i - 2) / STAGES & 1);  // both groups have read this one's last shares
         const bool raised = share_out(a, held);
-        if (i > 0) sum_other<BEFORE>(a, raised_before, fade_before);
+        if (i > 0) sum_other<BEFORE>(a);
         await(s.shared[W], i / 2 & 1);
-        if (raised) rescale(a, a.fade);
+        if (raised) rescale(a);
         issue_sums<STAGE, W>(a);
         if (i + 2 < blocks) {
             issue_scores<NEXT>(a, i + 2);
@@ -182,7 +196,7 @@ template <int W> struct Turns {
             await_products<1>();
         }
         if (i + 2 >= blocks) await_products<0>();
-        if (threadIdx.x % 32 == 0) arrive(s.empty[STAGE]);
+        leave(STAGE);
         await_products<0>();
     }
     __device__ __forceinline__ void run(Attention& a) const {
@@ -197,12 +211,11 @@ template <int W> struct Turns {
         }
         const int last = blocks - 1;
         if (last % 2 == W || last < 0) return;
-        const bool raised = follow(a, last);
-        const float fade[2] = {a.fade[0], a.fade[1]};
+        follow(a, last);
         if (last % STAGES < 2)
-            sum_other<1 - W>(a, raised, fade);
+            sum_other<1 - W>(a);
         else
-            sum_other<3 - W>(a, raised, fade);
+            sum_other<3 - W>(a);
     }
 };
 
@@ -218,22 +231,25 @@ __device__ __forceinline__ void load_queries(const AttendRows& p, int row, int f
     sync_consumers();
 }
 
-// Sums of a head and group are put together in shared memory, which nothing reads by then, and leave it in one piece.
-// Lines of the pitches below keep a quad's words, and eight heads', in different banks.
+// Sums of a head and group are put together in shared memory, which nothing reads by then. Those of a whole result leave
+// it in one piece; parts of one stay until all blocks of the cluster have theirs, and are added up across it. Lines of the
+// pitches below keep a quad's words, and eight heads', in different banks.
 constexpr int WHOLE_BYTES = 2 * LATENT / 2, WHOLE_PITCH = WHOLE_BYTES + 16;   // bfloat16
 constexpr int PART_BYTES = 4 * LATENT / 2, PART_PITCH = PART_BYTES + 32;      // float32
 static_assert(HEADS * PART_PITCH <= STAGES / 2 * TILES * TILE_BYTES, "two stages hold a group's sums");
+static_assert(sizeof(Account) <= TILES * QUERY_TILE_BYTES, "where the queries were");
+
+__device__ __forceinline__ float inverse_of(float weight) {
+    return weight > 0 ? 1.0f / weight : weight == 0 ? 1.0f : weight;
+}
 
 template <int W>
-__device__ __forceinline__ void write_sums(const AttendRows& p, int row, int split, int first_head, Attention& a,
-                                           Shared& s) {
+__device__ __forceinline__ void write_sums(const AttendRows& p, int row, int first_head, Attention& a, Shared& s) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x % GROUP / 32;
     const bool whole = p.splits == 1;
     const int pitch = whole ? WHOLE_PITCH : PART_PITCH;
     u8* const lines = s.rows[STAGES / 2 * W] + warp * 16 * pitch;
-    const i64 first = ((static_cast<i64>(row) * p.splits + split) * p.heads + first_head) + warp * 16;
-    const int heads = p.heads - first_head - warp * 16;  // of this warp
-    sync_consumers();  // levels and rows have been read
+    sync_consumers();  // levels, rows and queries have been read
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         a.weight[half] += __shfl_xor_sync(0xFFFFFFFF, a.weight[half], 1);
@@ -246,7 +262,7 @@ __device__ __forceinline__ void write_sums(const AttendRows& p, int row, int spl
         const int place = half * 8 + g;
         const float total = s.levels[0][warp * 16 + place] + s.levels[1][warp * 16 + place];
         if (whole) {
-            const float factor = total > 0 ? 1.0f / total : total == 0 ? 1.0f : total;
+            const float factor = inverse_of(total);
 #pragma unroll
             for (int j = 0; j < 32; ++j)
                 *reinterpret_cast<u32*>(lines + place * pitch + 16 * j + 4 * t) =
@@ -256,66 +272,135 @@ __device__ __forceinline__ void write_sums(const AttendRows& p, int row, int spl
             for (int j = 0; j < 32; ++j)
                 *reinterpret_cast<float2*>(lines + place * pitch + 32 * j + 8 * t) =
                     make_float2(a.sums[4 * j + 2 * half], a.sums[4 * j + 2 * half + 1]);
-            if (W == 0 && t == 0 && place < heads)
-                p.peak[first + place] = a.level[half], p.total[first + place] = total;
+            Account& account = account_of(s);
+            if (W == 0 && t == 0)
+                account.peaks[warp * 16 + place] = a.level[half], account.totals[warp * 16 + place] = total;
         }
     }
+    if (!whole) return;
+    const i64 first = static_cast<i64>(row) * p.heads + first_head + warp * 16;
+    const int heads = p.heads - first_head - warp * 16;  // of this warp
     publish_shared();
     __syncwarp();
     if (lane < 16 && lane < heads) {
-        const int bytes = whole ? WHOLE_BYTES : PART_BYTES;
-        u8* const results = whole ? static_cast<u8*>(p.out) : reinterpret_cast<u8*>(p.partial);
-        u8* const to = results + (2 * (first + lane) + W) * bytes;
+        u8* const to = static_cast<u8*>(p.out) + (2 * (first + lane) + W) * WHOLE_BYTES;
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                     "r"(shared_address(lines + lane * pitch)), "r"(bytes)
+                     "r"(shared_address(lines + lane * pitch)), "n"(WHOLE_BYTES)
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 }
 
+// The rank of a split's block for these heads.
+__device__ __forceinline__ int rank_of(const AttendRows& p, int split) {
+    return split * p.sides + cluster_rank() % p.sides;
+}
+// What each split's sums count for in the result, for all heads, in the order of splits.
+__device__ __forceinline__ void weigh_parts(const AttendRows& p, Account& account) {
+    const int head = threadIdx.x;
+    if (head < HEADS) {
+        float level = none(), weight = 0;
+        for (int split = 0; split < p.splits; ++split) level = fmaxf(level, peer_word(&account.peaks[head], rank_of(p, split)));
+        level = level == none() ? 0.0f : level;
+        for (int split = 0; split < p.splits; ++split) {
+            const float fade = exp2_of(peer_word(&account.peaks[head], rank_of(p, split)) - level);
+            weight += fade * peer_word(&account.totals[head], rank_of(p, split));
+            account.factors[split][head] = fade;
+        }
+        account.inverse[head] = inverse_of(weight);
+    }
+    sync_consumers();
+}
+
+// This block's share of the result, four latents of a head at a time, from the sums of all blocks of the cluster.
+__device__ __forceinline__ void add_parts(const AttendRows& p, int row, int split, int first_head, Shared& s) {
+    constexpr int QUADS = LATENT / 4, TOGETHER = 4;
+    Account& account = account_of(s);
+    meet_cluster();
+    weigh_parts(p, account);
+    const int heads = min(HEADS, p.heads - first_head);
+    u8* const out = static_cast<u8*>(p.out) + (static_cast<i64>(row) * p.heads + first_head) * (2 * LATENT);
+#pragma unroll 2
+    for (int i = split * CONSUMERS + threadIdx.x; i < heads * QUADS; i += p.splits * CONSUMERS) {
+        const int head = i / QUADS, quad = i % QUADS;
+        const u8* const part = s.rows[quad / (QUADS / 2) * (STAGES / 2)] + head * PART_PITCH + quad % (QUADS / 2) * 16;
+        float4 sum = make_float4(0, 0, 0, 0);
+        for (int begin = 0; begin < p.splits; begin += TOGETHER) {
+            float4 held[TOGETHER];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+                if (begin + j < p.splits) held[j] = peer_quad(part, rank_of(p, begin + j));
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                if (begin + j >= p.splits) break;
+                const float factor = account.factors[begin + j][head];
+                sum.x += held[j].x * factor, sum.y += held[j].y * factor;
+                sum.z += held[j].z * factor, sum.w += held[j].w * factor;
+            }
+        }
+        const float factor = account.inverse[head];
+        *reinterpret_cast<uint2*>(out + i * 8) =
+            make_uint2(pair_of(sum.x * factor, sum.y * factor), pair_of(sum.z * factor, sum.w * factor));
+    }
+    meet_cluster();  // nobody leaves whose sums are still read
+}
+
 template <int W>
 __device__ __forceinline__ void attend(const AttendRows& p, const i32* entries, int begin, int end, int blocks, int row,
-                                       int split, int first_head, Shared& s) {
+                                       int first_head, Shared& s) {
     Attention a;
 #pragma unroll
     for (int i = 0; i < 128; ++i) a.sums[i] = 0;
     a.level[0] = a.level[1] = none();
     a.weight[0] = a.weight[1] = 0;
-    a.fade[0] = a.fade[1] = 1;
     Turns<W>{p, entries, begin, end, blocks, s}.run(a);
-    write_sums<W>(p, row, split, first_head, a, s);
+    write_sums<W>(p, row, first_head, a, s);
 }
 
 }  // namespace hisparse
 
-// grid (head blocks x splits, batch)
+// grid (head blocks x splits, batch), the splits of a result in a cluster, and those of a pair of head blocks
 extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     attend_rows(const __grid_constant__ hisparse::AttendRows p) {
     using namespace hisparse;
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic);
-    const int head_blocks = (p.heads + HEADS - 1) / HEADS, row = blockIdx.y;
-    const int first_head = blockIdx.x % head_blocks * HEADS, split = blockIdx.x / head_blocks;
+    const int row = blockIdx.y, side = blockIdx.x % p.sides, split = blockIdx.x / p.sides % p.splits;
+    const int first_head = (blockIdx.x / (p.sides * p.splits) * p.sides + side) * HEADS;
+    const bool paired = PAIRS && p.sides == 2;
     const int begin = split * p.span, end = min(begin + p.span, p.k);
     const int blocks = end > begin ? (end - begin + BLOCK - 1) / BLOCK : 0;
     const i32* const entries = p.entries + static_cast<i64>(row) * p.k;
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) open_barrier(s.full[i], GROUP), open_barrier(s.empty[i], CONSUMERS / 32);
+        for (int i = 0; i < STAGES; ++i) {
+            open_barrier(s.full[i], paired ? GROUP : FILL_ARRIVALS);
+            open_barrier(s.empty[i], CONSUMERS / 32);
+            open_barrier(s.freed[i], CONSUMERS / 32);
+        }
         for (int i = 0; i < 2; ++i) open_barrier(s.shared[i], GROUP / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (paired) meet_cluster();
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHER_REGISTERS));
-        gather(p.rows, entries, begin, end, blocks, s);
+#if KEY_BYTES == 1
+        if (paired)
+            gather<PairGatherer, true>(p.rows, entries, begin, end, blocks, cluster_rank() ^ 1, s);
+        else
+#endif
+            gather<Gatherer, false>(p.rows, entries, begin, end, blocks, 0, s);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
         load_queries(p, row, first_head, s.queries);
         if (threadIdx.x < GROUP)
-            attend<0>(p, entries, begin, end, blocks, row, split, first_head, s);
+            attend<0>(p, entries, begin, end, blocks, row, first_head, s);
         else
-            attend<1>(p, entries, begin, end, blocks, row, split, first_head, s);
+            attend<1>(p, entries, begin, end, blocks, row, first_head, s);
+        if (p.splits > 1)
+            add_parts(p, row, split, first_head, s);
+        else if (paired)
+            meet_cluster();  // nobody leaves whom the other block still tells of its stages
     }
 }

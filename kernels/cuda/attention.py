@@ -1,8 +1,8 @@
-"""attend_rows on CUDA: the contract of kernels/attention.py on the current stream, as two kernels or, unsplit, one.
+"""attend_rows on CUDA: the contract of kernels/attention.py on the current stream.
 
-    attend     attend_rows.cuh on Hopper for many blocks of 64 heads, 512 latents and 64 rope values;
-               attention_triton.py for everything else
-    combine    attention_triton.py: adds up the splits
+On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, whose splits form a cluster of thread blocks
+and are added up in their shared memory. For everything else, and for few requests, attention_triton.py, two kernels or,
+unsplit, one: `attend` and `combine`, which adds up the splits.
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
 happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
@@ -10,8 +10,8 @@ float32 sums: probabilities and dequantised fp8 values are rounded to bfloat16, 
 pairing multiplies in plain float32.
 
 How entries are split over programs: by the count of programs that heads and batch rows make anyway and by the count of
-multiprocessors, never by what is in the entries. A split costs its pass over a partial result (4 (r + 2) bytes per
-head), so ties go to fewer.
+multiprocessors, never by what is in the entries: all batch rows alike, or a row's bits would depend on its place. A
+split costs its pass over a partial result (4 (r + 2) bytes per head), so ties go to fewer.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ LOG2_E: Final = 1 / math.log(2)
 # attend_rows.cuh
 HOPPER: Final = (9, 0)
 HOPPER_LATENT, HOPPER_ROPE = 512, 64
-HOPPER_SHARED_BYTES: Final = 229_976
+HOPPER_SHARED_BYTES: Final = 230_008
+CLUSTER_MAX: Final = 16  # thread blocks
+#: What a program costs there, in blocks of rows, and what adding up costs more.
+HOPPER_OVERHEAD_BLOCKS, HOPPER_CLUSTER_BLOCKS = 2, 2
+#: And what a block of rows costs, by sides: about microseconds, of fp8 rows.
+HOPPER_BLOCK_COST: Final = {1: 4, 2: 3}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
-HOPPER_PROGRAMS_LEAST: Final = 32
+HOPPER_PROGRAMS_LEAST: Final = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,14 @@ class Blocks:
 
 #: Of attend_rows.cuh: two blocks of 32 rows in turn.
 HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How attend_rows.cuh shares a result out: splits, and blocks of heads that gather for each other."""
+
+    splits: int
+    sides: int
 
 
 @dataclass(frozen=True)
@@ -94,16 +107,20 @@ def attend_rows(
     wide = is_wide(form, queries.dtype)
     capability = torch.cuda.get_device_capability(out.device)
     blocks = blocks or blocks_of(form, batch, heads, wide, capability)
-    on_hopper = blocks == HOPPER_BLOCKS
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
-    wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
-    parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
-    if on_hopper:
-        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, parts)
+    if blocks == HOPPER_BLOCKS:
+        kernel, pairs = _hopper_kernel(form.kind, out.device), form.kind == "fp8" and head_blocks % 2 == 0
+        cut = Cut(splits, 2 if pairs and 2 * splits <= CLUSTER_MAX else 1) if splits else None
+        cut = cut or hopper_cut_of(kernel, head_blocks * batch, row_blocks, pairs, processors(out.device))
+        _attend_on_hopper(
+            kernel, state, layer, queries, out_rows, scaling, out, -(-row_blocks // cut.splits), cut.sides
+        )
     else:
+        wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
+        parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
         _attend_in_triton(state, layer, form, queries, out_rows, scaling, out, parts, blocks, wide, capability)
-    if parts.splits > 1:
-        _combine(out, parts, early=on_hopper)
+        if parts.splits > 1:
+            _combine(out, parts)
 
 
 def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> Parts:
@@ -120,32 +137,33 @@ def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> P
 
 
 def _attend_on_hopper(
+    kernel: Kernel,
     state: DeviceState,
     layer: int,
-    form: RowFormat,
     queries: Tensor,
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
-    parts: Parts,
+    blocks_each: int,
+    sides: int,
 ) -> None:
     batch, heads, _ = out.shape
+    row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
+    splits, head_blocks = -(-row_blocks // blocks_each), -(-heads // HOPPER_BLOCKS.heads)
     block = parameters.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
         entries=out_rows.data_ptr(),
         out=out.data_ptr(),
-        partial=parts.partial.data_ptr(),
-        peak=parts.peak.data_ptr(),
-        total=parts.total.data_ptr(),
         scale=scaling * LOG2_E,
         heads=heads,
         k=out_rows.shape[1],
-        splits=parts.splits,
-        span=parts.span,
+        splits=splits,
+        span=blocks_each * HOPPER_BLOCKS.rows,
+        sides=sides,
     )
-    grid = (-(-heads // HOPPER_BLOCKS.heads) * parts.splits, batch)
-    _hopper_kernel(form.kind, out.device).launch(grid, block, stream_of(state), shared_bytes=HOPPER_SHARED_BYTES)
+    grid = (head_blocks * splits, batch)
+    kernel.launch(grid, block, stream_of(state), cluster=splits * sides, shared_bytes=HOPPER_SHARED_BYTES)
 
 
 def _attend_in_triton(
@@ -192,8 +210,7 @@ def _attend_in_triton(
     )
 
 
-def _combine(out: Tensor, parts: Parts, *, early: bool) -> None:
-    """`early`: launched while the splits are still at work (griddepcontrol), which hides the launch."""
+def _combine(out: Tensor, parts: Parts) -> None:
     batch, heads, latent = out.shape
     block = min(COMBINE_VALUES, _padded(latent))
     triton_unit("attention_triton").combine[-(-latent // block), heads, batch](
@@ -206,8 +223,6 @@ def _combine(out: Tensor, parts: Parts, *, early: bool) -> None:
         LATENT=latent,
         BLOCK_LATENT=block,
         SPLITS_PADDED=1 << (parts.splits - 1).bit_length(),
-        EARLY=early,
-        launch_pdl=early,
     )
 
 
@@ -220,7 +235,8 @@ def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: to
     for k in {state.geometry.topk, max(1, state.geometry.topk // ENTRIES_STEP * ENTRIES_STEP)}:
         nothing = torch.full((1, k), -1, dtype=torch.int32, device=device)
         for blocks in {blocks_of(form, batch, heads, wide, capability) for batch in (1, HOPPER_PROGRAMS_LEAST)}:
-            for power in range(SPLITS_MAX.bit_length()):
+            most = CLUSTER_MAX if blocks == HOPPER_BLOCKS else SPLITS_MAX
+            for power in range(most.bit_length()):
                 attend_rows(state, 0, queries, nothing, 1.0, out, blocks=blocks, splits=1 << power)
 
 
@@ -237,7 +253,7 @@ def hopper_defines(kind: str) -> Defines:
 @lru_cache(maxsize=8)
 def _hopper_kernel(kind: str, device: torch.device) -> Kernel:
     kernel = load("attend_rows", "attend_rows", hopper_defines(kind), device.index or 0)
-    kernel.allow_all(clusters=False)
+    kernel.allow_all(clusters=True)
     return kernel
 
 
@@ -262,6 +278,22 @@ def splits_of(programs: int, row_blocks: int, multiprocessors: int) -> int:
         return rounds * (-(-row_blocks // splits) + OVERHEAD_BLOCKS)
 
     return min(range(1, min(row_blocks, SPLITS_MAX) + 1), key=cost)
+
+
+@lru_cache(maxsize=1024)
+def hopper_cut_of(kernel: Kernel, programs: int, row_blocks: int, pairs: bool, multiprocessors: int) -> Cut:
+    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and perhaps those of two
+    blocks of heads (`pairs`), which then decode rows for each other."""
+
+    def cost(cut: Cut) -> int:
+        cluster = cut.splits * cut.sides
+        at_once = multiprocessors if cluster == 1 else kernel.clusters_at_once(cluster, HOPPER_SHARED_BYTES)
+        rounds = -(-programs // max(1, cut.sides * at_once))
+        overhead = HOPPER_OVERHEAD_BLOCKS + (HOPPER_CLUSTER_BLOCKS if cut.splits > 1 else 0)
+        return rounds * (-(-row_blocks // cut.splits) + overhead) * HOPPER_BLOCK_COST[cut.sides]
+
+    sides = (2, 1) if pairs else (1,)
+    return min((Cut(n, m) for m in sides for n in range(1, min(row_blocks, CLUSTER_MAX // m) + 1)), key=cost)
 
 
 def _padded(size: int) -> int:

@@ -10,7 +10,6 @@ from memory once per block of heads (the blocks of one batch row run side by sid
     total     float32 [B, splits, H]           sum of exp2(score - peak)
 
 With one split the first kernel writes the output itself; otherwise `combine` adds the splits, always in the same tree.
-Splits may come from attend_rows.cuh too, whose peaks lie a little below the highest scores.
 
 Two things in the loop are for Triton's sake, on Hopper. Places are loaded a turn ahead, so that the gather of the next
 block does not begin with a wait for them. And the softmax stands in a branch that is always taken: Triton gives the
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -166,11 +164,8 @@ def combine(
     LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,  # launched before the splits are done
 ):
     """A block of the latent of one head of one batch row: grid (latent blocks, heads, batch)."""
-    if EARLY:
-        gdc_wait()
     latent = tl.program_id(0) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

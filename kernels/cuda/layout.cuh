@@ -157,13 +157,10 @@ struct AttendRows {
     const void* queries;  // [batch, heads, dim]
     const i32* entries;   // [batch, k]
     void* out;            // [batch, heads, latent]
-    float* partial;       // [batch, splits, heads, latent]
-    float* peak;          // [batch, splits, heads]
-    float* total;         // likewise
     float scale;          // times log2(e)
     i32 heads, k, splits;
     i32 span;             // entries of a split
-    i32 unused;
+    i32 sides;            // 2: blocks of heads in pairs, which gather for each other
 };
 
 }  // namespace hisparse

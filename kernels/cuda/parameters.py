@@ -201,13 +201,13 @@ class IndexTopk(ctypes.Structure):
 
 class AttendRows(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "queries", "entries", "out", "partial", "peak", "total")),
+        *((name, ctypes.c_void_p) for name in ("rows", "queries", "entries", "out")),
         ("scale", ctypes.c_float),
         ("heads", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("splits", ctypes.c_int32),
         ("span", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("sides", ctypes.c_int32),
     )
 
 

@@ -1,0 +1,49 @@
+"""A second subset for compute-sanitizer, as tests/gpu/memcheck.py: attention and index selection at Hopper's shapes.
+
+What is written for Hopper's matrix products and clusters, for which tests/gpu/memcheck.py is too small: rows and
+index keys in bfloat16 and fp8, heads that fill a block and that do not, one block per result and clusters of two, three
+and sixteen, rows without an entry, stages used again. Results are compared with the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cuda.attention import HOPPER_BLOCKS, attend_rows
+from tests.attention_rig import Case
+from tests.gpu.index_bench import IndexBench
+
+BOUND = 2.0**-7
+
+
+def attention() -> None:
+    for kind in ("bfloat16", "fp8"):
+        for heads, k, splits in ((64, 333, 1), (72, 333, 2), (64, 130, 3), (64, 1024, 16), (64, 1, 1)):
+            shape = {"latent": 512, "rope": 64, "heads": heads, "k": k, "batch": 3, "stored": 2000}
+            case = Case(kind, torch.bfloat16, device="cuda", **shape)
+            case.out_rows[1] = -1
+            attend_rows(
+                case.state,
+                1,
+                case.queries,
+                case.out_rows,
+                case.scaling,
+                case.out,
+                blocks=HOPPER_BLOCKS,
+                splits=splits,
+            )
+            torch.testing.assert_close(case.out.double().cpu(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
+def indexes() -> None:
+    """Contexts within one span of selection and over several, with and without padding."""
+    for kind in ("bfloat16", "fp8"):
+        IndexBench([700, 3, 64, 65, 200], kind=kind, heads=64, dim=128, k=64, padding=2).check()
+        IndexBench([20_000, 300], kind=kind, heads=64, dim=128, k=100).check()
+
+
+if __name__ == "__main__":
+    attention()
+    indexes()
+    torch.cuda.synchronize()
+    print("done")
