@@ -36,7 +36,8 @@ from kernels.state import DeviceState
 HEADS, LATENT, ROPE, TOPK, HOT_SLOTS, CONTEXT = 128, 512, 64, 2048, 4096, 32_768
 SCALING = 192**-0.5
 KINDS = ("bfloat16", "fp8")
-CELLS = (("decode", 1), ("decode", 16), ("decode", 64), ("prompt", 512), ("prompt", 2048))
+BATCHES = (1, 4, 8, 16, 32, 64, 108)
+CELLS = (*(("decode", batch) for batch in BATCHES), ("prompt", 512), ("prompt", 2048))
 ROW_BYTES_LEAST = 256 << 20  # of all layers
 LAYERS_MOST = 64
 #: Share of the largest latent by which a result may differ: bfloat16 shares of the softmax, and a bfloat16 result.

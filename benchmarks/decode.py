@@ -96,7 +96,7 @@ class Selections:
     def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
         if group == 0:
             self.places.add_(self.fresh).remainder_(self.order.shape[-1])
-        topk.copy_(self.order[group, : len(topk)].index_select(1, self.places))
+        torch.index_select(self.order[group, : len(topk)], 1, self.places, out=topk)
 
 
 class Clock:

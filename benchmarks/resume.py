@@ -41,6 +41,7 @@ from worker.swap import PIECE_TOKENS
 
 NEW_TOKENS: Final = 64
 REPEATS: Final = 7
+HELD_CYCLES: Final = 4_000_000  # 2 ms
 TURNS_MAX: Final = 10_000_000
 
 
@@ -55,10 +56,11 @@ class Stays(Clock):
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Seconds on the device, median of REPEATS after one more."""
+    """Seconds on the device, median of REPEATS after one more. All launches are queued when the first may begin."""
     times = []
     for _ in range(REPEATS + 1):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HELD_CYCLES)
         start.record()
         work()
         stop.record()
