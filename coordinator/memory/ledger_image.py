@@ -4,7 +4,7 @@ Friend of coordinator.memory.ledger.Ledger: the only other code that knows its f
 equals the one before in everything that decides what later changes do, the order of free pages included.
 
 Parts are made one at a time, of what the ledger was when they were asked for: at 10,000 admissions the copy that they
-are made of takes 4 ms and the parts 30, which is too long for one turn of anybody. Page lists are not copied: a ledger
+are made of takes 5 ms and the parts 50, which is too long for one turn of anybody. Page lists are not copied: a ledger
 puts new arrays into a list and changes none.
 """
 
