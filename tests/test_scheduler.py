@@ -174,7 +174,7 @@ async def test_verbs_are_checked_for_all_before_anything_is_done(autojump_clock:
             await rig.scheduler.abort(("a!", "b"), "test")
         with pytest.raises(NotFound, match="request_id=nobody"):
             await rig.scheduler.retract(("a!", "nobody"), "test", keep=True, hold=True)
-        with pytest.raises(BadInput, match=r"choose 0 .resident., -1 .auto. or one of .128, 256"):
+        with pytest.raises(BadInput, match=r"choose 0 .resident., -1 .auto. or one of 128, 256"):
             await rig.scheduler.resize(("a!",), "test", hot_slots=200)
         with pytest.raises(CapacityError, match="may not fit 14 hot chunks"):
             await rig.scheduler.resize(("a!",), "test", hot_slots=0)
