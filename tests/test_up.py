@@ -18,7 +18,7 @@ import pytest
 
 from worker.runners.tiny import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 HISPARSE = [sys.executable, "-m", "coordinator.cli"]
 START_LIMIT_S = 60.0
@@ -97,7 +97,7 @@ def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
 
 
 def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, "-n", "2") as up:
+    with running(model, tmp_path, "-n", "2", "--deadline", "90") as up:
         assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
         assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
         outputs = [json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout) for _ in range(2)]
@@ -113,7 +113,7 @@ def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert follower.stdout is not None
         follower.stdout.readline()
         up.process.send_signal(signal.SIGINT)
-        last = follower.communicate(timeout=30)[0].splitlines()[-1]
+        last = follower.communicate(timeout=90)[0].splitlines()[-1]
         assert json.loads(last)["generated_tokens"] == 600  # drained, not dropped
         assert up.process.wait(30) == 0
         assert up.left_behind() == []
