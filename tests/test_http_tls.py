@@ -24,6 +24,8 @@ from coordinator.http.tls import Tls, tls_of
 from tests.process_rig import ROOT
 
 LIMIT_S: Final = 30.0
+OLD_KEY: Final = "an-old-key-of-the-front"
+NEW_KEY: Final = "a-new-key-of-the-front"
 
 
 def write_pair(place: Path, name: str = "front") -> tuple[str, str]:
@@ -103,11 +105,19 @@ def shown_by(tls: Tls) -> bytes | None:
     return client.getpeercert(binary_form=True)
 
 
+def write_keys(place: Path, *keys: str) -> str:
+    file = place / "api.keys"
+    file.write_text("\n".join(keys))
+    file.chmod(0o600)
+    return str(file)
+
+
 @contextmanager
 def front(place: Path, cert: str, key: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A front without a coordinator, and its port: it answers 503 to whoever asks for its health."""
     log = place / "http.log"
     options = ["--port", "0", "--metrics-port", "-1", "--tls-cert", cert, "--tls-key", key]
+    options += ["--api-keys", write_keys(place, OLD_KEY)]
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "coordinator.cli", "http", *options],
@@ -130,10 +140,10 @@ def until(log: Path, pattern: str) -> re.Match[str]:
     return found
 
 
-def health(port: int, cert: str) -> tuple[int, bytes | None]:
+def ask(port: int, cert: str, path: str = "/health", key: str = OLD_KEY) -> tuple[int, bytes | None]:
     """Whoever trusts `cert` asks; the status, and the certificate that was shown."""
     connection = HTTPSConnection("localhost", port, timeout=LIMIT_S, context=ssl.create_default_context(cafile=cert))
-    connection.request("GET", "/health")
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
     shown = connection.sock.getpeercert(binary_form=True)
     status = connection.getresponse().status
     connection.close()
@@ -144,7 +154,8 @@ def health(port: int, cert: str) -> tuple[int, bytes | None]:
 def test_a_front_speaks_tls_alone_and_takes_new_certificates_as_it_runs(tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
     with front(tmp_path, cert, key) as (process, port):
-        assert health(port, cert) == (503, certificate_of(Path(cert).read_text()))
+        assert ask(port, cert) == (503, certificate_of(Path(cert).read_text()))
+        assert [ask(port, cert, "/v1/models", key)[0] for key in (OLD_KEY, NEW_KEY)] == [503, 401]
         with socket.create_connection(("localhost", port), LIMIT_S) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"HTTP/1.1 503" not in plain.recv(4096), "plain HTTP is not answered"
@@ -154,4 +165,8 @@ def test_a_front_speaks_tls_alone_and_takes_new_certificates_as_it_runs(tmp_path
         write_pair(tmp_path)
         process.send_signal(signal.SIGHUP)
         until(tmp_path / "http.log", r"(?m) read again .*TLS files")
-        assert health(port, cert) == (503, certificate_of(Path(cert).read_text()))
+        assert ask(port, cert) == (503, certificate_of(Path(cert).read_text()))
+        write_keys(tmp_path, NEW_KEY)
+        process.send_signal(signal.SIGHUP)
+        until(tmp_path / "http.log", r"(?s)( read again .*API keys.*){3}")
+        assert [ask(port, cert, "/v1/models", key)[0] for key in (OLD_KEY, NEW_KEY)] == [401, 503]

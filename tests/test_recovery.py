@@ -290,6 +290,20 @@ async def test_a_drain_is_in_force_in_every_life_until_it_is_taken_back(autojump
         assert drained(life) == pytest.approx({"w0": before["w0"]})
 
 
+async def test_a_drain_is_answered_once_it_is_written(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0")
+        life.store.error = "disk full"
+        with pytest.raises(Unavailable, match="the drain was begun, but the journal has not written it"):
+            await life.scheduler.drain(("w0",), "me", handover=False, deadline_s=1e3)
+        assert drained(life), "in force meanwhile"
+        life.store.error = ""
+        await trio.sleep(1.0)
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert drained(life)
+
+
 async def test_a_drain_is_of_a_process_and_not_of_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
     """Declared down and begun anew, a worker is drained; started anew, it is not."""
     groups: list[list[Record]] = []
