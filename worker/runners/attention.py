@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.pointwise import add_rms_norm, can_rotate, rms_norm, rotate
+
 #: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
 SCORE_FLOATS_MAX: Final = 524_288
 
@@ -76,17 +78,45 @@ class Absorbed:
         return cls(key=key.contiguous(), value=value.transpose(1, 2).contiguous())
 
 
+def normed(norm: Module, values: Tensor) -> Tensor:
+    """The library's RMS norm of `values` [..., n]."""
+    return rms_norm(values, norm.weight, norm.variance_epsilon) if values.is_cuda else norm(values)
+
+
+def add_normed(norm: Module, values: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """values + added, and the norm of that."""
+    if values.is_cuda:
+        return add_rms_norm(values, added, norm.weight, norm.variance_epsilon)
+    total = values + added
+    return total, norm(total)
+
+
+def rope_of(library: Rope, *, interleaved: bool) -> Rope:
+    """The library's rotary function of that layout; values beyond the angles' d stay as they are."""
+
+    def rope(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        size = cos.shape[-1]
+        if queries.is_cuda and can_rotate(size):
+            return rotate(queries, keys, cos, sin, heads_dim=unsqueeze_dim, interleaved=interleaved)
+        turned = library(queries[..., :size], keys[..., :size], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        if queries.shape[-1] == size:
+            return turned
+        return torch.cat((turned[0], queries[..., size:]), -1), torch.cat((turned[1], keys[..., size:]), -1)
+
+    return rope
+
+
 def project(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
     """Queries and KV rows of normed hidden states [N, S, hidden] at the positions of cos, sin [N, S, d]."""
     batch, tokens, _ = hidden.shape
-    residual = attention.q_a_layernorm(attention.q_a_proj(hidden))
+    residual = normed(attention.q_a_layernorm, attention.q_a_proj(hidden))
     queries = attention.q_b_proj(residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     latent, key = attention.kv_a_proj_with_mqa(hidden).split(
         [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1
     )
     rotary, key = rope(rotary, key.view(batch, 1, tokens, -1), cos, sin)
-    return Projected(nope, rotary, attention.kv_a_layernorm(latent), key.squeeze(1), residual)
+    return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1), residual)
 
 
 def project_index(
@@ -103,15 +133,11 @@ def project_index(
     `rotation` [D, D], orthogonal, turns queries and keys alike.
     """
     batch, tokens, _ = hidden.shape
-    rotary, plain = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
     queries = indexer.wq_b(residual).view(batch, tokens, indexer.n_heads, indexer.head_dim)
     keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
-    query_rope, query_plain = queries.split([rotary, plain], dim=-1)
-    key_rope, key_plain = keys.split([rotary, plain], dim=-1)
-    query_rope, key_rope = rope(query_rope, key_rope, cos, sin, unsqueeze_dim=2)
+    queries, keys = rope(queries, keys, cos, sin, unsqueeze_dim=2)
+    keys = keys.squeeze(2)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * (indexer.n_heads**-0.5)
-    queries = torch.cat((query_rope, query_plain), dim=-1)
-    keys = torch.cat((key_rope, key_plain), dim=-1).squeeze(2)
     if rotation is not None:
         queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
     return IndexProjected(queries, keys, weights)
@@ -119,13 +145,23 @@ def project_index(
 
 def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
     """Queries of N x S tokens against rows: [N * S, H, r + d], contiguous."""
-    nope = torch.bmm(projected.query_nope.transpose(0, 1).flatten(1, 2), absorbed.key).transpose(0, 1)
-    return torch.cat((nope, projected.query_rope.transpose(1, 2).flatten(0, 1)), dim=-1)
+    nope, rope = projected.query_nope.transpose(0, 1).flatten(1, 2), projected.query_rope.transpose(1, 2).flatten(0, 1)
+    if not nope.is_cuda:
+        return torch.cat((torch.bmm(nope, absorbed.key).transpose(0, 1), rope), dim=-1)
+    latent = absorbed.key.shape[2]
+    queries = nope.new_empty(*rope.shape[:2], latent + rope.shape[2])
+    torch.bmm(nope, absorbed.key, out=queries[..., :latent].transpose(0, 1))
+    queries[..., latent:] = rope
+    return queries
 
 
 def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:
     """Attention output [B, H * v] of attended latents [B, H, r]."""
-    return torch.bmm(latents.transpose(0, 1), absorbed.value).transpose(0, 1).flatten(1)
+    if not latents.is_cuda:
+        return torch.bmm(latents.transpose(0, 1), absorbed.value).transpose(0, 1).flatten(1)
+    values = latents.new_empty(*latents.shape[:2], absorbed.value.shape[2])
+    torch.bmm(latents.transpose(0, 1), absorbed.value, out=values.transpose(0, 1))
+    return values.flatten(1)
 
 
 def select_mask(index: IndexProjected, keys: Tensor, start: int, topk: int, scale: float) -> Tensor:

@@ -1,7 +1,8 @@
 """The library's model, layer by layer, as functions of tensors: nothing here knows of caches, seats or streams.
 
 Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
-by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (attention.py).
+by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (attention.py),
+and on a GPU norms, rotations and gates, which are a launch each there instead of many (kernels/pointwise.py).
 
 Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
 rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,
@@ -31,6 +32,7 @@ from torch import Tensor
 from kernels.attention import attend_rows
 from kernels.encode import encode
 from kernels.layout import Geometry, pages_for
+from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
 from worker.runners import attention as mla
@@ -77,8 +79,9 @@ class Layers:
         self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if scaled else None
         self.index_dtype = self.dtype if scaled else self.keys.dtype  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
-        self._rope: mla.Rope = library.apply_rotary_pos_emb_interleave
-        self._index_rope: mla.Rope = getattr(library, INDEX_ROPE[config.model_type])
+        self._rope = mla.rope_of(library.apply_rotary_pos_emb_interleave, interleaved=True)
+        name = INDEX_ROPE[config.model_type]
+        self._index_rope = mla.rope_of(getattr(library, name), interleaved=name.endswith("interleave"))
         self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
         self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
         self._geometry = geometry
@@ -98,7 +101,7 @@ class Layers:
 
     def project(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, mla.Projected]:
         """Normed hidden states, and the attention's projections of them."""
-        normed: Tensor = layer.module.input_layernorm(hidden)
+        normed = mla.normed(layer.module.input_layernorm, hidden)
         return normed, mla.project(layer.attention, self._rope, normed, *angles)
 
     def project_index(
@@ -111,13 +114,27 @@ class Layers:
 
     def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
         """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
-        hidden = hidden + layer.attention.o_proj(attended)
-        return hidden + self._mlp(layer.module.mlp, layer.module.post_attention_layernorm(hidden), experts)
+        norm = layer.module.post_attention_layernorm
+        hidden, normed = mla.add_normed(norm, hidden, layer.attention.o_proj(attended))
+        return hidden + self._mlp(layer.module.mlp, normed, experts)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[B, vocab] of hidden states [B, 1, hidden]."""
-        logits: Tensor = self.model.lm_head(self.model.model.norm(hidden))
+        logits: Tensor = self.model.lm_head(mla.normed(self.model.model.norm, hidden))
         return logits.squeeze(1).float()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what layers launch on a GPU, whatever their batch."""
+        if self.device.type != "cuda":
+            return
+        zeros = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        hidden, angles = self.embed(zeros, zeros)
+        normed, projected = self.project(self._layers[0], hidden, angles)
+        self.project_index(self._layers[0], normed, projected, angles)
+        attended = hidden.new_zeros(1, 1, self._layers[0].attention.o_proj.in_features)
+        for layer in {hasattr(layer.module.mlp, "experts"): layer for layer in self._layers}.values():
+            self.finish(layer, hidden, attended, self.decode_experts)
 
     @torch.inference_mode()
     def require_rows_apart(self, rows: int) -> None:
@@ -134,8 +151,15 @@ class Layers:
         surplus = -rows % self._row_multiple if experts == self.decode_experts else 0
         if surplus:
             hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
-        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else mlp(hidden)
+        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else self._dense_mlp(mlp, hidden)
         return output[:rows]
+
+    def _dense_mlp(self, mlp: mla.Module, hidden: Tensor) -> Tensor:
+        if hidden.is_cuda and self.model.config.hidden_act == "silu":
+            output: Tensor = mlp.down_proj(gate(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+        else:
+            output = mlp(hidden)
+        return output
 
     def _layer(self, number: int) -> Layer:
         group = self._geometry.group_of_layer[number]

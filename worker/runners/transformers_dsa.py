@@ -268,6 +268,7 @@ class TransformersRunner:
     def _prepare(self, state: DeviceState) -> None:
         if self._prepared is state:
             return
+        self._layers.warm_up()
         config, rows, dtype = self._layers.model.config, self._layers.rows, self._layers.index_dtype
         prepare_attention(state, config.num_attention_heads, rows.scaled, rows.plain, self.dtype)
         for form in (rows, self._layers.keys):
