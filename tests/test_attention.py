@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.errors import BadInput, ConfigError
 from kernels.attention import attend_rows
-from kernels.cuda.attention import HOPPER_BLOCKS, blocks_of, splits_of
+from kernels.cuda.attention import HOPPER_BLOCKS, Cut, blocks_of, hopper_cut_of, splits_of
 from kernels.cuda.triton_units import triton_unit
 from kernels.row_format import (
     FP8_ERROR,
@@ -181,3 +183,21 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
     with pytest.raises(BadInput, match="row_bytes"):
         attend_rows(case.state, 0, case.queries[..., :70].contiguous(), case.out_rows, 1.0, case.out)
     assert case.out.isnan().all()
+
+
+class FakeKernel:
+    """As many clusters at once as one H200 holds."""
+
+    def clusters_at_once(self, cluster: int, _shared_bytes: int) -> int:
+        held = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 9: 9}
+        return held.get(cluster, 7)
+
+
+def test_cuts_are_those_that_were_the_fastest_on_an_h200() -> None:
+    """128 heads over 2,048 entries; blocks of heads in pairs where rows are decoded."""
+    kernel: Any = FakeKernel()
+    batches = (8, 16, 20, 32, 64, 108)
+    in_pairs = [hopper_cut_of(kernel, 2 * batch, 32, True, 132) for batch in batches]
+    assert in_pairs == [Cut(4, 2), Cut(3, 2), Cut(2, 2), Cut(2, 1), Cut(1, 2), Cut(1, 2)]
+    alone = [hopper_cut_of(kernel, 2 * batch, 32, False, 132) for batch in batches]
+    assert alone == [Cut(6, 1), Cut(3, 1), Cut(2, 1), Cut(2, 1), Cut(1, 1), Cut(1, 1)]
