@@ -74,7 +74,8 @@ async def test_a_full_disk_refuses_new_work_and_running_work_goes_on(small_disk:
         crew.kill("coordinator")  # what was delivered from the reserve is as safe as any other
         crew.start("coordinator")
         await crew.client_when(1)
-        assert await refusal(client), "still full"
+        while not await refusal(client):  # recovery may have given back enough for another reserve
+            filler = fill(small_disk)
         filler.unlink()
         while await refusal(client):  # noqa: ASYNC110
             await trio.sleep(0.05)
