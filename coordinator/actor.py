@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from enum import IntEnum
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -255,11 +255,14 @@ class Supervisor:
 async def open_supervisor() -> AsyncIterator[Supervisor]:
     """A Supervisor whose actors live at most as long as the block; leaving it early cancels them."""
     async with trio.open_nursery() as nursery:
-        yield Supervisor({level: await nursery.start(_open_level) for level in Level})
+        yield Supervisor(await nursery.start(_hold_levels))
         nursery.cancel_scope.cancel()
 
 
-async def _open_level(task_status: trio.TaskStatus[trio.Nursery]) -> None:
-    async with trio.open_nursery() as nursery:
-        task_status.started(nursery)
+async def _hold_levels(task_status: trio.TaskStatus[dict[Level, trio.Nursery]]) -> None:
+    """Nurseries within one another, the level that stops first innermost: it has ended before one in which it may
+    start actors closes, also when all are cancelled at once."""
+    async with AsyncExitStack() as stack:
+        nurseries = {level: await stack.enter_async_context(trio.open_nursery()) for level in reversed(Level)}
+        task_status.started(nurseries)
         await trio.sleep_forever()

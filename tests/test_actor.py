@@ -146,6 +146,25 @@ async def test_an_exception_ends_everything_and_logs_the_story(caplog: pytest.Lo
     assert record.__dict__["fields"] == {"actor": "culprit", "story": "line one; line two"}
 
 
+async def test_who_ends_late_may_still_start_what_it_starts() -> None:
+    """Found by seed 366 of tests.sim: killed while the Scheduler had a submission in hand."""
+    started = FakeActor("started")
+
+    class FakeLatecomer(FakeActor):
+        async def run(self) -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await wait_all_tasks_blocked()
+                supervisor.start(started, Level.REQUEST)
+
+    async with open_supervisor() as supervisor:
+        supervisor.start(FakeLatecomer("latecomer"), Level.SCHEDULER)
+        await wait_all_tasks_blocked()
+    assert supervisor.count(Level.REQUEST) == 0
+
+
 async def start_all(supervisor: Supervisor, log: list[str]) -> dict[Level, FakeActor]:
     actors = {level: FakeActor(level.name, log=log) for level in reversed(Level)}
     for level, actor in actors.items():
