@@ -26,7 +26,6 @@ from kernels.swap_in import replay_misses, swap_in
 
 TABLES = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires")
 GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots")
-NUMBERS = (torch.int32, torch.int64)
 
 
 class Twin:
