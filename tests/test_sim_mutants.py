@@ -18,6 +18,8 @@ from tests.sim.trace import Violation
 CALM_SEEDS = 3
 #: Seeds under faults by which it must be caught.
 SEEDS_MAX = 200
+#: A seed on which a bug shows as nothing but requests that wait for ever does not count as having caught it.
+TIME_LIMIT = "did not end within"
 #: Of a prompt that is handed over within a node, which few clusters do.
 OF_NEIGHBOURS = {"take_the_prompt_of_a_worker_that_may_live"}
 
@@ -50,6 +52,5 @@ def test_a_planted_bug_is_caught_by_an_invariant(name: str) -> None:
     for seed in range(CALM_SEEDS):
         assert simulate(seed, faults=False, mutant=plant()).violation is None
     broken = (simulate(seed, mutant=plant()).violation for seed in seeds_of(name))
-    violation = next((it for it in broken if it is not None), None)
+    violation = next((it for it in broken if it is not None and TIME_LIMIT not in str(it)), None)
     assert isinstance(violation, Violation), f"caught by {violation!r}"
-    assert "did not end within" not in str(violation), "that is a timeout"
