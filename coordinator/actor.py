@@ -206,7 +206,7 @@ class Level(IntEnum):
 class Supervisor:
     """Runs actors, each level's in a nursery of its own, fails with the first that fails, stops them level by level.
 
-    A cancel scope for each actor, of which there are as many as requests, would cost 10 us at each admission.
+    A cancel scope for each actor, of which there are as many as requests, would cost 4 us at each admission.
     """
 
     def __init__(self, nurseries: Mapping[Level, trio.Nursery]) -> None:
