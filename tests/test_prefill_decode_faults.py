@@ -183,7 +183,7 @@ async def test_a_late_write_lands_in_no_other_request(
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         await said(nodes, "planted: SIGSTOP amid ticket")
         with trio.fail_after(LIMIT_S):
-            while engine != "shared" and not await received(nodes, "shut_out"):  # it may outlast the requests
+            while engine != "shared" and not await received(nodes, "shut_out"):  # noqa: ASYNC110
                 await trio.sleep(0.1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(go_on_amid_others, nodes, client)
