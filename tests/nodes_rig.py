@@ -22,7 +22,7 @@ import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.client.client import Client, open_client
+from coordinator.client import Client, Stream, open_client
 from coordinator.cluster.children import Child, child_environ, stop_children
 from coordinator.cluster.up import STOP_GRACE_S, _answers
 from coordinator.config import Config, pool_path, to_environ
@@ -192,20 +192,37 @@ async def decode_all(client: Client, prompts: list[list[int]], prefix: str, admi
     outputs: list[list[int]] = [[] for _ in prompts]
 
     async def collect(i: int) -> None:
-        sampling = Sampling(
-            max_tokens=(1, 9, 24, 40)[i % 4],
-            temperature=(0.0, 0.8)[i % 2],
-            seed=i,
-            stop=("ab", "e", "\x01")[: i % 3],
-            ignore_eos=i % 5 > 0,
-        )
-        stream = await client.submit(prompts[i], sampling, request_id=f"{prefix}{i}", admission=admission)
-        async for tokens in stream:
-            outputs[i] += tokens.tolist()
-        assert stream.ended is not None
-        assert stream.ended.outcome == "FINISHED", stream.ended
+        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", admission=admission)
+        outputs[i] = await _finished(stream)
 
     async with trio.open_nursery() as nursery:
         for i in range(len(prompts)):
             nursery.start_soon(collect, i)
     return outputs
+
+
+async def decode_hot(client: Client, prompts: list[list[int]], i: int, prefix: str, hot_slots: int) -> list[int]:
+    """What `decode_all` gives for prompt `i`, of a hot buffer of `hot_slots`, smaller than it: so it starts warm.
+
+    The prompt must take longer than the command that follows it.
+    """
+    stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}")
+    await client.resize([stream.request_id], hot_slots)
+    return await _finished(stream)
+
+
+def _sampling(i: int) -> Sampling:
+    return Sampling(
+        max_tokens=(1, 9, 24, 40)[i % 4],
+        temperature=(0.0, 0.8)[i % 2],
+        seed=i,
+        stop=("ab", "e", "\x01")[: i % 3],
+        ignore_eos=i % 5 > 0,
+    )
+
+
+async def _finished(stream: Stream) -> list[int]:
+    tokens = [token async for said in stream for token in said.tolist()]
+    assert stream.ended is not None
+    assert stream.ended.outcome == "FINISHED", stream.ended
+    return tokens

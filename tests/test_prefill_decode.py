@@ -30,6 +30,7 @@ from tests.nodes_rig import (
     REQUESTS,
     Spot,
     decode_all,
+    decode_hot,
     mixed_prompts,
     running_nodes,
     samples,
@@ -44,6 +45,8 @@ WARM_STARTS = "hisparse_worker_warm_starts_total"
 PAGES = "hisparse_transfer_pages_total"
 ROLES = ("prefill", "prefill", "decode", "decode")
 HOST_MEM = "48MiB"
+#: Of the mixed prompts, with 640 tokens.
+LONGEST = 9
 #: Its prompt is on the prefill worker, or lately was.
 SENT = ("PREFILLING", "TRANSFERRING", "PREFILLED")
 
@@ -73,6 +76,7 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
     async with cluster_of_two(config, tmp_path, roles=ROLES) as (_, client, _):
         for admission in (AUTO, DIRECT):
             assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
         copied = {worker: await samples(tmp_path, worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         starts = [await samples(tmp_path, worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
         story = (await client.request("auto-9")).story
@@ -130,6 +134,7 @@ async def test_rows_of_one_node_are_decoded_on_another(
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, two_and_two(engine)) as (nodes, client):
         assert await decode_all(client, mixed_prompts(), "far-") == colocated
+        assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
         copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         starts = [await nodes.samples(worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
         story = (await client.request("far-9")).story
