@@ -36,7 +36,8 @@ from worker.transfer.receiving import Check
 from worker.transfer.wire import Checked, Ready, ReceiverMessage
 
 REFUSED: Final = 3
-MUTED: Final = 2
+#: Some of those requests end with their first token, and nobody waits for a word.
+MUTED: Final = 6
 LIMIT_S: Final = 4.0
 PAGE_S: Final = 0.2
 TARGETS: Final = (SharedTarget, NetworkTarget)
