@@ -28,20 +28,20 @@ SAME_VALUE = 1e-3
 
 @dataclass(frozen=True)
 class Victim:
-    """The row of LAYER that most decode steps select."""
+    """The row of LAYER that most late decode steps select."""
 
     position: int
     latent: npt.NDArray[np.float32]
-    selected_by: int  # decode steps
+    selected_by: int  # late decode steps
 
 
-def find_victim(model: Any, prompt: Sequence[int], new_tokens: int) -> Victim:
-    """Run generate() with an ear on the layer's indexer."""
-    selected: Counter[int] = Counter()
+def find_victim(model: Any, prompt: Sequence[int], new_tokens: int, late: int) -> Victim:
+    """Run generate() with an ear on the layer's indexer. Steps are late from number `late` on."""
+    steps: list[list[int]] = []
 
     def listen(_module: Any, _inputs: Any, topk: torch.Tensor) -> None:
         if topk.shape[1] == 1:  # a decode step, not the prefill
-            selected.update(position for position in topk[0, 0].tolist() if position < len(prompt))
+            steps.append([position for position in topk[0, 0].tolist() if 0 <= position < len(prompt)])
 
     handle = model.model.layers[LAYER].self_attn.indexer.register_forward_hook(listen)
     try:
@@ -51,7 +51,7 @@ def find_victim(model: Any, prompt: Sequence[int], new_tokens: int) -> Victim:
             )
     finally:
         handle.remove()
-    position, count = selected.most_common(1)[0]
+    position, count = Counter(position for step in steps[late:] for position in step).most_common(1)[0]
     latents = output.past_key_values.layers[LAYER].keys[0, 0]
     return Victim(position, latents[position].numpy(), count)
 
