@@ -342,6 +342,17 @@ def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
     assert [it.kept_tokens > 0 for it in machine.book.requests.values()] == [True, True]
 
 
+def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
+    """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
+    changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
+    records: list[Record] = [PoolOpened("b", capacity(), MODEL), Changed("b", changes)]
+    book = replay(records, new_log(journalled=True))
+    assert book.ledgers["b"].admissions() == {7}
+    assert book.admissions == 7
+    released = replay([*records, Changed("b", (Release(7),))], new_log(journalled=True))
+    assert released.admissions == 7
+
+
 def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
     machine = JournalMachine()
     machine.join("w0")

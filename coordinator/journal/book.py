@@ -48,7 +48,7 @@ from coordinator.journal.records import (
     Tokens,
     Undrained,
 )
-from coordinator.memory.changes import Change, apply
+from coordinator.memory.changes import Change, Reserve, apply
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.ledger_image import epochs_of, ledger_from
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN
@@ -117,6 +117,9 @@ class Book:
                 self.arrivals = max(self.arrivals, arrivals)
                 for slot in unpack_int32(slots, "slots").tolist():
                     self.requests.pop(slot, None)
+            case Changed(changes=changes):  # those of a ticket may be committed before the Admission that names it
+                given = (change.admission for change in changes if isinstance(change, Reserve))
+                self.admissions = max(self.admissions, *given, 0)
             case Admission():
                 self.admissions = max(self.admissions, record.admission)
                 self._note_of_request(record)
