@@ -117,13 +117,10 @@ class Book:
                 self.arrivals = max(self.arrivals, arrivals)
                 for slot in unpack_int32(slots, "slots").tolist():
                     self.requests.pop(slot, None)
-            case Changed(changes=changes):  # those of a ticket may be committed before the Admission that names it
+            case Changed(changes=changes):  # where each number is given out, that of a ticket too
                 given = (change.admission for change in changes if isinstance(change, Reserve))
                 self.admissions = max(self.admissions, *given, 0)
-            case Admission():
-                self.admissions = max(self.admissions, record.admission)
-                self._note_of_request(record)
-            case Ordered() | HandedOver() | Departed() | Ended():
+            case Ordered() | Admission() | HandedOver() | Departed() | Ended():
                 self._note_of_request(record)
 
     def _note_of_node(self, record: Joined | PoolOpened | Drained | Undrained) -> None:
