@@ -126,9 +126,11 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
     assert caught.value.field == "HISPARSE_KERNEL_CACHE"
 
 
-def test_as_many_blocks_per_request_as_run_at_once() -> None:
+def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> None:
     at_once = {16: 7, 8: 15, 4: 32, 2: 66}
-    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 7, 8, 16, 64, 67, 256)] == [16, 16, 8, 4, 2, 1, 1]
+    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [16, 8, 8, 4, 4, 2, 1]
+    fewer = {16: 0, 8: 3, 4: 3, 2: 66}
+    assert [blocks_per_request(n, fewer.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [8, 8, 2, 2, 2, 2, 1]
 
 
 def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from coordinator.errors import BadInput, InternalError, WrongState
 from kernels.begin_step import begin_step
 from kernels.integrity import check_state
 from kernels.layout import Geometry, managed_chunks
-from kernels.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed
+from kernels.seat import clear_seat, grow_managed, hold_tokens, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState, StepBatch, Tripwire
 from tests.kernel_rig import Request, Rig
 
@@ -245,6 +245,26 @@ def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
     for old, new in zip(before, tables, strict=True):
         assert torch.equal(old, new)
     rig.check()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda state: init_managed(state, 0, 8, 0, 4),
+        lambda state: init_resident(state, 0),
+        lambda state: shrink_managed(state, 0, 8, 4),
+        lambda state: grow_managed(state, 0, 8, 64),
+        lambda state: hold_tokens(state, 0, 8, *(torch.tensor([place]) for place in (0, 1, 2))),
+        lambda state: clear_seat(state, 0),
+    ],
+)
+def test_a_buffer_that_changes_lists_no_slots_to_go_next(verb: Callable[[DeviceState], None]) -> None:
+    """A list names the oldest slots by their stamps; what sets stamps anew, or adds slots, leaves none of it true."""
+    rig, _ = opened()
+    rig.state.next_slot.fill_(3)
+    verb(rig.state)
+    assert bool((rig.state.next_slot[:, 0] == -1).all())
+    assert bool((rig.state.next_slot[:, 1:] == 3).all())
 
 
 def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:

@@ -106,19 +106,6 @@ __device__ __forceinline__ int row_at(const u32* first, int rows, u32 place) {
     return low;
 }
 
-// From here on the next kernel's blocks may begin, on Hopper and later, as far as there is room beside this one's.
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// Until the kernel ahead has ended and all that it wrote is seen.
-__device__ __forceinline__ void await_last() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Where block b's share of `total` units begins.
 __device__ __forceinline__ u32 share(u32 total, u32 block) {
     return static_cast<u32>(static_cast<u64>(total) * block / gridDim.x);

@@ -4,9 +4,9 @@
 // State, as the kernels see it (kernels/state.py has the shapes and what each value means):
 //
 //      0  pointers, 8 bytes each, in the order below
-//    120  arena_rows, key_rows, page_bytes        int64
-//    144  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
-//    168  (end)
+//    136  arena_rows, key_rows, page_bytes        int64
+//    160  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
+//    184  (end)
 #pragma once
 
 namespace hisparse {
@@ -21,6 +21,7 @@ using i64 = long long;
 constexpr int PAGE_TOKENS = 64;
 constexpr int SLOTS_MAX = 32768 + 64;
 constexpr int TAIL_SLOTS_MAX = 16;
+constexpr int NEXT_SLOTS = 512;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
 
@@ -35,6 +36,8 @@ struct State {
     u16* slot_of;
     i32* slot_token;
     i32* stamp;
+    u16* next_slot;   // [seats, NEXT_SLOTS] of each group: slots that go next, in turn; SLOT_ABSENT: none
+    i32* next_stamp;  // their stamps when they were listed
     const i32* index_table;
     const i32* host_table;
     const i32* chunk_table;
@@ -69,13 +72,13 @@ struct Plan {
 
 // Offsets in a thread block's shared memory, in bytes, each a multiple of 16; the first section, `keys`, is at 0.
 struct Sections {
-    u32 pages, victims, order, seen, chunks, index, stay, mail, lists;
+    u32 pages, victims, order, seen, chunks, index, next, stay, mail, lists;
     u32 mail_bytes;  // of one block
     u32 list_bytes;  // likewise
 };
 
 struct SwapIn {
-    State state;  // slot_of, slot_token, stamp, tail, hits and misses of one group
+    State state;  // slot_of, slot_token, stamp, next_slot, next_stamp, tail, hits and misses of one group
     Batch batch;
     Plan plan;
     const i32* topk;  // [batch, k]

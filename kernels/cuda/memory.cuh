@@ -122,6 +122,44 @@ __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
 }
 
+// From here on the next kernel's blocks may begin, on Hopper and later, as far as there is room beside this one's.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel ahead has ended and all that it wrote is seen.
+__device__ __forceinline__ void await_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// A gate in shared memory (an mbarrier), of one use: `calls` threads open it, any may wait for that. Unlike a barrier of
+// warps it asks nobody who only opens it to wait, and may be met at different places of the code.
+__device__ __forceinline__ void close_gate(u64* gate, u32 calls) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(calls) : "memory");
+}
+__device__ __forceinline__ void open_gate(u64* gate) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(gate))
+                 : "memory");
+}
+// Of the block's scope: what has arrived lies in its own shared memory. An acquire of the cluster's scope would empty L1.
+__device__ __forceinline__ void await_gate(u64* gate) {
+    u32 open = 0;
+    while (!open) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+            : "=r"(open) : "r"(shared_address(gate)) : "memory");
+#else
+        asm volatile(
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+            : "=r"(open) : "r"(shared_address(gate)) : "memory");
+#endif
+    }
+}
+
 // Clusters: blocks of one request, scheduled together, that write into each other's shared memory. Absent below sm_90.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int cluster_rank() {
@@ -144,16 +182,11 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// `calls` peers will knock before `await_mail` returns.
-__device__ __forceinline__ void expect_knocks(u64* mailbox, u32 calls) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mailbox)), "r"(calls) : "memory");
-}
-// To the peers, who see the mailboxes once the cluster's barrier is passed.
+// Mailboxes are gates that peers open, too. To the peers, who see them once the cluster's barrier is passed.
 __device__ __forceinline__ void publish_mailboxes() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// `bytes` will be written by peers, through `send`, before `await_mail` returns. This is the one knock that the mailbox
-// expects.
+// `bytes` will be written by peers, through `send`, before the gate opens. This is its one call.
 __device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
                  : "memory");
@@ -163,15 +196,6 @@ __device__ __forceinline__ void knock(u64* mailbox, int peer) {
     u32 box;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(box) : "memory");
-}
-// Of the block's scope: what arrived lies in its own shared memory. An acquire of the cluster's scope would empty L1.
-__device__ __forceinline__ void await_mail(u64* mailbox) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(shared_address(mailbox)) : "memory");
-    }
 }
 // 16 bytes to the same place in block `peer`, counted by its mailbox.
 __device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbox, int peer) {
@@ -187,8 +211,6 @@ __device__ __forceinline__ int cluster_ranks() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
-__device__ __forceinline__ void await_mail(u64*) {}
-__device__ __forceinline__ void expect_knocks(u64*, u32) {}
 __device__ __forceinline__ void publish_mailboxes() {}
 __device__ __forceinline__ void knock(u64*, int) {}
 __device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}

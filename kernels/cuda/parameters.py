@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOT_ABSENT, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
+from kernels.layout import CONTEXT_MAX_TOKENS, NEXT_SLOTS, PAGE_TOKENS, SLOT_ABSENT, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire
 
 
@@ -29,6 +29,7 @@ CONSTANTS: Final = {
     "SLOTS_MAX": SLOTS_MAX,
     "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
     "TOPK_MAX": TOPK_MAX,
+    "NEXT_SLOTS": NEXT_SLOTS,
     "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
     **{name.name: int(name) for kind in (Tripwire, SeatVerb) for name in kind},
 }
@@ -38,6 +39,8 @@ _POINTERS = (
     "slot_of",
     "slot_token",
     "stamp",
+    "next_slot",
+    "next_stamp",
     "index_table",
     "host_table",
     "chunk_table",
@@ -92,6 +95,7 @@ class Sections(ctypes.Structure):
             "seen",
             "chunks",
             "index",
+            "next",
             "stay",
             "mail",
             "lists",
@@ -247,7 +251,7 @@ def state_parameters(state: DeviceState) -> State:
 def group_parameters(state: DeviceState, group: int) -> State:
     """`state_parameters` with the slot tables, tails and counters of one group instead of those of all."""
     block = state_parameters(state)
-    for name in ("slot_of", "slot_token", "stamp", "tail", "hits", "misses"):
+    for name in ("slot_of", "slot_token", "stamp", "next_slot", "next_stamp", "tail", "hits", "misses"):
         table: torch.Tensor = getattr(state, name)
         setattr(block, name, table.data_ptr() + group * table.stride(0) * table.element_size())
     return block

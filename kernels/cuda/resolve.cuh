@@ -118,13 +118,6 @@ __device__ void write_padding(const SwapIn& p, int row, int rank, int ranks) {
         p.out_rows[static_cast<i64>(row) * p.k + e] = -1;
 }
 
-// Empties the hash set of tokens; a barrier of the `THREADS` threads that do so follows.
-template <int THREADS> __device__ __forceinline__ void forget_seen(const SwapIn& p, const Shared& s) {
-    const uint4 none = {NOT_SEEN, NOT_SEEN, NOT_SEEN, NOT_SEEN};
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i <= p.seen_mask / 4; i += THREADS) s.in<uint4>(p.sections.seen, i) = none;
-}
-
 // Whether `token` comes here for the first time, to a block that sees all its duplicates.
 __device__ __forceinline__ bool first_of_token(const SwapIn& p, const Shared& s, u32 token) {
     for (u32 place = token * 2654435761u >> 7;; ++place) {
@@ -135,8 +128,6 @@ __device__ __forceinline__ bool first_of_token(const SwapIn& p, const Shared& s,
 
 __device__ void resolve_resident(const SwapIn& p, const Seat& at, const Shared& s, int row, u32 rank, u32 ranks) {
     if (rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
-    forget_seen<BLOCK_THREADS>(p, s);
-    __syncthreads();
     const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
     u32 distinct = 0;
     int ungranted = 0, foreign = 0;

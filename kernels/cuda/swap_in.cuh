@@ -7,12 +7,12 @@
 // 1.5 us, so copy warps start it as soon as a miss is seen, its victim not known yet, and have nothing else to wait for.
 //
 //    all       seat, length; entries of this block
-//              mode, chunk table, tail, beginning of the index table -> shared memory; host pages of the entries
-//              slot_of
+//              mode, chunk table, tail, beginning of the index table -> shared memory; host pages; slots that go next
+//              slot_of; stamps of the slots that go next
 //              hit: output, bit; miss: list
 //              bits, misses, list to every block (st.async)
-//    copy      start host loads                    control   stamps; all blocks have read them (knocks)
-//              stamps of hits                                cut, victims in slot order (victims.cuh)
+//    copy      start host loads                    control   victims: next slots that are not in use (next_slots.cuh),
+//              stamps of hits                                or, now and then, by the stamps of all (victims.cuh)
 //              store rows, loop for the rest                 slot_of, slot_token, stamp, output, plan, counters
 //
 // Rejected: a home block for each token, a hash of it (duplicates meet there, but each block reads the whole top-k and
@@ -21,8 +21,8 @@
 // one where tokens stand in any order (a line each: 3 us for a top-k of 2048 in one block).
 #pragma once
 
+#include "next_slots.cuh"
 #include "resolve.cuh"
-#include "victims.cuh"
 
 namespace hisparse {
 
@@ -74,10 +74,11 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
     }
 }
 
-__device__ __forceinline__ void copy_misses(const SwapIn& p, const Seat& at, const Shared& s, u32 rank, u32 misses) {
+__device__ __forceinline__ void copy_misses(const SwapIn& p, const Seat& at, const Shared& s, Scalars& q, u32 rank,
+                                            u32 misses) {
     copy_plane<Plane<0>>(p, s, rank, misses, [&] {
         stamp_hits(p, at, s, rank);
-        if (misses > 0) sync_chosen();
+        if (misses > 0) await_gate(&q.chosen);
     });
     if (PLANES == 2) copy_plane<LastPlane>(p, s, rank, misses, [] {});
 }
@@ -97,7 +98,7 @@ __device__ __forceinline__ void send_mail(const Shared& s, Scalars& q, const Sea
     uint4* const own = s.mail(rank);
     uint4* const list = reinterpret_cast<uint4*>(s.list(rank));
 #pragma unroll 1
-    for (u32 ahead = 1 + threadIdx.x / 32; ahead < ranks; ahead += BLOCK_THREADS / 32) {
+    for (u32 ahead = 1 + threadIdx.x / 32; ahead < ranks; ahead += CONTROL_WARPS) {
         const u32 peer = (rank + ahead) & (ranks - 1);
 #pragma unroll 1
         for (u32 vector = threadIdx.x % 32; vector < vectors; vector += 32) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void send_mail(const Shared& s, Scalars& q, const Sea
 // Reads the mail of all peers, their lists included.
 __device__ __forceinline__ Misses await_peers(const Shared& s, Scalars& q, u32 rank, u32 ranks, u32 misses) {
     if (ranks == 1) return {misses, 0, misses, 0};
-    await_mail(&q.hits_mail);
+    await_gate(&q.hits_mail);
     const u32 peer = threadIdx.x % 32;
     const u32 theirs = peer < ranks && peer != rank ? s.mail(peer)->x : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, theirs);
@@ -122,7 +123,7 @@ __device__ __forceinline__ Misses await_peers(const Shared& s, Scalars& q, u32 r
     const u32 some = __ballot_sync(0xFFFFFFFF, (peer == rank ? misses : theirs) > 0);
     if (all > 0) {
         if (threadIdx.x == 0) expect_bytes(&q.lists_mail, vectors * static_cast<u32>(sizeof(uint4)));
-        await_mail(&q.lists_mail);
+        await_gate(&q.lists_mail);
     }
     return {misses, before, misses + all, static_cast<u32>(__ffs(some) - 1)};
 }
@@ -139,6 +140,11 @@ __device__ __forceinline__ u32 merge_hits(const Shared& s, const Seat& at, int r
         s.stay(w) |= hits;
     }
     return distinct;
+}
+
+__device__ __forceinline__ void count_hits(const SwapIn& p, const Seat& at, u32 distinct) {
+    distinct = __reduce_add_sync(0xFFFFFFFF, distinct);
+    if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, distinct);
 }
 
 // Misses of block r, as its mail says.
@@ -232,47 +238,68 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
     }
 }
 
-// No block writes any of the stamps that victims are chosen by before all have read them.
+// No block writes any of the stamps that victims are chosen by before all have read them: those of the list, and those of
+// all slots, which only blocks that miss something read.
 __device__ __forceinline__ void tell_read(Scalars& q, u32 rank, u32 ranks) {
     const u32 peer = CONTROL_THREADS - 1 - threadIdx.x;
     if (peer < ranks && peer != rank) knock(&q.readers_mail, peer);
 }
+__device__ __forceinline__ void tell_scanned(const Shared& s, Scalars& q, u32 rank, u32 ranks, const Misses& m) {
+    const u32 peer = CONTROL_THREADS - 1 - threadIdx.x;
+    if (peer >= ranks || peer == rank) return;
+    if (misses_of(s, peer, rank, m) > 0) knock(&q.scanned_mail, peer);
+    else open_gate(&q.scanned_mail);
+}
+
+// Slots for this block's misses, into s.victim; returns the number of victims of all blocks, fewer than misses only when
+// slots run out. `anew`: the list did not suffice, and `next` is a new one to be kept.
+__device__ __forceinline__ u32 choose_victims(const SwapIn& p, const Seat& at, const Shared& s, Scalars& q,
+                                              const Misses& lead, NextSlots& next, bool& scanned, bool& anew) {
+    const bool few = lead.total <= LISTED_MISSES;
+    scanned = !few || take_next(s, q, next, lead.total, lead.before, lead.own) < lead.total;
+    anew = few && scanned;
+    if (!scanned) return lead.total;
+    if (!anew)
+        return choose(at, s, q, p.state.stamp, lead.total, lead.before, lead.own, [&](u32 number, u32 slot) {
+            s.victim(s.order(number)) = static_cast<u16>(slot);
+        });
+    list_next(at, s, q, p.state.stamp, next);
+    const u32 all = take_next(s, q, next, 0, lead.before, lead.own);
+    return min(all, lead.total);
+}
 
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, const Shared& s, Scalars& q, int row, u32 rank,
-                                       u32 ranks, u32 misses) {
-    Stamps stamps(at);
-    if (misses > 0) {
-        stamps.load(s, p.state.stamp, 0);
-        forget_seen<CONTROL_THREADS>(p, s);
-        if (threadIdx.x < RANKS_MAX) q.leaders[threadIdx.x] = 0;
-        find_oldest(at, s, q, p.state.stamp, stamps);
-        sync_named(CONTROL, CONTROL_THREADS);
-    }
-    const bool read = misses == 0 || stamps.all_held();
-    if (read) tell_read(q, rank, ranks);
+                                       u32 ranks, u32 misses, NextSlots& next) {
+    tell_read(q, rank, ranks);
     const Misses all = await_peers(s, q, rank, ranks, misses);
     if (misses > 0 || rank == 0) {
-        const u32 distinct = __reduce_add_sync(0xFFFFFFFF, merge_hits(s, at, ranks));
-        if (rank == 0 && threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, distinct);
+        const u32 distinct = merge_hits(s, at, ranks);
+        if (rank == 0) count_hits(p, at, distinct);
     }
     if (all.total == 0 && rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
     if (misses == 0) {
-        if (ranks > 1) await_mail(&q.readers_mail);  // peers knock here
+        if (ranks > 1) await_gate(&q.readers_mail);  // peers knock here
         return;
     }
     for_all_misses(s, rank, ranks, all, [&](u32, u32, u32 entry) { enter(p, s, q, entry); });
     sync_named(CONTROL, CONTROL_THREADS);
     Misses lead = all;
     if (q.duplicates) lead = only_leaders(p, s, q, rank, ranks, all);
-    const u32 victims = choose_victims(at, s, q, p.state.stamp, stamps, lead.total, lead.before, lead.own);
+    bool scanned, anew;
+    const u32 victims = choose_victims(p, at, s, q, lead, next, scanned, anew);
+    open_gate(&q.chosen);  // each thread for what it wrote
     if (rank == all.reporter && threadIdx.x == 0) {
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
     }
-    sync_chosen();
-    if (!read) tell_read(q, rank, ranks);
-    if (ranks > 1) await_mail(&q.readers_mail);
+    await_gate(&q.chosen);
+    if (ranks > 1) {
+        if (scanned) tell_scanned(s, q, rank, ranks, all);  // every control warp has chosen: none reads on
+        await_gate(&q.readers_mail);
+        if (scanned) await_gate(&q.scanned_mail);
+    }
     publish(p, at, s, row, rank, lead);
+    if (anew && rank == all.reporter) next.store(p.state, at);
     if (q.duplicates) follow(p, s, row, rank, ranks, all);
 }
 
@@ -284,6 +311,30 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     extern __shared__ uint4 dynamic[];
     __shared__ Scalars q;
     const int row = blockIdx.y;
+    // What the kernel ahead has nothing to do with comes first: this one may begin while that one is at work.
+    const u32 ranks = cluster_ranks(), rank = cluster_rank();
+    const Shared s = {reinterpret_cast<u8*>(dynamic), p.sections};
+    if (threadIdx.x == BLOCK_THREADS - 1) {  // in a warp that has the least to do
+        q.misses = q.duplicates = 0;
+        close_gate(&q.chosen, CONTROL_THREADS);
+        if (ranks > 1) {
+            close_gate(&q.hits_mail, 1);
+            close_gate(&q.lists_mail, 1);
+            close_gate(&q.readers_mail, ranks - 1);
+            close_gate(&q.scanned_mail, ranks - 1);
+            publish_mailboxes();
+        }
+    }
+    if (threadIdx.x < RANKS_MAX) q.leaders[threadIdx.x] = 0;
+    if (ranks > 1) cluster_arrive();  // peers may write to this block
+    const uint4 zero = {0, 0, 0, 0}, none = {NOT_SEEN, NOT_SEEN, NOT_SEEN, NOT_SEEN};
+    if (threadIdx.x * sizeof(uint4) < p.sections.mail_bytes) {
+        s.mail(rank)[threadIdx.x] = zero;
+        s.in<uint4>(p.sections.stay, threadIdx.x) = zero;
+    }
+    for (u32 i = threadIdx.x; i <= p.seen_mask / 4; i += BLOCK_THREADS) s.in<uint4>(p.sections.seen, i) = none;
+    await_last();
+
     // Nothing here waits for anything. The seat comes first: all else depends on it.
     i32 real;
     Id seat_id, length_id;
@@ -291,26 +342,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     seat_id.load(p.batch.seats, row, p.batch.wide_seats);
     length_id.load(p.batch.lengths, row, p.batch.wide_lengths);
     load_now(real, p.batch.num_real);
-    const u32 ranks = cluster_ranks(), rank = cluster_rank();
     const int first = first_place(rank, ranks), step = BLOCK_THREADS * ranks;
     read_tokens(p, row, first, step, entry);
-    const Shared s = {reinterpret_cast<u8*>(dynamic), p.sections};
-    if (threadIdx.x == BLOCK_THREADS - 1) {  // in a warp that has the least to do
-        q.misses = q.duplicates = 0;
-        if (ranks > 1) {
-            expect_knocks(&q.hits_mail, 1);
-            expect_knocks(&q.lists_mail, 1);
-            expect_knocks(&q.readers_mail, ranks - 1);
-            publish_mailboxes();
-        }
-    }
-    if (ranks > 1) cluster_arrive();  // peers may write to this block
-    const uint4 zero = {0, 0, 0, 0};
-    if (threadIdx.x * sizeof(uint4) < p.sections.mail_bytes) {
-        s.mail(rank)[threadIdx.x] = zero;
-        s.in<uint4>(p.sections.stay, threadIdx.x) = zero;
-    }
-
     const i64 seat = seat_id.value(p.batch.wide_seats), length = length_id.value(p.batch.wide_lengths);
     if (row >= real || static_cast<u64>(seat) >= static_cast<u64>(p.state.seats) || length < 1) {
         write_padding(p, row, rank, ranks);
@@ -323,12 +356,15 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     Tables tables;
     tables.load(p, at.seat);
     read_pages(p, at, ranks, first, step, entry);
+    NextSlots next;
+    next.load(p.state, at);
     if (ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
     tables.store(p, at.seat, s, q);
     __syncthreads();
 
     // Here the seat is known: in shared memory, where no thread waits for it before it must.
     read_slots(p, at, s, first, step, entry);
+    next.load_stamps(s, p.state.stamp);
     at.hot = q.hot;
     at.now = q.now;
     at.limit = limit_of(p, at.hot);
@@ -338,12 +374,14 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         expect_bytes(&q.hits_mail, (ranks - 1) * mail_vectors(at) * static_cast<u32>(sizeof(uint4)));
     tables.keep_tail(p, at, s);
     resolve_managed(p, at, s, q, row, rank, ranks, entry);
+    next.drop_used();
     __syncthreads();
     const u32 misses = q.misses;
-    send_mail(s, q, at, rank, ranks, misses);
+    let_next_begin();  // late: blocks that wait for this kernel's end take room from it
     if (threadIdx.x < CONTROL_THREADS) {
-        decide(p, at, s, q, row, rank, ranks, misses);
+        send_mail(s, q, at, rank, ranks, misses);
+        decide(p, at, s, q, row, rank, ranks, misses, next);
     } else {
-        copy_misses(p, at, s, rank, misses);
+        copy_misses(p, at, s, q, rank, misses);
     }
 }

@@ -1,8 +1,9 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: as many as a cluster may have while all clusters run at once. Fewer at large
-batches than there are multiprocessors, because clusters of many blocks leave some unused: a second wave of blocks costs
-more than larger blocks do (batch 16 without misses: 6.7 us in clusters of 8, 4.1 us in clusters of 4).
+How many thread blocks share a request: as many as a cluster may have while all clusters run at once, and while what they
+write to each other stays little. Fewer at large batches than there are multiprocessors, because clusters of many blocks
+leave some unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses: 6.4 us in clusters
+of 8, 3.4 in clusters of 4). At batch 4, 20 misses take 6.1 us in clusters of 8, 6.4 in clusters of 16.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from kernels.cuda import parameters
 from kernels.cuda.launch import RANKS_MAX, has_clusters, kernel_of, processors, slots_limit, stream_of
-from kernels.layout import PAGE_TOKENS
+from kernels.layout import NEXT_SLOTS, PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
 SEEN_MAX = 4096  # places of the hash set of tokens; twice the top-k up to half of that
 STAGED_PAGES = 1024  # swap_in_block.cuh
+MAIL_MAX = RANKS_MAX**2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -35,10 +37,12 @@ def swap_in(
     plan: MissPlan,
     *,
     ranks: int | None = None,
+    early: bool = True,
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
-    Each row of `plan` is written by that row's blocks; nothing waits on the host.
+    Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
+    the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     """
     rows, k = topk.shape
     ranks = ranks or ranks_of(state, rows, k)
@@ -64,6 +68,7 @@ def swap_in(
         stream_of(state),
         cluster=ranks,
         shared_bytes=shared_bytes,
+        early=early and has_clusters(state),
     )
 
 
@@ -105,9 +110,9 @@ def ranks_of(state: DeviceState, rows: int, k: int) -> int:
 
 
 def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int:
-    """The largest power of two whose clusters the device holds all at once; it may be 1."""
+    """The largest power of two whose clusters the device holds all at once, with little enough mail; it may be 1."""
     ranks = RANKS_MAX
-    while ranks > 1 and rows > clusters_at_once(ranks):
+    while ranks > 1 and (rows * ranks * ranks > MAIL_MAX or rows > clusters_at_once(ranks)):
         ranks //= 2
     return ranks
 
@@ -133,6 +138,7 @@ def lay_out(k: int, ranks: int, limit: int) -> tuple[parameters.Sections, int]:
         "seen": 4 * seen_places(k),
         "chunks": -(-(4 * (limit // PAGE_TOKENS)) // 16) * 16,
         "index": 4 * STAGED_PAGES,
+        "next": (2 + 4) * NEXT_SLOTS,
         "stay": mail,
         "mail": ranks * mail,
         "lists": ranks * 4 * share,

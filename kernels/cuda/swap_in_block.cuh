@@ -5,15 +5,16 @@
 
 namespace hisparse {
 
-constexpr int CONTROL_THREADS = 512;
-constexpr int COPY_THREADS = 256;
+constexpr int CONTROL_THREADS = 384;
+constexpr int COPY_THREADS = 384;
 constexpr int BLOCK_THREADS = CONTROL_THREADS + COPY_THREADS;
 constexpr int CONTROL_WARPS = CONTROL_THREADS / 32;
-constexpr int FLIGHT = PLANES == 2 ? 5 : 6;  // lines in flight per group of copy lanes
+constexpr int FLIGHT = PLANES == 2 ? 5 : 8;  // lines in flight per group of copy lanes
 constexpr int ENTRIES = (2048 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // that one thread resolves together
-constexpr int QUADS = 5;        // of four stamps, that one control thread holds
+constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
 constexpr int RANKS_MAX = 16;
+constexpr u32 LISTED_MISSES = NEXT_SLOTS / 4;  // of a step that takes victims from the list, or lists anew
 constexpr u32 STAGED = 1024;    // index pages of a request that shared memory has room for
 
 constexpr int ENTRY_BITS = 12;
@@ -23,13 +24,7 @@ constexpr i32 MUST_STAY = 0x7FFFFFF0;  // stamp of slots that are no candidates
 static_assert(TOPK_MAX <= 1 << ENTRY_BITS && CONTEXT_MAX_TOKENS <= 1 << (32 - ENTRY_BITS), "an entry is one word");
 static_assert(CONTROL_WARPS <= 32 && RANKS_MAX <= 32, "one lane per warp, and per block of a cluster");
 
-enum Barrier { CONTROL = 1, CHOSEN = 2 };
-
-// Victims are known: a barrier of all warps, which copy warps and control warps reach at different places of the code.
-// __syncthreads() must not stand in two branches.
-__device__ __forceinline__ void sync_chosen() {
-    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(CHOSEN), "r"(BLOCK_THREADS) : "memory");
-}
+enum Barrier { CONTROL = 1 };
 
 // Dynamic shared memory; the launcher lays the sections out (kernels/cuda/swap_in.py). `share`: the most entries that a
 // block has. A missing entry is one word, token << 12 | place in the top-k.
@@ -48,6 +43,9 @@ struct Shared {
     __device__ __forceinline__ u32& seen(u32 i) const { return in<u32>(at.seen, i); }  // hash set of entries by token
     __device__ __forceinline__ i32& chunk(u32 i) const { return in<i32>(at.chunks, i); }
     __device__ __forceinline__ i32& index(u32 i) const { return in<i32>(at.index, i); }  // [STAGED] index pages
+    // [NEXT_SLOTS] a list of slots that go next, and what it is sorted by
+    __device__ __forceinline__ u32* sort_key() const { return &in<u32>(at.next, 0); }
+    __device__ __forceinline__ u16* next_slot() const { return reinterpret_cast<u16*>(sort_key() + NEXT_SLOTS); }
     // bits of slots that are no victims: tail, beyond the limit; later also hits
     __device__ __forceinline__ u32& stay(u32 word) const { return in<u32>(at.stay, word); }
     // of each block: misses; bits of the slots that it hit
@@ -63,9 +61,12 @@ struct Shared {
 struct Scalars {
     u64 hits_mail;     // all peers' misses and hits are here
     u64 lists_mail;    // all peers' lists are here
-    u64 readers_mail;  // all peers have read the stamps
+    u64 readers_mail;  // all peers have read the list of slots that go next
+    u64 scanned_mail;  // all peers that miss anything have read all stamps
+    u64 chosen;        // the control warps know the victims
     uint2 sums[2][CONTROL_WARPS];
     i32 oldest[CONTROL_WARPS];
+    u32 listed[CONTROL_WARPS];
     u32 leaders[RANKS_MAX];
     u32 misses, duplicates;
     i32 hot, now;

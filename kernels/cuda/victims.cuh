@@ -1,5 +1,5 @@
-// Which slots go: exact LRU over the slots of one seat, by the control warps of a block. All blocks of a request choose
-// alike, each for itself, from the same stamps and the same bits of slots that stay.
+// Which slots go, by the stamps of all: exact LRU over the slots of one seat, by the control warps of a block. All blocks
+// of a request choose alike, each for itself, from the same stamps and the same bits of slots that stay.
 //
 // Victims are all candidates with a stamp below the cut, and the lowest slots among those at it. The cut is found by
 // counting candidates in four neighbouring classes of stamps at a time, from the oldest stamp on: a step evicts about as
@@ -44,7 +44,6 @@ struct Stamps {
         turns = each + (more > 0);
     }
 
-    __device__ __forceinline__ bool all_held() const { return turns <= QUADS; }
     __device__ __forceinline__ u32 slot(u32 j) const { return (begin + first + j) * 4; }
 
     // As memory has them, from quad `turn` on.
@@ -96,10 +95,10 @@ struct Stamps {
         return counts;
     }
 
-    // This thread's victims to the block's misses in turn, from rank `rank` on, `ties` of them as old as the cut at most;
-    // both move on. The block's first miss has rank `before`, and `wanted` follow.
-    __device__ __forceinline__ void assign(const Shared& s, i32 cut, u32& rank, u32& ties, u32 before,
-                                           u32 wanted) const {
+    // This thread's victims to `take(number, slot)`, from rank `rank` on, `ties` of them as old as the cut at most; both
+    // move on. Number 0 has rank `before`, and `wanted` are taken.
+    template <class Take>
+    __device__ __forceinline__ void assign(i32 cut, u32& rank, u32& ties, u32 before, u32 wanted, Take take) const {
         u64 older = 0, tied = 0;  // a bit per slot held
 #pragma unroll
         for (u32 j = 0; j < QUADS; ++j) {
@@ -113,8 +112,7 @@ struct Stamps {
         while (__popcll(tied) > ties) tied &= ~(1ull << (63 - __clzll(tied)));
         ties -= __popcll(tied);
         for (u64 left = older | tied; left != 0; left &= left - 1, ++rank)
-            if (rank - before < wanted)
-                s.victim(s.order(rank - before)) = static_cast<u16>(slot(0) + __ffsll(left) - 1);
+            if (rank - before < wanted) take(rank - before, slot(0) + __ffsll(left) - 1);
     }
 };
 static_assert(QUADS * 4 <= 64, "a bit per slot held");
@@ -137,8 +135,7 @@ __device__ __forceinline__ u32 class_of(const uint2& sums, int c) {
     return (c % 2 ? sums.y : sums.x) >> c / 2 * 16 & 0xFFFF;
 }
 
-// A stamp that no candidate is older than, into q.oldest, so that it hides behind the wait for mail: by the stamps of all
-// slots that are not known to stay yet.
+// A stamp that no candidate is older than, into q.oldest: by the stamps of all slots that are not known to stay.
 __device__ __forceinline__ void find_oldest(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
                                             Stamps& stamps) {
     i32 oldest = MUST_STAY;
@@ -152,14 +149,17 @@ __device__ __forceinline__ void find_oldest(const Seat& at, const Shared& s, Sca
     if (threadIdx.x % 32 == 0) q.oldest[threadIdx.x / 32] = oldest;
 }
 
-// Chooses `total` victims, or as many as there are; those of ranks before..before+misses-1 are this block's. find_oldest
-// has been called by all control warps, and their barrier passed. Returns the number of victims. One loop over the
-// stamps for both phases, since that loop is most of the code.
-__device__ __forceinline__ u32 choose_victims(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
-                                              Stamps& stamps, u32 total, u32 before, u32 misses) {
+// Chooses `total` victims among all slots, or as many as there are, in slot order: number `before` and the `wanted` that
+// follow go to `take(number, slot)`, counted from 0. Returns the number of victims. One loop over the stamps for both
+// phases, since that loop is most of the code.
+template <class Take>
+__device__ __forceinline__ u32 choose(const Seat& at, const Shared& s, Scalars& q, const i32* stamp, u32 total,
+                                      u32 before, u32 wanted, Take take) {
+    Stamps stamps(at);
+    find_oldest(at, s, q, stamp, stamps);
+    sync_named(CONTROL, CONTROL_THREADS);
     Cut cut = {at.now, 0, 0};
     i32 from = __reduce_min_sync(0xFFFFFFFF, q.oldest[threadIdx.x % CONTROL_WARPS]);
-    if (stamps.all_held()) stamps.mask(at, s);
     u32 older = 0;           // candidates older than `from`
     u32 ahead = 0, own = 0;  // older << 16 | as old as the cut: in the threads before this one, and in this one
     u32 rank = 0, ties = 0;
@@ -174,7 +174,7 @@ __device__ __forceinline__ u32 choose_victims(const Seat& at, const Shared& s, S
                 stamps.load(s, stamp, turn);
                 stamps.mask(at, s);
             }
-            if (assigns) stamps.assign(s, cut.stamp, rank, ties, before, misses);
+            if (assigns) stamps.assign(cut.stamp, rank, ties, before, wanted, take);
             else counts += stamps.count(from, shift);
         }
         if (assigns) break;
@@ -202,11 +202,11 @@ __device__ __forceinline__ u32 choose_victims(const Seat& at, const Shared& s, S
             own += counts >> 8 * found & 0xFF;
         }
         ahead += warp_inclusive_sum(own) - own;
-        misses = min(misses, cut.victims - min(before, cut.victims));
+        wanted = min(wanted, cut.victims - min(before, cut.victims));
         rank = cut.chosen(ahead);
         ties = cut.ties - min(cut.ties, ahead & 0xFFFF);
         const u32 last = cut.chosen(ahead + own);
-        assigns = __any_sync(0xFFFFFFFF, rank < last && rank < before + misses && last > before);
+        assigns = __any_sync(0xFFFFFFFF, rank < last && rank < before + wanted && last > before);
         if (!assigns) break;
     }
     return cut.victims;
