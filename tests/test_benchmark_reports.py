@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import decode_report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
-from benchmarks.swap_in import peers, verdict
+from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
 SVG = "{http://www.w3.org/2000/svg}"
 ONE, OTHER = Series("ours <&>", "#000", "dot"), Series("theirs", "#f00", "ring")
@@ -46,23 +46,71 @@ def test_axes_are_logarithmic() -> None:
     assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2)
 
 
+def both_ways(us: float, overlapped: float) -> dict[str, Any]:
+    return {**cell(us), **dict.fromkeys((f"{OVERLAPPED}us{end}" for end in ("", "_min", "_max")), overlapped)}
+
+
 @pytest.mark.parametrize(("us", "said"), [(5.6, "met"), (5.8, "over"), (17.0, "slower")])
 def test_a_cell_meets_its_target_or_says_what_it_misses(us: float, said: str) -> None:
     assert verdict(cell(us)) == said
     assert swap_in_report.line(cell(us)).endswith(f"| {said} |\n")
 
 
+@pytest.mark.parametrize(
+    ("us", "overlapped", "said"),
+    [
+        (5.6, 5.0, "met"),
+        (5.8, 5.6, "met*"),
+        (17.0, 5.6, "met*"),
+        (5.8, 5.8, "over"),
+        (17.0, 5.8, "slower, over*"),
+        (5.6, 5.8, "met, over*"),
+        (17.0, 17.0, "slower"),
+    ],
+)
+def test_a_star_marks_what_holds_for_overlapped_launches_alone(us: float, overlapped: float, said: str) -> None:
+    row = both_ways(us, overlapped)
+    assert verdicts(row) == said
+    assert swap_in_report.line(row).endswith(f"| {said} |\n")
+
+
 def test_a_cell_without_peers_claims_nothing() -> None:
-    assert verdict(cell(5.0, row_bytes=640)) == ""
+    assert verdict(cell(5.0, row_bytes=640)) == verdicts(cell(5.0, row_bytes=640)) == ""
+
+
+def test_a_mean_is_shown_where_it_says_something_else_than_the_median() -> None:
+    row = {"us": 10.0, "us_min": 9.0, "us_max": 12.0}
+    assert spread(row) == spread({**row, "mean_us": 10.4}) == "10.0 (9.0–12.0)"
+    assert spread({**row, "mean_us": 10.6}) == "10.0 (9.0–12.0), mean 10.6"
+    assert spread({**row, "mean_us": 9.4}) == "10.0 (9.0–12.0), mean 9.4"
+    assert spread(row, OVERLAPPED) == ""
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
+    return swap_in_report.section([{"machine": machine, "pool_gib": 1, "rows": rows}])
 
 
 def test_a_table_counts_every_cell_with_figures() -> None:
-    machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
-    rows = [cell(5.6), cell(5.8), cell(17.0), cell(5.0, row_bytes=640)]
-    text = swap_in_report.section([{"machine": machine, "pool_gib": 1, "rows": rows}])
-    assert "Of 3 cells with figures to compare with, 1 meet both" in text
-    assert "1 are over the target only, 1 are slower than SGLang" in text
+    text = report([cell(5.6), cell(5.8), cell(17.0), cell(5.0, row_bytes=640)])
+    counts = "1 meet both conditions, 1 are over the target only, 1 are slower than SGLang"
+    assert f"Of 3 cells with figures to compare with, {counts}: launches that do not overlap." in text
+    assert "Launches that overlap were not measured." in text
     assert text.count("\n| 656") + text.count("\n| 640") == 4
+
+
+def test_a_table_counts_both_ways_and_says_which() -> None:
+    text = report([both_ways(5.8, 5.6), both_ways(5.8, 5.8), both_ways(17.0, 5.6)])
+    assert "0 meet both conditions, 2 are over the target only, 1 are slower than SGLang: launches that do not" in text
+    counts = "2 meet both conditions, 1 are over the target only, 0 are slower than SGLang"
+    assert f"Of launches that overlap, each let begin while the one before is at work, {counts};" in text
+    head, rule, first = text[text.index("| row B") :].splitlines()[:3]
+    assert head.count("|") == rule.count("|") == first.count("|")
+
+
+def test_swap_in_is_drawn_both_ways_where_both_were_measured() -> None:
+    assert "overlapped" not in swap_in_report.plot([cell(5.6)])
+    assert ">overlapped<" in swap_in_report.plot([cell(5.6), both_ways(5.8, 5.6)])
 
 
 def test_the_results_page_has_the_place_that_the_report_writes_to() -> None:

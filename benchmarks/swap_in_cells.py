@@ -1,0 +1,77 @@
+"""The cells of benchmarks.swap_in: which there are, what each is compared with, and what comes of that."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+MISSES: Final = (0, 20, 102, 410)
+
+# (row bytes, hot slots, batch): per MISSES, us on one H200: SGLang 0.5.23, and a throw-away prototype without slot
+# indirection, size classes or duplicates.
+PEERS: Final = {
+    (656, 4096, 1): ((9.8, 2.7), (16.6, 4.7), (27.6, 5.3), (58.1, 9.6)),
+    (656, 4096, 4): ((10, 2.8), (17.6, 5.7), (29.9, 10.9), (66, 26.2)),
+    (656, 4096, 16): ((10.1, 3.1), (19.9, 8.4), (40.4, 26.2), (112, 93.2)),
+    (656, 4096, 64): ((10.3, 2.9), (33.2, 28.8), (111, 107.6), (390, 374)),
+    (656, 4096, 128): ((11.6, 3.8), (52.2, 39.6), (202, 186), (759, 732)),
+    (656, 8192, 1): ((15.2, 3.0), (23.3, 5.8), (34.6, 6.3), (65.6, 9.6)),
+    (656, 8192, 16): ((15.6, 3.5), (26.1, 8.8), (47.5, 26.6), (120, 93.6)),
+    (656, 8192, 128): ((16.8, 4.7), (58.5, 39.7), (209, 186), (772, 732)),
+    (1152, 4096, 1): ((10, 2.7), (16.9, 4.7), (27.9, 6.2), (59.6, 14.5)),
+    (1152, 4096, 16): ((10.2, 3.0), (22.1, 11.3), (54.3, 41), (169, 153)),
+    (1152, 4096, 128): ((11.4, 3.8), (73.1, 62.7), (322, 304), (1214, 1190)),
+}
+EXTRA: Final = (
+    (640, 4096, 16),
+    (584, 4096, 16),
+    (656, 16384, 16),
+    (656, 32768, 16),
+    (656, 32768, 1),
+    (656, 4096, 256),
+)
+OVERLAPPED: Final = "overlapped_"  # begins the names of a cell's figures of launches that overlap
+MEAN_OFF: Final = 0.05  # a mean that differs from the median by more is shown
+
+
+def peers(row_bytes: int, hot: int, batch: int, misses: int) -> dict[str, float]:
+    known = PEERS.get((row_bytes, hot, batch))
+    if known is None or misses not in MISSES:
+        return {}
+    sglang, prototype = known[MISSES.index(misses)]
+    return {"sglang_us": sglang, "prototype_us": prototype, "target_us": prototype + max(0.1 * prototype, 1.0)}
+
+
+def verdict(cell: dict[str, Any], way: str = "") -> str:
+    """met, over (the target), or slower (than SGLang); empty without figures to compare, or to compare with.
+
+    `way`: launches that do not overlap, or OVERLAPPED ones.
+    """
+    us = cell.get(f"{way}us")
+    if us is None or "target_us" not in cell:
+        return ""
+    if us > cell["sglang_us"]:
+        return "slower"
+    return "met" if us <= cell["target_us"] else "over"
+
+
+def verdicts(cell: dict[str, Any]) -> str:
+    """The verdict on launches that do not overlap; a star marks one that holds for overlapped launches alone.
+
+    met* stands by itself: what the others miss is seen from there being a star.
+    """
+    alone, overlapped = verdict(cell), verdict(cell, OVERLAPPED)
+    if overlapped in ("", alone):
+        return alone
+    return "met*" if overlapped == "met" else f"{alone}, {overlapped}*"
+
+
+def spread(cell: dict[str, Any], way: str = "", digits: int = 1) -> str:
+    """Median us (smallest–largest), and the mean where it says something else; empty when not measured."""
+    median, mean = cell.get(f"{way}us"), cell.get(f"{way}mean_us")
+    if median is None:
+        return ""
+    low, high = cell[f"{way}us_min"], cell[f"{way}us_max"]
+    text = f"{median:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+    if mean is not None and abs(mean - median) > MEAN_OFF * median:
+        text += f", mean {mean:.{digits}f}"
+    return text

@@ -1,0 +1,113 @@
+"""What benchmarks.swap_in measures on, and that it does not time a kernel that is wrong: the reference runs here."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.swap_in import figures, select
+from benchmarks.swap_in_cells import EXTRA, MISSES, PEERS
+from benchmarks.swap_in_setup import STEPS, TOPK, Setup, build, check
+from kernels.swap_in import swap_in
+
+GRAPHS, FRESH, HOT, REQUESTS = 2, 20, 4096, 2
+
+
+@lru_cache(maxsize=1)
+def stepped(misses: int) -> tuple[Setup, tuple[int, int]]:
+    """A setup after GRAPHS times STEPS steps, and what had been counted before. Copy before changing it."""
+    torch.manual_seed(1)
+    setup = build(torch.randint(0, 256, (1 << 24,), dtype=torch.uint8), 656, HOT, REQUESTS, "cpu")
+    before = setup.counts()
+    for _ in range(GRAPHS):
+        setup.advance(misses)
+        for step, state in enumerate(setup.steps):
+            swap_in(state, 0, setup.topk[step], setup.batch, setup.out[step], setup.plans[step])
+    return setup, before
+
+
+@pytest.mark.parametrize("misses", [0, 410, FRESH])
+def test_every_step_misses_as_many_as_it_is_to(misses: int) -> None:
+    setup, before = stepped(misses)
+    check(setup, before, misses, GRAPHS * STEPS)
+    with pytest.raises(SystemExit, match="counted misses, hits"):
+        check(setup, before, misses + 1, GRAPHS * STEPS)
+    with pytest.raises(SystemExit, match="counted misses, hits"):
+        check(setup, before, misses, GRAPHS * STEPS + 1)
+
+
+def oldest_loaded(setup: Setup) -> int:
+    """The output that names the first row which these steps loaded."""
+    return int((setup.shuffle == TOPK - GRAPHS * STEPS * FRESH).nonzero())
+
+
+def swap_outputs(setup: Setup) -> None:
+    setup.out[-1, 0, [0, 1]] = setup.out[-1, 0, [1, 0]]
+
+
+def lose_an_output(setup: Setup) -> None:
+    setup.out[-1, 0, 0] = -1
+
+
+def damage_an_early_row(setup: Setup) -> None:
+    setup.state.row_words[0][0, setup.out[-1, 1, oldest_loaded(setup)], -1] ^= 1
+
+
+def move_a_copy(setup: Setup) -> None:
+    setup.plans[-1].host_offset[1, FRESH - 1] ^= 1
+
+
+def plan_twice(setup: Setup) -> None:
+    for name in ("device_row", "host_page", "host_offset"):
+        getattr(setup.plans[-1], name)[0, 0] = getattr(setup.plans[-1], name)[0, 1]
+
+
+def plan_less_early(setup: Setup) -> None:
+    setup.plans[0].count[1] -= 1
+
+
+def trip(setup: Setup) -> None:
+    setup.state.tripwires[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (swap_outputs, "2 outputs name a row that holds another token"),
+        (lose_an_output, "1 outputs name a row that holds another token"),
+        (damage_an_early_row, "batch row 1: bytes of 1 rows of 640 differ"),
+        (move_a_copy, "does not copy what its step missed"),
+        (plan_twice, "does not copy what its step missed"),
+        (plan_less_early, "plans of .19, 20. copies, expected 20"),
+        (trip, "tripwires .1, 0, 0, 0"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_not_timed(damage: Callable[[Setup], None], said: str) -> None:
+    setup, before = deepcopy(stepped(FRESH))
+    damage(setup)
+    with pytest.raises(SystemExit, match=said):
+        check(setup, before, FRESH, GRAPHS * STEPS)
+
+
+def test_figures_of_both_ways_stand_beside_each_other() -> None:
+    alone, overlapped = figures([1.0, 2.0, 6.0]), figures([1.0], "overlapped_")
+    assert alone == {"us": 2.0, "us_min": 1.0, "us_max": 6.0, "mean_us": 3.0}
+    assert not alone.keys() & overlapped.keys()
+
+
+def options(**chosen: Any) -> Namespace:
+    return Namespace(**{**dict.fromkeys(("row_bytes", "hot", "batch", "misses", "extra")), **chosen})
+
+
+def test_filters_leave_the_cells_that_fit_all_of_them() -> None:
+    assert select(options()) == dict.fromkeys(PEERS, MISSES)
+    assert select(options(extra=True)) == dict.fromkeys(EXTRA, MISSES)
+    found = select(options(hot=[8192], batch=[1, 128], misses=[20, 0]))
+    assert found == {(656, 8192, 1): (0, 20), (656, 8192, 128): (0, 20)}
+    assert select(options(row_bytes=[1152], hot=[8192])) == select(options(misses=[3])) == {}
