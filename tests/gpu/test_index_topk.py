@@ -21,6 +21,7 @@ from kernels.reference.index_topk import index_topk as reference_topk  # noqa: E
 from kernels.reference.index_topk import top_positions  # noqa: E402
 from kernels.state import Tripwire  # noqa: E402
 from tests.gpu.index_bench import SCALE, IndexBench  # noqa: E402
+from tests.gpu.syncs import no_syncs  # noqa: E402
 
 EXAMPLES = int(os.environ.get("GPU_TEST_EXAMPLES", "100"))
 SMALL = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -187,13 +188,9 @@ def test_graphs_follow_lengths_and_never_wait() -> None:
     prepare_index(bench.state, 64, 128, torch.bfloat16)
     out = torch.empty(4, 2048, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            index_topk(bench.state, 1, bench.queries, bench.weights, bench.batch, SCALE, out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with no_syncs(), torch.cuda.graph(graph):
+        index_topk(bench.state, 1, bench.queries, bench.weights, bench.batch, SCALE, out)
     for lengths in ([40_000, 3000, 2100], [1, 2048, 2049], [2050, 1, 64], [39_999, 2999, 2099]):
         bench.lengths = lengths
         bench.batch.lengths[:3] = torch.tensor(lengths, device="cuda")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -26,6 +25,7 @@ from kernels.rows import (  # noqa: E402
 )
 from kernels.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed  # noqa: E402
 from kernels.state import DeviceState, StepBatch  # noqa: E402
+from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.gpu.twin import GIVEN, TABLES, Twin, same  # noqa: E402
 
 SIZES = pytest.mark.parametrize(
@@ -34,19 +34,10 @@ SIZES = pytest.mark.parametrize(
 )
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def on_both(twin: Twin, verb: Callable[[DeviceState], torch.Tensor | None]) -> None:
     """`verb` on both states, waiting for nothing on the GPU; then everything is compared."""
     wanted = verb(twin.cpu)
-    with no_waiting():
+    with no_syncs():
         got = verb(twin.gpu)
     if wanted is not None and got is not None:
         same("what it returned", wanted, got)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ if not torch.cuda.is_available():
 
 import worker.oracle  # noqa: E402
 from kernels.state import StepBatch  # noqa: E402
+from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.runner_rig import Rig  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
@@ -51,15 +51,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def runner_of(path: Path, dtype: str, kv_dtype: str = "auto") -> TransformersRunner:
     return TransformersRunner.load(path, device="cuda", dtype=dtype, kv_dtype=kv_dtype)
-
-
-@contextmanager
-def no_syncs() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def library(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:

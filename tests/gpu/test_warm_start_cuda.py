@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ if not torch.cuda.is_available():
 from tests import test_warm_start as cpu  # noqa: E402
 from tests.fakes.hash_runner import SEPARATE, SHARED, TOPK  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
+from tests.gpu.syncs import no_syncs  # noqa: E402
 from worker.batch import Status  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
@@ -24,15 +23,6 @@ from worker.streams.cuda import CudaStreams  # noqa: E402
 def cuda(number: int) -> object:
     del number
     return make_streams("cuda")
-
-
-@contextmanager
-def no_syncs() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from tests import test_worker_fences as stories  # noqa: E402
 from tests import test_worker_model as model  # noqa: E402
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
+from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
 from worker.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
@@ -33,16 +32,6 @@ EAGER = replace(SETTINGS, graphs=False)
 
 def cuda() -> Streams:
     return make_streams("cuda")
-
-
-@contextmanager
-def no_syncs() -> Iterator[None]:
-    """Within it, whatever makes the host wait for the device, but for fences, raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def same(left: Logits, right: Logits) -> bool:
