@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.prometheus_rig import free_port
+from tests.test_http_tls import ask, certificate_of, write_pair
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -226,12 +228,25 @@ def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: P
     assert list(tmp_path.glob("*.pool")) == []
 
 
+def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, tmp_path: Path) -> None:
+    (cert, key), port = write_pair(tmp_path), free_port()
+    front = ("--http", f"127.0.0.1:{port}", "--tls-cert", cert, "--tls-key", key)
+    with running(model, tmp_path, *front) as up:
+        assert up.ready["http"]["url"] == f"https://127.0.0.1:{port}"
+        assert ask(port, cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
+
+
 def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
+    cert, other_key = write_pair(tmp_path)[0], write_pair(tmp_path, "other")[1]
+    front = ("--http", f"127.0.0.1:{free_port()}", "--tls-cert", cert)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for path, args, code, complaint in (
             (tmp_path / "none", (), 8, "no readable checkpoint"),
             (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: somebody listens there already"),
+            (model, front, 8, "http.tls_key_file=: a certificate and its key are named together or not at all"),
+            (model, (*front, "--tls-key", "none"), 8, "http.tls_key_file=none: cannot be read: No such file"),
+            (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
             (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):

@@ -41,13 +41,16 @@ WORKER_SETTINGS: Final = (
     Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
 )
 
-API_KEYS: Final = Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line.")
+#: Of the front, wherever it is started: by `http`, or by `up`.
+FRONT_SETTINGS: Final = (
+    Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line."),
+    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of that API, PEM: HTTPS instead of HTTP."),
+    Setting("--tls-key", "http.tls_key_file", "Its key, PEM, which others may not read."),
+)
 HTTP_SETTINGS: Final = (
     Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
     Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
-    API_KEYS,
-    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain, PEM: HTTPS instead of HTTP."),
-    Setting("--tls-key", "http.tls_key_file", "Its key, PEM, which others may not read."),
+    *FRONT_SETTINGS,
     Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
 )
 
@@ -155,7 +158,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
 )
 @click.option("--http", metavar="HOST:PORT", callback=_address, help="Serve OpenAI's API there, too.")
-@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, API_KEYS, *LOG_SETTINGS)
+@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
 def up(
     config: Config,
     workers: int,

@@ -36,6 +36,7 @@ from coordinator.cluster.children import Child, child_environ, exit_text, stop_c
 from coordinator.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import ConfigError, HiSparseError, Unavailable, WrongState
+from coordinator.http.tls import tls_of
 from worker.pool_file import keep_pool, remove_pool
 from worker.runners.checkpoint import read_config
 
@@ -138,8 +139,8 @@ async def running_cluster(
 
     Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
     WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
-    checkpoint or a child refuses a setting; Unavailable when a child ends otherwise or `start_limit_s` passes.
-    Cancelled: children are killed at once.
+    checkpoint, the front's TLS files are no pair, or a child refuses a setting; Unavailable when a child ends otherwise
+    or `start_limit_s` passes. Cancelled: children are killed at once.
     """
     read_config(config.worker.model)
     if await _answers(config):
@@ -149,10 +150,15 @@ async def running_cluster(
             value=config.cluster.runtime_dir,
             remedy="stop it, or choose another --runtime-dir",
         )
-    if http and await _listens(config):
-        raise WrongState(
-            "somebody listens there already", field="http.port", value=config.http.port, remedy="choose another port"
-        )
+    if http:
+        tls_of(config.http)  # refused now, not by the front, which starts when the workers have loaded their checkpoint
+        if await _listens(config):
+            raise WrongState(
+                "somebody listens there already",
+                field="http.port",
+                value=config.http.port,
+                remedy="choose another port",
+            )
     cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
