@@ -24,6 +24,7 @@ struct Shared {
     u64 full[STAGES], empty[STAGES];
     u64 freed[STAGES];  // by the other block of a pair
     u64 shared[2];  // shares of a group's next block are there
+    u64 met;  // all consumers are here
 };
 
 // What the blocks of a cluster, a split each, tell one another in the end.
@@ -60,8 +61,16 @@ __device__ __forceinline__ void await(u64& barrier, u32 parity) {
             : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
     } while (!done);
 }
+// Until all consumers are here, while both groups run the same code.
 __device__ __forceinline__ void sync_consumers() { sync_named(1, CONSUMERS); }
-// Whether it holds for any thread of group W.
+// Likewise, in this order, once each group runs instances of its own: a named barrier wants one instruction for all who
+// meet at it, and compute-sanitizer takes two for none. Every thread arrives for itself. (The first meeting too: a spill.)
+enum Meeting : u32 { BLOCKS_SUMMED, WEIGHTS_TOLD, PARTS_WEIGHED };
+__device__ __forceinline__ void meet_consumers(Shared& s, Meeting meeting) {
+    arrive(s.met);
+    await(s.met, meeting % 2);
+}
+// Whether it holds for any thread of group W, whose four warps are at the same place in the code.
 template <int W> __device__ __forceinline__ bool any_of_group(bool holds) {
     u32 found;
     asm volatile(

@@ -249,14 +249,14 @@ __device__ __forceinline__ void write_sums(const AttendRows& p, int row, int fir
     const bool whole = p.splits == 1;
     const int pitch = whole ? WHOLE_PITCH : PART_PITCH;
     u8* const lines = s.rows[STAGES / 2 * W] + warp * 16 * pitch;
-    sync_consumers();  // levels, rows and queries have been read
+    meet_consumers(s, BLOCKS_SUMMED);  // levels, rows and queries have been read
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         a.weight[half] += __shfl_xor_sync(0xFFFFFFFF, a.weight[half], 1);
         a.weight[half] += __shfl_xor_sync(0xFFFFFFFF, a.weight[half], 2);
         if (t == 0) s.levels[W][warp * 16 + half * 8 + g] = a.weight[half];
     }
-    sync_consumers();
+    meet_consumers(s, WEIGHTS_TOLD);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int place = half * 8 + g;
@@ -297,7 +297,8 @@ __device__ __forceinline__ int rank_of(const AttendRows& p, int split) {
     return split * p.sides + cluster_rank() % p.sides;
 }
 // What each split's sums count for in the result, for all heads, in the order of splits.
-__device__ __forceinline__ void weigh_parts(const AttendRows& p, Account& account) {
+__device__ __forceinline__ void weigh_parts(const AttendRows& p, Shared& s) {
+    Account& account = account_of(s);
     const int head = threadIdx.x;
     if (head < HEADS) {
         float level = none(), weight = 0;
@@ -310,15 +311,15 @@ __device__ __forceinline__ void weigh_parts(const AttendRows& p, Account& accoun
         }
         account.inverse[head] = inverse_of(weight);
     }
-    sync_consumers();
+    meet_consumers(s, PARTS_WEIGHED);
 }
 
 // This block's share of the result, four latents of a head at a time, from the sums of all blocks of the cluster.
 __device__ __forceinline__ void add_parts(const AttendRows& p, int row, int split, int first_head, Shared& s) {
     constexpr int QUADS = LATENT / 4, TOGETHER = 4;
-    Account& account = account_of(s);
+    const Account& account = account_of(s);
     meet_cluster();
-    weigh_parts(p, account);
+    weigh_parts(p, s);
     const int heads = min(HEADS, p.heads - first_head);
     u8* const out = static_cast<u8*>(p.out) + (static_cast<i64>(row) * p.heads + first_head) * (2 * LATENT);
 #pragma unroll 2
@@ -379,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
             open_barrier(s.freed[i], CONSUMERS / 32);
         }
         for (int i = 0; i < 2; ++i) open_barrier(s.shared[i], GROUP / 32);
+        open_barrier(s.met, CONSUMERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
