@@ -68,6 +68,12 @@ class Case:
                 out[row] = scores.softmax(-1) @ held[:, : self.form.scaled]
         return out
 
+    def sort_entries(self, row: int, head: int, *, falling: bool) -> None:
+        """The entries of a batch row in the order of its scores for one head, those of -1 as if they scored 0."""
+        entries = self.out_rows[row]
+        scores = self.form.decode(self.state.rows[1][entries.clamp(min=0).long()]) @ self.queries[row, head].float()
+        self.out_rows[row] = entries[scores.masked_fill(entries < 0, 0.0).argsort(descending=falling)]
+
     def relocate(self, seed: int) -> None:
         """Move every stored row to another place and rename the entries: what a different hot buffer would do."""
         places = torch.randperm(self.state.rows.shape[1], generator=torch.Generator().manual_seed(seed))

@@ -72,9 +72,7 @@ def test_maxima_that_move_in_every_block(splits: int, falling: bool) -> None:
     """Entries in the order of one head's scores, which are far apart: sums are rescaled all the way, or never again."""
     case = Case("bfloat16", torch.bfloat16, device="cuda", latent=512, rope=64, heads=64, k=700, batch=2, stored=5000)
     case.queries *= 30
-    rows = case.form.decode(case.state.rows[1][case.out_rows[0].clamp(min=0).long()])
-    scores = (rows @ case.queries[0, 5].float()).masked_fill(case.out_rows[0] < 0, 0.0)
-    case.out_rows[0] = case.out_rows[0][scores.argsort(descending=falling)]
+    case.sort_entries(0, 5, falling=falling)
     for blocks in cuts(case):
         out = run(case, splits, blocks).double().cpu()
         torch.testing.assert_close(out, case.expected(1), rtol=2.0**-6, atol=2.0**-6)
