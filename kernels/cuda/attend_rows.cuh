@@ -163,8 +163,7 @@ template <int W> struct Turns {
         }
         a.weight[0] += added[0], a.weight[1] += added[1];
         if (threadIdx.x % GROUP == 0) s.raised[W] = raised;
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(s.shared[W]);
+        arrive(s.shared[W]);
         return raised;
     }
     // Wait for the shares of the other group's block i, and take over the levels that it raised.
@@ -379,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
             open_barrier(s.empty[i], CONSUMERS / 32);
             open_barrier(s.freed[i], CONSUMERS / 32);
         }
-        for (int i = 0; i < 2; ++i) open_barrier(s.shared[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) open_barrier(s.shared[i], GROUP);
         open_barrier(s.met, CONSUMERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
