@@ -163,7 +163,7 @@ template <int W> struct Turns {
         }
         a.weight[0] += added[0], a.weight[1] += added[1];
         if (threadIdx.x % GROUP == 0) s.raised[W] = raised;
-        arrive(s.shared[W]);
+        arrive(s.shared[W]);  // each thread for what it wrote and read
         return raised;
     }
     // Wait for the shares of the other group's block i, and take over the levels that it raised.

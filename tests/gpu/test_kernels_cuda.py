@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -101,6 +102,36 @@ def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> 
         topk = topk.gather(1, torch.randint(0, distinct, (4, 1024), generator=twin.torch)).int()
         twin.swap_in(0, batches, topk)
         twin.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_victims_come_in_order_from_a_list_that_lasts(ranks: int) -> None:
+    """Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
+    Exact LRU all the while, by the sets of tokens held; then steps that miss more than a list may give."""
+    twin = Twin(20 + ranks, groups=(0,), row_bytes=16, topk=512, hot_max=1088, max_tokens=4096, ranks=ranks)
+    twin.open(0, 3000, 1088, 1088)
+    twin.open(1, 3000, 1000, 700)
+    lists = []
+    window = [torch.randperm(2900, generator=twin.torch) for _ in range(2)]
+    places = [0, 0]
+    for step in range(70):
+        batches = twin.begin([1, 0])
+        twin.write_new_rows(batches[0])
+        rows = []
+        for seat in (1, 0):
+            fresh = (0, 7, 13, 40, 150, 400)[step % 4 if step < 60 else 4 + step % 2]
+            places[seat] += fresh
+            near = window[seat][(places[seat] + torch.arange(512)) % 2900]
+            behind = window[seat][(places[seat] - torch.randint(1, 500, (8,), generator=twin.torch)) % 2900]
+            near[torch.randint(0, 512, (8,), generator=twin.torch)] = behind
+            rows.append(near[torch.randperm(512, generator=twin.torch)])
+        padding = torch.full((512,), -1)
+        twin.swap_in(0, batches, torch.stack([*rows, padding, padding]).int())
+        twin.check()
+        if step < 60:
+            lists.append(twin.gpu.next_stamp[0, :2].cpu().clone())
+    changes = sum(not torch.equal(old, new) for old, new in pairwise(lists))
+    assert 2 < changes < 20, "of 59 steps, how many listed anew"
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])
