@@ -1,9 +1,9 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: as many as a cluster may have while all clusters run at once and what they write to
-each other stays little. Fewer at large batches than there are multiprocessors, because clusters of many blocks leave some
-unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses: 6.4 us in clusters of 8, 3.4 in
-clusters of 4). At batch 4, 20 misses take 6.1 us in clusters of 8, 6.4 in clusters of 16.
+How many thread blocks share a request: as many as a cluster may have while all clusters run at once and what they
+write to each other stays little. Fewer at large batches than there are multiprocessors, because clusters of many
+blocks leave some unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses: 6.4 us in
+clusters of 8, 3.4 in clusters of 4). At batch 4, 20 misses take 6.1 us in clusters of 8, 6.4 in clusters of 16.
 """
 
 from __future__ import annotations
