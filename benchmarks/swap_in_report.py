@@ -44,6 +44,8 @@ def line(cell: dict[str, Any]) -> str:
 def summary(cells: list[dict[str, Any]]) -> str:
     """How many cells that have figures to compare with meet them, without overlap and with it."""
     alone, overlapped = ([verdict(cell, way) for cell in cells if verdict(cell, way)] for way in ("", OVERLAPPED))
+    if not alone:
+        return "No figures to compare these cells with."
     text = (
         f"Of {len(alone)} cells with figures to compare with, {_counts(alone)}: launches that do not overlap. "
         "Both conditions are: within target, not slower than SGLang. "
