@@ -247,6 +247,7 @@ def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tm
             (model, front, 8, "http.tls_key_file=: a certificate and its key are named together or not at all"),
             (model, (*front, "--tls-key", "none"), 8, "http.tls_key_file=none: cannot be read: No such file"),
             (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
+            (model, (*front[:2], "--api-keys", "none"), 8, "http.api_keys_file=none: cannot be read: No such file"),
             (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):

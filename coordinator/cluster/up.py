@@ -36,6 +36,7 @@ from coordinator.cluster.children import Child, child_environ, exit_text, stop_c
 from coordinator.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
 from coordinator.config import Config, pool_path, to_environ
 from coordinator.errors import ConfigError, HiSparseError, Unavailable, WrongState
+from coordinator.http.api_keys import read_keys
 from coordinator.http.tls import tls_of
 from worker.pool_file import keep_pool, remove_pool
 from worker.runners.checkpoint import read_config
@@ -139,8 +140,8 @@ async def running_cluster(
 
     Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
     WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
-    checkpoint, the front's TLS files are no pair, or a child refuses a setting; Unavailable when a child ends otherwise
-    or `start_limit_s` passes. Cancelled: children are killed at once.
+    checkpoint, the front's TLS files are no pair, its API keys are none, or a child refuses a setting; Unavailable
+    when a child ends otherwise or `start_limit_s` passes. Cancelled: children are killed at once.
     """
     read_config(config.worker.model)
     if await _answers(config):
@@ -151,7 +152,9 @@ async def running_cluster(
             remedy="stop it, or choose another --runtime-dir",
         )
     if http:
-        tls_of(config.http)  # refused now, not by the front, which starts when the workers have loaded their checkpoint
+        # Refused now, not by the front, which starts when the workers have loaded their checkpoint.
+        tls_of(config.http)
+        read_keys(config.http.api_keys_file)
         if await _listens(config):
             raise WrongState(
                 "somebody listens there already",
