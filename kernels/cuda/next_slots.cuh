@@ -7,7 +7,8 @@
 // finds too few lists anew, by the stamps of all.
 //
 // Rejected: a list in slot order, from which a step's victims are chosen by classes of stamps (no faster than from all
-// slots); all lists sorted by comparing every key with every other (2.5 us, where counting takes some 0.3).
+// slots); all lists sorted by comparing every key with every other (batch 1, 102 misses, a list for five steps: 7.8 us a
+// step, where counting gives 6.9).
 #pragma once
 
 #include "victims.cuh"

@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     next.drop_used();
     __syncthreads();
     const u32 misses = q.misses;
-    let_next_begin();  // late: blocks that wait for this kernel's end take room from it
+    let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
     if (threadIdx.x < CONTROL_THREADS) {
         send_mail(s, q, at, rank, ranks, misses);
         decide(p, at, s, q, row, rank, ranks, misses, next);
