@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks.swap_in_cells import EXTRA, MISSES, OVERLAPPED, PEERS, peers, spread, verdicts
-from benchmarks.swap_in_setup import STEPS, TOPK, Setup, build, check
+from benchmarks.swap_in_setup import STEPS, Setup, build, check
 from kernels.cuda.jit import load
 from kernels.cuda.launch import defines_of, stream_of
 from kernels.cuda.parameters import Plan
@@ -50,7 +50,7 @@ from kernels.state import DeviceState
 
 REPLAYS = 13
 WARM_UP = 3
-HELD_CYCLES = 100_000
+HELD_CYCLES = 1_000_000  # half a millisecond: a busy host takes more than a twentieth of it for a replay
 LINK_GB_PER_S = 55.6  # PCIe 5 x16 as copies reach it; KERNEL figures use the same
 FLUSH_BYTES = 192 << 20
 
@@ -233,7 +233,7 @@ def main() -> None:
                 "hot_slots": hot,
                 "batch": batch,
                 "misses": misses,
-                "blocks": options.ranks or ranks_of(setup.state, batch, TOPK),
+                "blocks": options.ranks or ranks_of(setup.state, batch),
                 "null_us": null,
                 "floor_us": batch * misses * row_bytes / LINK_GB_PER_S / 1000 + null,
                 **measure(setup, misses, options.ranks, options.replays, flush_us),

@@ -20,7 +20,7 @@ pages together (one arena), N index pages, B rows of a step, G index groups, L l
     hot_slots     int32   [S]                          -1 empty seat, 0 resident (slot = token), H managed
     tail          int32   [G, S, T]                    slot at ring place p % T, -1 unset
     now           int32   [S]                          steps since the hot buffer was set up
-    hits, misses  int64   [G, S]                       distinct tokens found, and loaded
+    hits, misses  int64   [G, S]                       top-k entries that got a row without a load, and loads
     tripwires     int64   [4]                          see Tripwire
     host          uint8   [host_pages, page_bytes]     the mapped pool
 

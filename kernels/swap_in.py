@@ -8,7 +8,8 @@ Contract, the same for every backend:
   * Resident seats read the chunk table alone. Managed seats look tokens up in `slot_of`; absent tokens are loaded from
     host memory into the slots of LRU victims (kernels.lru). Tail slots and slots used by this step are never victims.
     With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
-  * A duplicate gets the row of its first occurrence; it is loaded once and counted once in hits or misses.
+  * A duplicate gets the row of its first occurrence, and is loaded once. `misses` counts what is loaded, `hits` every
+    other entry that gets a row: together, the entries that do.
   * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
 
 Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.

@@ -282,7 +282,7 @@ class Rig:
         assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
         for request, want, had in zip(requests, wanted, held, strict=True):
             assert had - self.held(group, request) == want.evicted
-            assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == len(want.hits)
+            assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == want.hits
             assert int(self.state.misses[group, request.seat] - before[1][group, request.seat]) == len(want.misses)
         assert int((self.state.tripwires - before[2])[0]) == sum(w.out_of_range for w in wanted)
         assert self.state.tripwires[1:].sum() == 0

@@ -18,7 +18,7 @@ class Slot:
 @dataclass
 class Resolved:
     tokens: list[int | None]  # what each output entry must lead to; None: -1
-    hits: set[int] = field(default_factory=set)
+    hits: int = 0  # entries that need no load
     misses: set[int] = field(default_factory=set)
     evicted: set[int] = field(default_factory=set)
     out_of_range: int = 0
@@ -64,7 +64,6 @@ class NaiveHotBuffer:
         result.out_of_range = sum(1 for t in topk if t != -1 and not 0 <= t < length)
         wanted = {t for t in topk if 0 <= t < length}
         if self.hot_slots:
-            result.hits = wanted & self.held
             result.misses = wanted - self.held
             for slot in self.slots:
                 if slot.token in wanted:
@@ -74,9 +73,8 @@ class NaiveHotBuffer:
                 gone = self.slots[victim].token
                 result.evicted |= set() if gone is None else {gone}
                 self.slots[victim] = Slot(token, self.now)
-        else:
-            result.hits = wanted
         result.tokens = [t if t in wanted else None for t in topk]
+        result.hits = len(topk) - result.tokens.count(None) - len(result.misses)
         return result
 
     def shrink(self, hot_slots: int) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from coordinator.errors import ConfigError, InternalError
+from coordinator.errors import BadInput, ConfigError, InternalError
 from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
-from kernels.cuda.launch import KERNELS
-from kernels.cuda.swap_in import blocks_per_request, lay_out, replay_misses
+from kernels.cuda.launch import KERNELS, check_pool
+from kernels.cuda.swap_in import blocks_per_request, replay_misses, share_of
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 
@@ -48,8 +49,8 @@ def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() ->
 def test_host_and_device_structures_are_equal() -> None:
     source = parameters.assertions()
     jit.compile_source(source, "layout", (), "sm_90")
-    wrong = source.replace("SwapIn, seen_mask) == ", "SwapIn, span) == 1", 1)
-    with pytest.raises(InternalError, match=r"SwapIn\.seen_mask"):
+    wrong = source.replace("SwapIn, share) == ", "SwapIn, span) == 1", 1)
+    with pytest.raises(InternalError, match=r"SwapIn\.share"):
         jit.compile_source(wrong, "layout", (), "sm_90")
 
 
@@ -128,7 +129,7 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
 
 def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> None:
     at_once = {16: 7, 8: 15, 4: 32, 2: 66}
-    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [16, 8, 8, 4, 4, 2, 1]
+    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [16, 16, 8, 8, 4, 2, 1]
     fewer = {16: 0, 8: 3, 4: 3, 2: 66}
     assert [blocks_per_request(n, fewer.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [8, 8, 2, 2, 2, 2, 1]
 
@@ -145,6 +146,17 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
     assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
 
 
-def test_shared_memory_of_the_largest_cases_fits_a_block() -> None:
-    assert lay_out(4096, 1, 32_832)[1] < 99 * 1024, "any device since sm_80"
-    assert lay_out(4096, 16, 32_832)[1] < 227 * 1024, "a device with clusters of 16"
+def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
+    assert parameters.SWAP_IN_SHARED_BYTES < 98 * 1024, "any device since sm_80"
+    for k, ranks in product((1, 33, 2048, 2049, 4096), (1, 2, 4, 8, 16)):
+        share = share_of(k, ranks)
+        assert k <= share * ranks <= 4096 or share == 32
+        assert share & (share - 1) == 0
+
+
+def test_a_pool_that_32_bits_do_not_name_is_refused() -> None:
+    check_pool(2**26, 2**32 - 1)
+    for pages, page_bytes, field in ((2**26 + 1, 64, "host_pages"), (1, 2**32, "page_bytes")):
+        with pytest.raises(BadInput) as caught:
+            check_pool(pages, page_bytes)
+        assert caught.value.field == field

@@ -42,9 +42,17 @@ def prepare(state: DeviceState) -> None:
         raise BadInput(
             "is not registered with CUDA", field="state.host", value="pageable", remedy="pin or register the host pool"
         )
+    check_pool(state.host.shape[0], state.geometry.page_bytes)
     for unit, name in KERNELS:
         kernel_of(state, unit, name)
     kernel_of(state, "swap_in", "swap_in").allow_all(has_clusters(state))
+
+
+def check_pool(pages: int, page_bytes: int) -> None:
+    """Raises BadInput unless 32 bits name every row of a host pool, and the bytes of a page."""
+    for field, value, limit in (("host_pages", pages, 2**32 // PAGE_TOKENS), ("page_bytes", page_bytes, 2**32 - 1)):
+        if value > limit:
+            raise BadInput("more than the CUDA kernels address", field=field, value=value, remedy=f"at most {limit}")
 
 
 def kernel_of(state: DeviceState, unit: str, name: str) -> Kernel:

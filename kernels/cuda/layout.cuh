@@ -1,5 +1,5 @@
 // What host and device both know: constants and kernel parameters. The twin of kernels/layout.py and
-// kernels/cuda/parameters.py; tests/test_kernels_cuda_layout.py compiles static assertions over every offset.
+// kernels/cuda/parameters.py; tests/test_kernels_cuda_compile.py compiles static assertions over every offset.
 //
 // State, as the kernels see it (kernels/state.py has the shapes and what each value means):
 //
@@ -24,6 +24,7 @@ constexpr int TAIL_SLOTS_MAX = 16;
 constexpr int NEXT_SLOTS = 512;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
+constexpr int SWAP_IN_SHARED_BYTES = 100304;
 
 constexpr u32 SLOT_ABSENT = 0xFFFF;
 static_assert(SLOTS_MAX <= SLOT_ABSENT, "a slot number never reads as absent");
@@ -70,24 +71,20 @@ struct Plan {
     i32* count;        // [batch]
 };
 
-// Offsets in a thread block's shared memory, in bytes, each a multiple of 16; the first section, `keys`, is at 0.
-struct Sections {
-    u32 pages, victims, order, seen, chunks, index, next, stay, mail, lists;
-    u32 mail_bytes;  // of one block
-    u32 list_bytes;  // likewise
-};
-
 struct SwapIn {
-    State state;  // slot_of, slot_token, stamp, next_slot, next_stamp, tail, hits and misses of one group
-    Batch batch;
-    Plan plan;
+    Batch batch;      // what is read first lies together: parameters come by lines, too
     const i32* topk;  // [batch, k]
     i32* out_rows;    // [batch, k]
-    i32 k, anchor_layer;
-    i32 slots_limit;  // slots that shared memory has room for
-    i32 seen_mask;    // size of the hash set of tokens, minus one
+    i32 k;
+    i32 slots_limit;  // slots that a seat can have
+    u32 share;        // entries of one block: a power of two, whole warps
     i32 copies;       // 0: everything but the copies
-    Sections sections;
+    u32 page_bytes;   // as in state
+    u32 unused;
+    const u8* host_rows[2];  // of the anchor layer, by plane: in host page 0
+    u8* device_rows[2];      // likewise: in its arena
+    State state;  // slot_of, slot_token, stamp, next_slot, next_stamp, tail, hits and misses of one group
+    Plan plan;
 };
 
 struct BeginStep {

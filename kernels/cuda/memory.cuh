@@ -89,7 +89,61 @@ template <class Shape, int FLIGHT> struct Lines {
             if (to != nullptr) *reinterpret_cast<typename Shape::Word*>(to + offset[i]) = held[i];
         }
     }
+
+    // Likewise, where tasks are few at times: the code for many is not even fetched then. All rows are looked up before
+    // any is loaded or stored, so that nothing in between waits. `source(i)` lies in host memory.
+    template <class Source>
+    __device__ __forceinline__ void load_few(u32 first, u32 stride, u32 tasks, Source source) {
+#pragma unroll
+        for (int i = 0; i < FLIGHT; ++i) offset[i] = -1;
+        if (first < tasks) load_part<0, 1>(first, stride, tasks, source);
+        if (first + stride < tasks) load_part<1, 4>(first, stride, tasks, source);
+        if (first + 4 * stride < tasks) load_part<4, FLIGHT>(first, stride, tasks, source);
+    }
+    template <class Target> __device__ __forceinline__ void store_few(u32 first, u32 stride, u32 tasks, Target target) {
+        if (first < tasks) store_part<0, 1>(first, stride, tasks, target);
+        if (first + stride < tasks) store_part<1, 4>(first, stride, tasks, target);
+        if (first + 4 * stride < tasks) store_part<4, FLIGHT>(first, stride, tasks, target);
+    }
+
+   private:
+    template <int BEGIN, int END, class Source>
+    __device__ __forceinline__ void load_part(u32 first, u32 stride, u32 tasks, Source source) {
+        const u8* from[END - BEGIN];
+        int at[END - BEGIN];
+#pragma unroll
+        for (int i = BEGIN; i < END; ++i) {
+            const u32 task = min(first + i * stride, tasks - 1);
+            from[i - BEGIN] = source(task / Shape::LINES);
+            at[i - BEGIN] = Shape::offset(from[i - BEGIN], static_cast<int>(task % Shape::LINES));
+        }
+#pragma unroll
+        for (int i = BEGIN; i < END; ++i) {
+            const int in_row = at[i - BEGIN];
+            if (first + i * stride >= tasks || in_row < 0 || in_row >= Shape::ROW) continue;
+            load_once(held[i], from[i - BEGIN] + in_row);
+            offset[i] = in_row;
+        }
+    }
+    template <int BEGIN, int END, class Target>
+    __device__ __forceinline__ void store_part(u32 first, u32 stride, u32 tasks, Target target) {
+        u8* to[END - BEGIN];
+#pragma unroll
+        for (int i = BEGIN; i < END; ++i) to[i - BEGIN] = target(min(first + i * stride, tasks - 1) / Shape::LINES);
+#pragma unroll
+        for (int i = BEGIN; i < END; ++i)
+            if (offset[i] >= 0 && to[i - BEGIN] != nullptr)
+                *reinterpret_cast<typename Shape::Word*>(to[i - BEGIN] + offset[i]) = held[i];
+    }
 };
+
+// Words from global to shared memory that no thread holds meanwhile; there once `await_words` and a barrier are passed.
+template <int WORDS> __device__ __forceinline__ void fetch_words(i32* to, const i32* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
+                 "l"(from), "n"(4 * WORDS)
+                 : "memory");
+}
+__device__ __forceinline__ void await_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // An id that has been asked for: widened where it is used, so that the wait for it is there too.
 struct Id {
@@ -122,6 +176,13 @@ __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
 }
 
+// The same place in shared memory, in a register: else the compiler asks anew for the block's part of it at every use.
+__device__ __forceinline__ void* settled(void* shared) {
+    u32 at = shared_address(shared);
+    asm volatile("" : "+r"(at));
+    return __cvta_shared_to_generic(at);
+}
+
 // From here on the next kernel's blocks may begin, on Hopper and later, as far as there is room beside this one's.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
@@ -133,6 +194,17 @@ __device__ __forceinline__ void await_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void add_shared(u32* word, u32 value) {
+    asm volatile("red.shared::cta.add.u32 [%0], %1;" ::"r"(shared_address(word)), "r"(value) : "memory");
+}
+// Sets bits of a word in shared memory, without a branch.
+__device__ __forceinline__ void set_bits_if(bool condition, u32* word, u32 bits) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared::cta.or.b32 [%1], %2; }" ::"r"(
+                     static_cast<u32>(condition)),
+                 "r"(shared_address(word)), "r"(bits)
+                 : "memory");
 }
 
 // A gate in shared memory (an mbarrier), of one use: `calls` threads open it, any may wait for that. Unlike a barrier of
@@ -162,15 +234,15 @@ __device__ __forceinline__ void await_gate(u64* gate) {
 
 // Clusters: blocks of one request, scheduled together, that write into each other's shared memory. Absent below sm_90.
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ int cluster_rank() {
+__device__ __forceinline__ u32 cluster_rank() {
     u32 r;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return static_cast<int>(r);
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
 }
-__device__ __forceinline__ int cluster_ranks() {
+__device__ __forceinline__ u32 cluster_ranks() {
     u32 r;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
-    return static_cast<int>(r);
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
+    return r;
 }
 // The cluster's one barrier: all threads arrive once, mailboxes being set up; who is about to write to a peer waits.
 __device__ __forceinline__ void cluster_arrive() {
@@ -205,15 +277,23 @@ __device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbo
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
                  "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(box) : "memory");
 }
+__device__ __forceinline__ void send(u32* at, u32 v, u64* mailbox, int peer) {  // likewise, 4 bytes
+    u32 to, box;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(box)
+                 : "memory");
+}
 #else
-__device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ int cluster_ranks() { return 1; }
+__device__ __forceinline__ u32 cluster_rank() { return 0; }
+__device__ __forceinline__ u32 cluster_ranks() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
 __device__ __forceinline__ void publish_mailboxes() {}
 __device__ __forceinline__ void knock(u64*, int) {}
 __device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}
+__device__ __forceinline__ void send(u32*, u32, u64*, int) {}
 #endif
 
 }  // namespace hisparse

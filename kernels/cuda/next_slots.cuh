@@ -15,34 +15,47 @@
 
 namespace hisparse {
 
-constexpr u32 NEXT_THREADS = NEXT_SLOTS / 2;  // the first ones of a block, each with two neighbours of the list
+// The last control threads, each with two neighbours of the list: those that have no entries where blocks are many.
+constexpr u32 NEXT_THREADS = NEXT_SLOTS / 2;
 static_assert(NEXT_THREADS <= CONTROL_THREADS && NEXT_THREADS % 32 == 0, "whole control warps");
 static_assert(CONTEXT_MAX_TOKENS < 1 << 22 && NEXT_SLOTS <= 1 << 9, "a stamp and a place are one word");
+
+constexpr i32 NOT_LOADED = -2;  // in place of a token
 
 struct NextSlots {
     u32 slots = ~0u;  // two of 16 bits
     i32 then[2] = {-1, -1}, stamp[2] = {MUST_STAY, MUST_STAY};  // when listed, and now
+    i32 old[2] = {NOT_LOADED, NOT_LOADED};                      // tokens that the slots hold
 
+    __device__ __forceinline__ static u32 number() { return threadIdx.x - (CONTROL_THREADS - NEXT_THREADS); }
+    __device__ __forceinline__ static bool has_some() { return number() < NEXT_THREADS; }
     __device__ __forceinline__ static u32 place(const Seat& at) {
-        return static_cast<u32>(at.seat) * NEXT_THREADS + threadIdx.x;
+        return static_cast<u32>(at.seat) * NEXT_THREADS + number();
     }
     __device__ __forceinline__ u32 slot(int i) const { return i == 0 ? slots & 0xFFFF : slots >> 16; }
 
     // What the list says; what the stamps of its slots are now.
     __device__ __forceinline__ void load(const State& state, const Seat& at) {
-        if (threadIdx.x >= NEXT_THREADS) return;
+        if (!has_some()) return;
         slots = reinterpret_cast<const u32*>(state.next_slot)[place(at)];
         const int2 stamps = reinterpret_cast<const int2*>(state.next_stamp)[place(at)];
         then[0] = stamps.x, then[1] = stamps.y;
     }
-    __device__ __forceinline__ void load_stamps(const Shared& s, const i32* stamps) {
+    __device__ __forceinline__ void load_stamps(const Shared& s, const i32* stamps, const i32* tokens) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             stamp[i] = MUST_STAY;
             if (slot(i) == SLOT_ABSENT) continue;
             const i32 device_row = slot_row(s, slot(i));
-            if (device_row >= 0) stamp[i] = stamps[device_row];
+            if (device_row < 0) continue;
+            stamp[i] = stamps[device_row];
+            if (tokens != nullptr) old[i] = tokens[device_row];
         }
+    }
+    __device__ __forceinline__ void mark(Shared& s) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            set_bits_if(slot(i) != SLOT_ABSENT, &s.next[slot(i) % LISTED_SLOTS / 32], 1u << slot(i) % 32);
     }
     // Leaves those in the list whose turn it still is. Waits for the stamps.
     __device__ __forceinline__ void drop_used() {
@@ -51,7 +64,7 @@ struct NextSlots {
             if (stamp[i] != then[i]) stamp[i] = MUST_STAY;
     }
     __device__ __forceinline__ void store(const State& state, const Seat& at) const {
-        if (threadIdx.x >= NEXT_THREADS) return;
+        if (!has_some()) return;
         reinterpret_cast<u32*>(state.next_slot)[place(at)] = slots;
         reinterpret_cast<int2*>(state.next_stamp)[place(at)] = {stamp[0], stamp[1]};
     }
@@ -59,53 +72,61 @@ struct NextSlots {
 
 // The first `total` of the list that this step does not use go, if it has so many: number `before` and the `own` that
 // follow to this block's misses. Returns how many it has.
-__device__ __forceinline__ u32 take_next(const Shared& s, Scalars& q, const NextSlots& next, u32 total, u32 before,
-                                         u32 own) {
+__device__ __forceinline__ u32 take_next(Shared& s, const NextSlots& next, u32 total, u32 before, u32 own) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
     bool goes[2];
     u32 in_warp[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const u32 slot = min(next.slot(i), SLOTS_MAX - 1);
-        goes[i] = next.stamp[i] != MUST_STAY && !(s.stay(slot / 32) >> slot % 32 & 1);
+        goes[i] = next.stamp[i] != MUST_STAY && !(s.stay[slot / 32] >> slot % 32 & 1);
         in_warp[i] = __ballot_sync(0xFFFFFFFF, goes[i]);
     }
-    if (lane == 0) q.listed[warp] = __popc(in_warp[0]) + __popc(in_warp[1]);
+    if (lane == 0) s.listed[warp] = __popc(in_warp[0]) + __popc(in_warp[1]);
     sync_named(CONTROL, CONTROL_THREADS);
-    const u32 count = lane < CONTROL_WARPS ? q.listed[lane] : 0;
+    const u32 count = lane < CONTROL_WARPS ? s.listed[lane] : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, count);
     u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < warp ? count : 0);
     if (all < total) return all;
     rank += __popc(in_warp[0] & earlier) + __popc(in_warp[1] & earlier);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (goes[i] && rank - before < own) s.victim(s.order(rank - before)) = static_cast<u16>(next.slot(i));
+        if (goes[i] && rank - before < own) {
+            s.miss[s.order[rank - before]].victim = static_cast<u16>(next.slot(i));
+            s.old[rank - before] = next.old[i];
+        }
         rank += goes[i];
     }
     return all;
 }
 
-// The turns of two neighbours among all listed, by counting, where stamps are of few steps in a row: `since` of each, in
-// steps from the oldest, is below `steps`, and 32 or more for what is not listed.
-__device__ __forceinline__ void turns_by_counting(const Shared& s, const u32 (&since)[2], u32 steps, u32 (&turn)[2]) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
-    u32 in_warp = 0;  // lane i: of step i
-#pragma unroll 1
-    for (u32 step = 0; step < steps; ++step) {
-        const u32 first = __ballot_sync(0xFFFFFFFF, since[0] == step);
-        const u32 second = __ballot_sync(0xFFFFFFFF, since[1] == step);
-        const u32 before = __popc(first & earlier) + __popc(second & earlier);
-        if (lane == step) in_warp = __popc(first) + __popc(second);
-        if (since[0] == step) turn[0] = before;
-        if (since[1] == step) turn[1] = before + (since[0] == step);
+// The turns of two neighbours among all listed, by counting, where stamps are of fewer than 32 steps: `since` of each, in
+// steps from the oldest, is 32 or more for what is not listed.
+__device__ __forceinline__ void turns_by_counting(Shared& s, const u32 (&since)[2], u32 (&turn)[2]) {
+    constexpr u32 WARPS = NEXT_THREADS / 32;
+    const u32 warp = NextSlots::number() / 32, lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
+    u32* const lanes = s.sort_key;  // [warps, 2, 32]: which lanes' first, and second, slots are of a step
+    if (NextSlots::has_some()) {
+        u32 *const first = lanes + warp * 64, *const second = first + 32;
+        first[lane] = second[lane] = 0;
+        __syncwarp();
+        set_bits_if(since[0] < 32, first + since[0], 1u << lane);
+        set_bits_if(since[1] < 32, second + since[1], 1u << lane);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (since[i] < 32)
+                turn[i] = __popc(first[since[i]] & earlier) + __popc(second[since[i]] & earlier) +
+                          (i == 1 && since[0] == since[1]);
+        const u32 in_warp = __popc(first[lane]) + __popc(second[lane]);
+        __syncwarp();
+        first[lane] = in_warp;
     }
-    u32* const counts = s.sort_key();
-    counts[warp * 32 + lane] = in_warp;
     sync_named(CONTROL, CONTROL_THREADS);
     u32 all = 0, before = 0;
 #pragma unroll
-    for (u32 w = 0; w < CONTROL_WARPS; ++w) {
-        const u32 count = counts[w * 32 + lane];
+    for (u32 w = 0; w < WARPS; ++w) {
+        const u32 count = lanes[w * 64 + lane];
         all += count;
         if (w < warp) before += count;
     }
@@ -113,15 +134,15 @@ __device__ __forceinline__ void turns_by_counting(const Shared& s, const u32 (&s
 #pragma unroll
     for (int i = 0; i < 2; ++i) turn[i] += __shfl_sync(0xFFFFFFFF, before, since[i]);
 }
-static_assert(CONTROL_THREADS <= NEXT_SLOTS, "a count per lane");
+static_assert(NEXT_THREADS * 2 <= NEXT_SLOTS, "two words per warp and step");
 
 // Likewise, for any stamps: the number of lower keys.
-__device__ __forceinline__ void turns_by_comparing(const Shared& s, const u32 (&key)[2], u32 (&turn)[2]) {
-    if (threadIdx.x < NEXT_THREADS)
-        for (int i = 0; i < 2; ++i) s.sort_key()[2 * threadIdx.x + i] = key[i];
+__device__ __forceinline__ void turns_by_comparing(Shared& s, const u32 (&key)[2], u32 (&turn)[2]) {
+    if (NextSlots::has_some())
+        for (int i = 0; i < 2; ++i) s.sort_key[2 * NextSlots::number() + i] = key[i];
     sync_named(CONTROL, CONTROL_THREADS);
-    if (threadIdx.x >= NEXT_THREADS) return;
-    const uint4* const keys = reinterpret_cast<const uint4*>(s.sort_key());
+    if (!NextSlots::has_some()) return;
+    const uint4* const keys = reinterpret_cast<const uint4*>(s.sort_key);
 #pragma unroll 4
     for (u32 i = 0; i < NEXT_SLOTS / 4; ++i) {
         const uint4 other = keys[i];
@@ -132,19 +153,18 @@ __device__ __forceinline__ void turns_by_comparing(const Shared& s, const u32 (&
 }
 
 // Lists the slots anew that go next, in every block of the request alike.
-__device__ __forceinline__ void list_next(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
-                                          NextSlots& next) {
-    const u32 listed = choose(at, s, q, stamp, NEXT_SLOTS, 0, NEXT_SLOTS,
-                              [&](u32 number, u32 slot) { s.next_slot()[number] = static_cast<u16>(slot); });
+__device__ __forceinline__ void list_next(const Seat& at, Shared& s, const i32* stamp, NextSlots& next) {
+    const u32 listed = choose(at, s, stamp, NEXT_SLOTS, 0, NEXT_SLOTS,
+                              [&](u32 number, u32 slot) { s.next_slot[number] = static_cast<u16>(slot); });
     sync_named(CONTROL, CONTROL_THREADS);
     // They came in slot order, in which those of one stamp go.
-    const u32 place = 2 * threadIdx.x;
-    const bool sorts = threadIdx.x < NEXT_THREADS;
+    const u32 place = 2 * NextSlots::number();
+    const bool sorts = NextSlots::has_some();
     next = NextSlots();
-    if (sorts && place < listed) next.slots = s.next_slot()[place] | ~0u << 16;
-    if (sorts && place + 1 < listed) next.slots = next.slots & 0xFFFF | s.next_slot()[place + 1] << 16;
-    next.load_stamps(s, stamp);
-    const i32 oldest = __reduce_min_sync(0xFFFFFFFF, q.oldest[threadIdx.x % CONTROL_WARPS]);
+    if (sorts && place < listed) next.slots = s.next_slot[place] | ~0u << 16;
+    if (sorts && place + 1 < listed) next.slots = next.slots & 0xFFFF | s.next_slot[place + 1] << 16;
+    next.load_stamps(s, stamp, nullptr);
+    const i32 oldest = __reduce_min_sync(0xFFFFFFFF, s.oldest[threadIdx.x % CONTROL_WARPS]);
     u32 since[2], key[2], turn[2] = {0, 0}, newest = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -154,26 +174,26 @@ __device__ __forceinline__ void list_next(const Seat& at, const Shared& s, Scala
         if (held) newest = max(newest, since[i]);
     }
     newest = __reduce_max_sync(0xFFFFFFFF, newest);
-    if (threadIdx.x % 32 == 0) q.listed[threadIdx.x / 32] = newest;
+    if (threadIdx.x % 32 == 0) s.listed[threadIdx.x / 32] = newest;
     sync_named(CONTROL, CONTROL_THREADS);
-    newest = __reduce_max_sync(0xFFFFFFFF, q.listed[threadIdx.x % CONTROL_WARPS]);
-    if (newest < 32) turns_by_counting(s, since, newest + 1, turn);
+    newest = __reduce_max_sync(0xFFFFFFFF, s.listed[threadIdx.x % CONTROL_WARPS]);
+    if (newest < 32) turns_by_counting(s, since, turn);
     else turns_by_comparing(s, key, turn);
     sync_named(CONTROL, CONTROL_THREADS);
     if (sorts) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (key[i] == ~0u) turn[i] = place + i;
-            s.sort_key()[turn[i]] = key[i];
-            s.next_slot()[turn[i]] = static_cast<u16>(next.slot(i));
+            s.sort_key[turn[i]] = key[i];
+            s.next_slot[turn[i]] = static_cast<u16>(next.slot(i));
         }
     }
     sync_named(CONTROL, CONTROL_THREADS);
     if (!sorts) return;
-    next.slots = reinterpret_cast<const u32*>(s.next_slot())[threadIdx.x];
+    next.slots = reinterpret_cast<const u32*>(s.next_slot)[NextSlots::number()];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const u32 sorted = s.sort_key()[place + i];
+        const u32 sorted = s.sort_key[place + i];
         next.stamp[i] = next.then[i] = sorted == ~0u ? MUST_STAY : static_cast<i32>(sorted >> 9) - 1;
     }
 }

@@ -23,7 +23,10 @@ class SeatVerb(IntEnum):
     GROW = 2
 
 
+SWAP_IN_SHARED_BYTES: Final = 100_304  # of a block: any device since sm_80 has room for one
+
 CONSTANTS: Final = {
+    "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
     "PAGE_TOKENS": PAGE_TOKENS,
     "SLOT_ABSENT": SLOT_ABSENT,
     "SLOTS_MAX": SLOTS_MAX,
@@ -85,39 +88,21 @@ class Plan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("device_row", "host_page", "host_offset", "count"))
 
 
-class Sections(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint32)
-        for name in (
-            "pages",
-            "victims",
-            "order",
-            "seen",
-            "chunks",
-            "index",
-            "next",
-            "stay",
-            "mail",
-            "lists",
-            "mail_bytes",
-            "list_bytes",
-        )
-    )
-
-
 class SwapIn(ctypes.Structure):
     _fields_ = (
-        ("state", State),
         ("batch", Batch),
-        ("plan", Plan),
         ("topk", ctypes.c_void_p),
         ("out_rows", ctypes.c_void_p),
         ("k", ctypes.c_int32),
-        ("anchor_layer", ctypes.c_int32),
         ("slots_limit", ctypes.c_int32),
-        ("seen_mask", ctypes.c_int32),
+        ("share", ctypes.c_uint32),
         ("copies", ctypes.c_int32),
-        ("sections", Sections),
+        ("page_bytes", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("host_rows", ctypes.c_void_p * 2),
+        ("device_rows", ctypes.c_void_p * 2),
+        ("state", State),
+        ("plan", Plan),
     )
 
 
@@ -219,7 +204,6 @@ STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     State,
     Batch,
     Plan,
-    Sections,
     SwapIn,
     BeginStep,
     ReplayMisses,

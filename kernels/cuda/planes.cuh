@@ -12,11 +12,13 @@ namespace hisparse {
 // BEFORE: bytes of a row that lie in earlier planes.
 template <int NUMBER> struct Plane;
 template <> struct Plane<0> {
+    static constexpr int INDEX = 0;
     static constexpr int BEFORE = 0;
     using Shape = RowShape<PLANE0_BYTES, PLANE0_ALIGN>;
 };
 #if PLANES == 2
 template <> struct Plane<1> {
+    static constexpr int INDEX = 1;
     static constexpr int BEFORE = PLANE0_BYTES;
     using Shape = RowShape<PLANE1_BYTES, PLANE1_ALIGN>;
 };

@@ -10,14 +10,10 @@
 namespace hisparse {
 
 struct Entry {
-    i32 token, key, page;  // key: index page at first, then the place in slot_of; -1 without an index page
-    u32 slot;
+    i32 token, key;  // key: index page at first, then the place in slot_of; -1 without an index page
+    u32 code;        // what slot_of says; NOTHING when it was not asked
 };
 
-// Warps of entries are dealt out to blocks and warps in turn: those of a warp are neighbours in the top-k.
-__device__ __forceinline__ int first_place(u32 rank, u32 ranks) {
-    return (threadIdx.x / 32 * ranks + rank) * 32 + threadIdx.x % 32;
-}
 __device__ __forceinline__ bool none_in_warp(const SwapIn& p, int place) { return (place & ~31) >= p.k; }
 
 // Entries of a thread from `place` on, `step` apart.
@@ -25,179 +21,233 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        entry[j] = {-1, -1, -1, SLOT_ABSENT};
+        entry[j] = {-1, -1, NOTHING};
         if (place + j * step < p.k) load_now(entry[j].token, p.topk + (begin + static_cast<u32>(place + j * step)));
     }
 }
 
+// Index pages of entries that are not looked up in shared memory; the first one's host page, where it is wanted early.
 __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, u32 ranks, int place, int step,
-                                           Entry (&entry)[ENTRIES]) {
+                                           Entry (&entry)[ENTRIES], i32& host_page) {
     const u32 begin = static_cast<u32>(at.seat) * static_cast<u32>(p.state.max_pages);
+    const u32 staged = ranks >= DIRECT ? 0 : STAGED;
+    host_page = -1;
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
         if (none_in_warp(p, place + j * step)) break;
         const u32 token = entry[j].token, page = token / PAGE_TOKENS;
         if (token >= static_cast<u32>(at.length) || page >= static_cast<u32>(p.state.max_pages)) continue;
-        if (ranks >= SPECULATIVE) load_now(entry[j].page, p.state.host_table + (begin + page));
-        if (page >= STAGED) load_now(entry[j].key, p.state.index_table + (begin + page));
+        if (j == 0 && ranks >= SPECULATIVE) load_now(host_page, p.state.host_table + (begin + page));
+        if (page >= staged) load_now(entry[j].key, p.state.index_table + (begin + page));
     }
 }
 
-// Slots of the entries whose pages are known.
-__device__ __forceinline__ void read_slots(const SwapIn& p, const Seat& at, const Shared& s, int place, int step,
-                                           Entry (&entry)[ENTRIES]) {
+// Slots of the entries whose pages are known, or staged.
+__device__ __forceinline__ void read_slots(const SwapIn& p, const Seat& at, Shared& s, int place, int step,
+                                           Entry (&entry)[ENTRIES], bool direct) {
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
         if (none_in_warp(p, place + j * step)) break;
         const u32 token = entry[j].token;
         if (token >= static_cast<u32>(at.length)) continue;
-        if (token / PAGE_TOKENS < STAGED) entry[j].key = s.index(token / PAGE_TOKENS);
+        if (!direct && token / PAGE_TOKENS < STAGED) entry[j].key = s.index[token / PAGE_TOKENS];
         if (entry[j].key < 0) continue;
-        entry[j].key = entry[j].key * PAGE_TOKENS + (token & (PAGE_TOKENS - 1));
-        entry[j].slot = p.state.slot_of[entry[j].key];
+        entry[j].code = p.state.slot_of[entry[j].key * PAGE_TOKENS + (token & (PAGE_TOKENS - 1))];
     }
 }
+static_assert(MISSING == SLOT_ABSENT, "what slot_of says is a code");
 
-// What a seat's tables say, asked for by the threads that put it into shared memory: places of the chunk table and of the
-// index table's beginning, where lookups from all over would take a line each; in the last warp but one, the tail.
+// By the copy warps, while the seat's tables are on their way: what is needed before the next barrier.
+__device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Deal& deal) {
+    const u32 thread = threadIdx.x - CONTROL_THREADS;
+    const uint4 zero = {0, 0, 0, 0};
+    if (thread * 128 < p.slots_limit) {
+        reinterpret_cast<uint4*>(s.stay)[thread] = zero;
+        if (deal.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
+    }
+    if (thread < LISTED_SLOTS / 128) reinterpret_cast<uint4*>(s.next)[thread] = zero;
+}
+static_assert(SLOTS_MAX <= 128 * COPY_THREADS && LISTED_SLOTS <= 128 * COPY_THREADS, "a vector of bits per thread");
+
+// By the copy warps, after it: what is needed when misses are known, the whole top-k among it.
+__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row) {
+    const u32 thread = threadIdx.x - CONTROL_THREADS;
+    const i32* const topk = p.topk + static_cast<u32>(row) * static_cast<u32>(p.k);
+    const u32 words = (reinterpret_cast<u64>(topk) | static_cast<u64>(p.k) * 4) % 16 == 0 ? 4 : 1;
+#pragma unroll 1
+    for (u32 place = thread * words; place < static_cast<u32>(p.k); place += COPY_THREADS * words)
+        if (words == 4) fetch_words<4>(s.token + place, topk + place);
+        else fetch_words<1>(s.token + place, topk + place);
+    const uint4 none = {NOT_SEEN, NOT_SEEN, NOT_SEEN, NOT_SEEN};
+#pragma unroll 1
+    for (u32 i = thread; i < SEEN / 4; i += COPY_THREADS) reinterpret_cast<uint4*>(s.seen)[i] = none;
+}
+
+// What a seat's tables say, asked for by the copy threads and put into shared memory: places of the chunk table and of the
+// index table's beginning, where lookups from all over would take a line each; in the last warp, mode, clock and tail.
 struct Tables {
-    static constexpr int INDEXES = (STAGED + BLOCK_THREADS - 1) / BLOCK_THREADS;
+    static constexpr int INDEXES = (STAGED + COPY_THREADS - 1) / COPY_THREADS;
     i32 hot, now, chunk, tail, index[INDEXES];
 
-    __device__ __forceinline__ static u32 tail_place() { return BLOCK_THREADS - 33 - threadIdx.x; }
+    __device__ __forceinline__ static u32 thread() { return threadIdx.x - CONTROL_THREADS; }
+    __device__ __forceinline__ static u32 tail_place() { return BLOCK_THREADS - 1 - threadIdx.x; }
 
     __device__ __forceinline__ void load(const SwapIn& p, i32 seat) {
-        load_now(hot, p.state.hot_slots + static_cast<u32>(seat));
-        load_now(now, p.state.now + static_cast<u32>(seat));
+        if (tail_place() < 32) {
+            load_now(hot, p.state.hot_slots + static_cast<u32>(seat));
+            load_now(now, p.state.now + static_cast<u32>(seat));
+            tail = -1;
+            if (tail_place() < p.state.tail_slots)
+                load_now(tail, p.state.tail + (static_cast<u32>(seat) * static_cast<u32>(p.state.tail_slots) + tail_place()));
+        }
+        const TableRow chunks(p.state.chunk_table, p.state.max_chunks, seat);
+        chunk = -1;
+        if (thread() < p.slots_limit / PAGE_TOKENS) chunk = chunks[thread()];
         const u32 staged = min(static_cast<u32>(p.state.max_pages), STAGED);
         const i32* const indexes =
-            p.state.index_table + (static_cast<u32>(seat) * static_cast<u32>(p.state.max_pages) + threadIdx.x);
+            p.state.index_table + (static_cast<u32>(seat) * static_cast<u32>(p.state.max_pages) + thread());
 #pragma unroll
         for (int j = 0; j < INDEXES; ++j) {
             index[j] = -1;
-            if (threadIdx.x + j * BLOCK_THREADS < staged) load_now(index[j], indexes + j * BLOCK_THREADS);
+            if (thread() + j * COPY_THREADS < staged) load_now(index[j], indexes + j * COPY_THREADS);
         }
-        const TableRow chunks(p.state.chunk_table, p.state.max_chunks, seat);
-        chunk = tail = -1;
-        if (threadIdx.x < p.slots_limit / PAGE_TOKENS) chunk = chunks[threadIdx.x];
-        if (tail_place() < p.state.tail_slots)
-            load_now(tail, p.state.tail + (static_cast<u32>(seat) * static_cast<u32>(p.state.tail_slots) + tail_place()));
     }
 
-    __device__ __forceinline__ void store(const SwapIn& p, i32 seat, const Shared& s, Scalars& q) const {
-        const u32 chunks = p.slots_limit / PAGE_TOKENS, more = threadIdx.x + BLOCK_THREADS;
+    __device__ __forceinline__ void store(const SwapIn& p, i32 seat, Shared& s) const {
+        const u32 chunks = p.slots_limit / PAGE_TOKENS, more = thread() + COPY_THREADS;
+        if (tail_place() == 0) {
+            s.hot = hot;
+            s.now = now;
+        }
+        if (thread() < chunks) s.chunk[thread()] = chunk;
+        if (more < chunks) s.chunk[more] = TableRow(p.state.chunk_table, p.state.max_chunks, seat)[more];
 #pragma unroll
         for (int j = 0; j < INDEXES; ++j)
-            if (threadIdx.x + j * BLOCK_THREADS < STAGED) s.index(threadIdx.x + j * BLOCK_THREADS) = index[j];
-        if (threadIdx.x < chunks) s.chunk(threadIdx.x) = chunk;
-        if (more < chunks) s.chunk(more) = TableRow(p.state.chunk_table, p.state.max_chunks, seat)[more];
-        if (threadIdx.x == 0) {
-            q.hot = hot;
-            q.now = now;
-        }
+            if (thread() + j * COPY_THREADS < STAGED) s.index[thread() + j * COPY_THREADS] = index[j];
     }
 
-    // The slots that are no victims to begin with; a barrier after `store`, which shares the words with nobody else.
-    __device__ __forceinline__ void keep_tail(const SwapIn& p, const Seat& at, const Shared& s) const {
+    // The slots that are no victims to begin with; a barrier after `clear_bits`.
+    __device__ __forceinline__ void keep_tail(const SwapIn& p, const Seat& at, Shared& s) const {
         const u32 place = tail_place();
         if (place < p.state.tail_slots) {
             const u32 slot = tail < 0 ? at.hot + place : tail;
-            atomicOr(&s.stay(slot / 32), 1u << slot % 32);
+            atomicOr(&s.stay[slot / 32], 1u << slot % 32);
         }
-        if (place == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay(at.limit / 32), ~0u << at.limit % 32);
+        if (place == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay[at.limit / 32], ~0u << at.limit % 32);
     }
 };
-static_assert(TAIL_SLOTS_MAX < 32 && SLOTS_MAX / PAGE_TOKENS <= 2 * BLOCK_THREADS, "two entries per thread");
+static_assert(TAIL_SLOTS_MAX < 32 && SLOTS_MAX / PAGE_TOKENS <= 2 * COPY_THREADS, "two entries per thread");
 
 // ---- padding and resident requests
 
-__device__ void write_padding(const SwapIn& p, int row, int rank, int ranks) {
-    if (rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void write_padding(const SwapIn& p, int row, const Deal& deal) {
+    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
 #pragma unroll 1
-    for (int e = rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += ranks * BLOCK_THREADS)
+    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS)
         p.out_rows[static_cast<i64>(row) * p.k + e] = -1;
 }
 
-// Whether `token` comes here for the first time, to a block that sees all its duplicates.
-__device__ __forceinline__ bool first_of_token(const SwapIn& p, const Shared& s, u32 token) {
-    for (u32 place = token * 2654435761u >> 7;; ++place) {
-        const u32 there = atomicCAS(&s.seen(place & p.seen_mask), NOT_SEEN, token);
-        if (there == NOT_SEEN || there == token) return there != token;
-    }
-}
-
-__device__ void resolve_resident(const SwapIn& p, const Seat& at, const Shared& s, int row, u32 rank, u32 ranks) {
-    if (rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void resolve_resident(const SwapIn& p, const Seat& at, int row, const Deal& deal) {
+    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
     const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
-    u32 distinct = 0;
+    u32 hits = 0;
     int ungranted = 0, foreign = 0;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < p.k; e += BLOCK_THREADS) {
+    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS) {
         const i64 place = static_cast<i64>(row) * p.k + e;
         const u32 token = p.topk[place];
         const bool inside = token < static_cast<u32>(at.length);
-        if ((inside ? home_of(token, ranks) : block_of(e, ranks)) != rank) continue;
         const i32 chunk = inside ? chunks[token / PAGE_TOKENS] : -1;
         p.out_rows[place] = chunk < 0 ? -1 : chunk * PAGE_TOKENS + static_cast<i32>(token % PAGE_TOKENS);
         foreign += !inside && token != ~0u;
         ungranted += inside && chunk < 0;
-        if (chunk >= 0) distinct += first_of_token(p, s, token);
+        hits += chunk >= 0;
     }
     trip(p.state, POSITION, foreign);
     trip(p.state, UNGRANTED, ungranted);
-    distinct = __reduce_add_sync(0xFFFFFFFF, distinct);
-    if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, distinct);
+    hits = __reduce_add_sync(0xFFFFFFFF, hits);
+    if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
 }
 
 // ---- managed requests
 
-// Lists a missing entry; false when its host page is not granted. The page is known when it has been looked up already.
-__device__ __forceinline__ bool list_missing(const SwapIn& p, const Seat& at, const Shared& s, Scalars& q, u32 rank,
-                                             u32 ranks, u32 place, const Entry& entry) {
-    const u32 token = entry.token;
-    i32 page = entry.page;
-    if (ranks < SPECULATIVE) page = TableRow(p.state.host_table, p.state.max_pages, at.seat)[token / PAGE_TOKENS];
+// Lists a missing entry; false when its host page is not granted.
+__device__ __forceinline__ bool list_missing(Shared& s, u32 place, u32 token, i32 page) {
     if (page < 0) return false;
-    const u32 m = take(&q.misses);
-    s.list(rank)[m] = token << ENTRY_BITS | place;
-    s.key(m) = entry.key;
-    s.page(m) = page;
-    s.victim(m) = static_cast<u16>(SLOT_ABSENT);
-    s.order(m) = static_cast<u16>(m);
+    const u32 m = take(&s.misses);
+    s.miss[m].host_row = static_cast<u32>(page) * PAGE_TOKENS + token % PAGE_TOKENS;
+    s.miss[m].place = static_cast<u16>(place);
+    s.miss[m].victim = static_cast<u16>(SLOT_ABSENT);
+    s.order[m] = static_cast<u16>(m);
     return true;
 }
 
-// Outputs of hits, their bits in this block's mail; the list of misses. `entry` comes with the first slots.
-__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, const Shared& s, Scalars& q, int row,
-                                                u32 rank, u32 ranks, Entry (&entry)[ENTRIES]) {
-    const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
-    const int step = BLOCK_THREADS * ranks;
+// What a warp of entries found goes to all peers, with its misses. Nobody waits for the rest of the block.
+__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing) {
+    constexpr u32 VECTORS = 32 / VECTOR_CODES;
+    const u32 lane = threadIdx.x % 32, misses = __popc(__ballot_sync(0xFFFFFFFF, missing));
+    u32& count = s.count[position / 32];
+    if (lane == deal.rank) count = misses;
+    if (deal.ranks == 1) return;
+    __syncwarp();  // codes are written
+    uint4& codes = *reinterpret_cast<uint4*>(&s.code[position - lane + lane % VECTORS * VECTOR_CODES]);
+    const uint4 words = codes;
 #pragma unroll 1
-    for (int first = first_place(rank, ranks); !none_in_warp(p, first); first += ENTRIES * step) {
-        if (first >= ENTRIES * step) {
-            read_tokens(p, row, first, step, entry);
-            read_pages(p, at, ranks, first, step, entry);
-            read_slots(p, at, s, first, step, entry);
+    for (u32 peer = lane / VECTORS; peer < deal.ranks; peer += 32 / VECTORS)
+        if (peer != deal.rank) send(&codes, words, &s.codes_mail, peer);
+    if (lane < deal.ranks && lane != deal.rank) send(&count, misses, &s.codes_mail, lane);
+}
+
+// Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
+// slot_of says, `host_page` is that of the first one, if it was wanted early. One piece of code for all entries of a
+// thread: fetching instructions takes longer than what is saved by having them thrice.
+__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
+                                                Entry (&entry)[ENTRIES], i32 host_page) {
+    i32* const out = p.out_rows + static_cast<u32>(row) * static_cast<u32>(p.k);
+    const int step = BLOCK_THREADS * deal.ranks;
+    const u32 begin = deal.rank * deal.share, end = begin + deal.share;
+    int place = deal.place(threadIdx.x);
+    u32 hits = 0, which = 0;
+#pragma unroll 1
+    for (u32 position = begin + threadIdx.x; position < end; position += BLOCK_THREADS, place += step, ++which) {
+        if (which == ENTRIES) {
+            which = 0;
+            read_tokens(p, row, place, step, entry);
+            read_pages(p, at, deal.ranks, place, step, entry, host_page);
+            read_slots(p, at, s, place, step, entry, deal.ranks >= DIRECT);
         }
-        int ungranted = 0, foreign = 0;
+        u32 code = entry[0].code;
+        i32 token = entry[0].token;
 #pragma unroll
-        for (int j = 0; j < ENTRIES; ++j) {
-            const u32 slot = entry[j].slot;
-            const int place = first + j * step;
-            if (none_in_warp(p, place)) break;
-            if (place >= p.k) continue;
-            const bool inside = static_cast<u32>(entry[j].token) < static_cast<u32>(at.length);
-            if (entry[j].key >= 0 && slot == SLOT_ABSENT && list_missing(p, at, s, q, rank, ranks, place, entry[j]))
-                continue;
-            const i32 found = slot < at.limit ? slot_row(s, slot) : -1;
-            p.out_rows[begin + static_cast<u32>(place)] = found;
-            if (found >= 0) atomicOr(s.hits(rank) + slot / 32, 1u << slot % 32);
-            ungranted += inside && found < 0;
-            foreign += !inside && entry[j].token != -1;
+        for (u32 j = 1; j < ENTRIES; ++j)
+            if (which == j) code = entry[j].code, token = entry[j].token;
+        bool missing = false;
+        const i32 found = code < at.limit ? slot_row(s, code) : -1;
+        if (!__all_sync(0xFFFFFFFF, found >= 0)) {  // else the rest is not even fetched
+            if (code == MISSING) {
+                if (which > 0 || deal.ranks < SPECULATIVE)
+                    host_page =
+                        TableRow(p.state.host_table, p.state.max_pages, at.seat)[static_cast<u32>(token) / PAGE_TOKENS];
+                missing = list_missing(s, place, token, host_page);
+            }
+            if (!missing && found < 0) {
+                code = NOTHING;
+                if (place < p.k) out[place] = -1;
+                if (token != -1)
+                    trip(p.state, static_cast<u32>(token) < static_cast<u32>(at.length) ? UNGRANTED : POSITION, 1);
+            }
         }
-        trip(p.state, UNGRANTED, ungranted);
-        trip(p.state, POSITION, foreign);
+        if (found >= 0) {
+            ++hits;
+            out[place] = found;
+            if (deal.ranks >= SCATTERED) p.state.stamp[found] = at.now;
+            else atomicOr(&s.hit[code / 32], 1u << code % 32);
+        }
+        s.code[position] = static_cast<u16>(code);
+        send_codes(s, deal, position, missing);
     }
+    hits = __reduce_add_sync(0xFFFFFFFF, hits);
+    if (threadIdx.x % 32 == 0) add_shared(&s.hits, hits);
 }
 
 }  // namespace hisparse

@@ -2,8 +2,9 @@
 
 How many thread blocks share a request: as many as a cluster may have while all clusters run at once and what they
 write to each other stays little. Fewer at large batches than there are multiprocessors, because clusters of many
-blocks leave some unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses: 6.4 us in
-clusters of 8, 3.4 in clusters of 4). At batch 4, 20 misses take 6.1 us in clusters of 8, 6.4 in clusters of 16.
+blocks leave some unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses, a kernel of
+before: 6.4 us in clusters of 8, 3.4 in clusters of 4). At batch 8, 20 misses take 7.6 us in clusters of 8, 7.9 in
+clusters of 4; at batch 4, 6.5 in clusters of 8 or 16.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import accumulate
 
 from torch import Tensor
 
 from kernels.cuda import parameters
 from kernels.cuda.launch import RANKS_MAX, has_clusters, kernel_of, processors, slots_limit, stream_of
-from kernels.layout import NEXT_SLOTS, PAGE_TOKENS
+from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-SEEN_MAX = 4096  # places of the hash set of tokens; twice the top-k up to half of that
-STAGED_PAGES = 1024  # swap_in_block.cuh
-MAIL_MAX = RANKS_MAX**2  # messages in a step: every block of a request writes to every other
+MAIL_MAX = 2 * RANKS_MAX**2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -45,10 +43,10 @@ def swap_in(
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     """
     rows, k = topk.shape
-    ranks = ranks or ranks_of(state, rows, k)
-    limit = slots_limit(state)
-    seen = seen_places(k)
-    sections, shared_bytes = lay_out(k, ranks, limit)
+    ranks = ranks or ranks_of(state, rows)
+    geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
+    arena = state.rows.shape[1]
+    before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
     block = parameters.SwapIn(
         state=parameters.group_parameters(state, group),
         batch=parameters.batch_parameters(batch),
@@ -56,18 +54,19 @@ def swap_in(
         topk=topk.data_ptr(),
         out_rows=out_rows.data_ptr(),
         k=k,
-        anchor_layer=state.geometry.layers_of_group(group)[0],
-        slots_limit=limit,
-        seen_mask=seen - 1,
+        slots_limit=slots_limit(state),
+        share=share_of(k, ranks),
         copies=_copies.get(),
-        sections=sections,
+        page_bytes=geometry.page_bytes,
+        host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
+        device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
     )
     kernel_of(state, "swap_in", "swap_in").launch(
         (ranks, rows),
         block,
         stream_of(state),
         cluster=ranks,
-        shared_bytes=shared_bytes,
+        shared_bytes=parameters.SWAP_IN_SHARED_BYTES,
         early=early and has_clusters(state),
     )
 
@@ -101,12 +100,12 @@ def without_copies() -> Iterator[None]:
         _copies.reset(token)
 
 
-def ranks_of(state: DeviceState, rows: int, k: int) -> int:
-    """Blocks that share a request in a step of `rows` rows, top-k `k`."""
+def ranks_of(state: DeviceState, rows: int) -> int:
+    """Blocks that share a request in a step of `rows` rows."""
     if not has_clusters(state):
         return 1
-    kernel, limit = kernel_of(state, "swap_in", "swap_in"), slots_limit(state)
-    return blocks_per_request(rows, lambda ranks: kernel.clusters_at_once(ranks, lay_out(k, ranks, limit)[1]))
+    kernel = kernel_of(state, "swap_in", "swap_in")
+    return blocks_per_request(rows, lambda ranks: kernel.clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES))
 
 
 def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int:
@@ -117,32 +116,6 @@ def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int
     return ranks
 
 
-def seen_places(k: int) -> int:
-    return max(16, min(SEEN_MAX, 2 << (k - 1).bit_length()))
-
-
 def share_of(k: int, ranks: int) -> int:
-    """Top-k entries of one block at most: whole warps are dealt out in turn."""
-    return -(-k // (32 * ranks)) * 32
-
-
-def lay_out(k: int, ranks: int, limit: int) -> tuple[parameters.Sections, int]:
-    """Offsets and size of one block's dynamic shared memory: struct Shared in swap_in_block.cuh. `limit`: slots."""
-    share = share_of(k, ranks)
-    mail = 16 * (1 + -(-limit // 128))
-    sizes = {
-        "keys": 4 * share,
-        "pages": 4 * share,
-        "victims": 2 * share,
-        "order": 2 * share,
-        "seen": 4 * seen_places(k),
-        "chunks": -(-(4 * (limit // PAGE_TOKENS)) // 16) * 16,
-        "index": 4 * STAGED_PAGES,
-        "next": (2 + 4) * NEXT_SLOTS,
-        "stay": mail,
-        "mail": ranks * mail,
-        "lists": ranks * 4 * share,
-    }
-    ends = list(accumulate(sizes.values()))
-    places = dict(zip(list(sizes)[1:], ends, strict=False))
-    return parameters.Sections(**places, mail_bytes=mail, list_bytes=4 * share), ends[-1]
+    """Room for the top-k entries of one block: a power of two. Whole warps are dealt out in turn."""
+    return 32 << (-(-k // (32 * ranks)) - 1).bit_length()

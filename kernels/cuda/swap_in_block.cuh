@@ -13,64 +13,90 @@ constexpr int FLIGHT = PLANES == 2 ? 5 : 8;  // lines in flight per group of cop
 constexpr int ENTRIES = (2048 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // that one thread resolves together
 constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
+constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours
+constexpr int DIRECT = 8;       // from so many on, each thread looks its index pages up, without waiting for the block
 constexpr int RANKS_MAX = 16;
 constexpr u32 LISTED_MISSES = NEXT_SLOTS / 4;  // of a step that takes victims from the list, or lists anew
+constexpr u32 LISTED_SLOTS = 8192;
 constexpr u32 STAGED = 1024;    // index pages of a request that shared memory has room for
 
+constexpr u32 SEEN = TOPK_MAX;
+constexpr u32 SLOT_WORDS = (SLOTS_MAX + 127) / 128 * 4;
+constexpr u32 VECTOR_CODES = sizeof(uint4) / sizeof(u16);
+
 constexpr int ENTRY_BITS = 12;
-constexpr int HOME_TOKENS = 16;  // neighbouring tokens with one home
 constexpr u32 NOT_SEEN = ~0u;
 constexpr i32 MUST_STAY = 0x7FFFFFF0;  // stamp of slots that are no candidates
 static_assert(TOPK_MAX <= 1 << ENTRY_BITS && CONTEXT_MAX_TOKENS <= 1 << (32 - ENTRY_BITS), "an entry is one word");
 static_assert(CONTROL_WARPS <= 32 && RANKS_MAX <= 32, "one lane per warp, and per block of a cluster");
+static_assert(TOPK_MAX / 32 <= 32 * 4, "four warps of entries to a lane");
+
+// What a block says of an entry: the slot that it hit, or one of these, which have their two highest bits set.
+constexpr u32 MISSING = 0xFFFF;
+constexpr u32 NOTHING = 0xFFFE;  // neither hit nor missing, or no entry at all
+static_assert(SLOTS_MAX <= 0xC000, "a slot number is a code, with one of these bits at most");
 
 enum Barrier { CONTROL = 1 };
 
-// Dynamic shared memory; the launcher lays the sections out (kernels/cuda/swap_in.py). `share`: the most entries that a
-// block has. A missing entry is one word, token << 12 | place in the top-k.
-struct Shared {
-    u8* base;
-    const Sections& at;
+// Entries of a top-k are dealt out to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
+// `share` to each, a power of two.
+struct Deal {
+    u32 rank, ranks, share;
 
-    template <class T> __device__ __forceinline__ T& in(u32 section, u32 i) const {
-        return reinterpret_cast<T*>(base + section)[i];
+    // In the top-k: entry `local` of this block; the one whose code is at `position`.
+    __device__ __forceinline__ u32 place(u32 local) const { return (local / 32 * ranks + rank) * 32 + local % 32; }
+    __device__ __forceinline__ u32 place_at(u32 position) const {
+        return Deal{rank_at(position), ranks, share}.place(position & (share - 1));
     }
-    // [share] of this block's misses: place of the token in slot_of, host page, slot to load it into
-    __device__ __forceinline__ i32& key(u32 m) const { return in<i32>(0, m); }
-    __device__ __forceinline__ i32& page(u32 m) const { return in<i32>(at.pages, m); }
-    __device__ __forceinline__ u16& victim(u32 m) const { return in<u16>(at.victims, m); }
-    __device__ __forceinline__ u16& order(u32 l) const { return in<u16>(at.order, l); }  // misses that lead, in turn
-    __device__ __forceinline__ u32& seen(u32 i) const { return in<u32>(at.seen, i); }  // hash set of entries by token
-    __device__ __forceinline__ i32& chunk(u32 i) const { return in<i32>(at.chunks, i); }
-    __device__ __forceinline__ i32& index(u32 i) const { return in<i32>(at.index, i); }  // [STAGED] index pages
-    // [NEXT_SLOTS] a list of slots that go next, and what it is sorted by
-    __device__ __forceinline__ u32* sort_key() const { return &in<u32>(at.next, 0); }
-    __device__ __forceinline__ u16* next_slot() const { return reinterpret_cast<u16*>(sort_key() + NEXT_SLOTS); }
-    // bits of slots that are no victims: tail, beyond the limit; later also hits
-    __device__ __forceinline__ u32& stay(u32 word) const { return in<u32>(at.stay, word); }
-    // of each block: misses; bits of the slots that it hit
-    __device__ __forceinline__ uint4* mail(int rank) const {
-        return reinterpret_cast<uint4*>(base + at.mail + rank * at.mail_bytes);
-    }
-    __device__ __forceinline__ u32* hits(int rank) const { return reinterpret_cast<u32*>(mail(rank) + 1); }
-    __device__ __forceinline__ u32* list(int rank) const {  // of each block: its misses
-        return reinterpret_cast<u32*>(base + at.lists + rank * at.list_bytes);
-    }
+    __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(share)); }
+    __device__ __forceinline__ u32 positions() const { return ranks * share; }
 };
 
-struct Scalars {
-    u64 hits_mail;     // all peers' misses and hits are here
-    u64 lists_mail;    // all peers' lists are here
+// A miss of this block, numbered as it was found.
+struct Miss {
+    u32 host_row;       // host page * PAGE_TOKENS + offset
+    u16 victim, place;  // slot to load it into; place in the top-k
+};
+
+// A block's shared memory. Sizes are those of the largest case, so that an address is one instruction. A missing entry is
+// one word elsewhere, token << 12 | place in the top-k.
+struct alignas(16) Shared {
+    u64 codes_mail;    // all peers' codes are here
     u64 readers_mail;  // all peers have read the list of slots that go next
     u64 scanned_mail;  // all peers that miss anything have read all stamps
     u64 chosen;        // the control warps know the victims
     uint2 sums[2][CONTROL_WARPS];
     i32 oldest[CONTROL_WARPS];
     u32 listed[CONTROL_WARPS];
-    u32 leaders[RANKS_MAX];
-    u32 misses, duplicates;
+    u32 leaders[RANKS_MAX];  // where there are duplicates
+    u32 misses, hits, duplicates;
     i32 hot, now;
+
+    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss. Peers write
+    // theirs.
+    alignas(16) u32 count[TOPK_MAX / 32];
+    alignas(16) u16 code[TOPK_MAX];
+
+    alignas(16) i32 token[TOPK_MAX];  // the top-k
+    alignas(16) u32 seen[SEEN];       // hash set of entries by token
+    alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
+    alignas(16) u32 hit[SLOT_WORDS];   // bits of slots that this block hit
+    i32 chunk[SLOTS_MAX / PAGE_TOKENS];
+    i32 index[STAGED];  // index pages
+    union {             // of slots that go next
+        struct {
+            alignas(16) u32 next[LISTED_SLOTS / 32];  // bits, by slots modulo LISTED_SLOTS
+            i32 old[LISTED_MISSES];                   // what those of leaders held
+        };
+        struct {  // to list them anew
+            alignas(16) u32 sort_key[NEXT_SLOTS];
+            alignas(16) u16 next_slot[NEXT_SLOTS];
+        };
+    };
+    Miss miss[TOPK_MAX];
+    u16 order[TOPK_MAX];  // misses that lead
 };
+static_assert(sizeof(Shared) == SWAP_IN_SHARED_BYTES, "as the launcher has it");
 
 struct Seat {
     i32 seat, length, hot, now;
@@ -80,9 +106,6 @@ struct Seat {
 __device__ __forceinline__ u32 limit_of(const SwapIn& p, i32 hot) {
     return min(hot + p.state.tail_slots, p.slots_limit);
 }
-
-// Of one block's mail, in 16 bytes: its misses, and a bit per slot.
-__device__ __forceinline__ u32 mail_vectors(const Seat& at) { return 1 + (static_cast<u32>(at.limit) + 127) / 128; }
 
 // Row of a table of pages or chunks that belongs to a seat; tables have fewer than 2**32 entries.
 struct TableRow {
@@ -98,16 +121,15 @@ struct TableRow {
     }
 };
 
-// The block of a request that resolves place `place` of the top-k: warps of entries are dealt out in turn.
-__device__ __forceinline__ u32 block_of(u32 place, u32 ranks) { return place / 32 & (ranks - 1); }
-
-// The block of a resident request that resolves `token`, and with it every duplicate of it.
-__device__ __forceinline__ u32 home_of(u32 token, u32 ranks) {
-    return __umulhi(token / HOME_TOKENS * 2654435761u, ranks);
+// Where slot_of has a token; -1 without an index page.
+__device__ __forceinline__ i32 key_of(const SwapIn& p, const Seat& at, const Shared& s, u32 token) {
+    const u32 held = token / PAGE_TOKENS;
+    const i32 page = held < STAGED ? s.index[held] : TableRow(p.state.index_table, p.state.max_pages, at.seat)[held];
+    return page < 0 ? -1 : page * PAGE_TOKENS + static_cast<i32>(token % PAGE_TOKENS);
 }
 
 __device__ __forceinline__ i32 slot_row(const Shared& s, u32 slot) {
-    const i32 chunk = s.chunk(slot / PAGE_TOKENS);
+    const i32 chunk = s.chunk[slot / PAGE_TOKENS];
     return chunk < 0 ? -1 : chunk * PAGE_TOKENS + static_cast<i32>(slot % PAGE_TOKENS);
 }
 

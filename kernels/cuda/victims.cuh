@@ -47,13 +47,13 @@ struct Stamps {
     __device__ __forceinline__ u32 slot(u32 j) const { return (begin + first + j) * 4; }
 
     // As memory has them, from quad `turn` on.
-    __device__ __forceinline__ void load(const Shared& s, const i32* stamp, u32 turn) {
+    __device__ __forceinline__ void load(Shared& s, const i32* stamp, u32 turn) {
         first = turn;
 #pragma unroll
         for (u32 j = 0; j < QUADS; ++j) {
             int4 quad = {MUST_STAY, MUST_STAY, MUST_STAY, MUST_STAY};
             if (first + j < own) {
-                const i32 chunk = s.chunk(slot(j) / PAGE_TOKENS);
+                const i32 chunk = s.chunk[slot(j) / PAGE_TOKENS];
                 if (chunk >= 0)
                     quad = *reinterpret_cast<const int4*>(stamp + chunk * PAGE_TOKENS + slot(j) % PAGE_TOKENS);
             }
@@ -61,11 +61,11 @@ struct Stamps {
         }
     }
 
-    __device__ __forceinline__ void mask(const Seat& at, const Shared& s) {
+    __device__ __forceinline__ void mask(const Seat& at, Shared& s) {
 #pragma unroll
         for (u32 j = 0; j < QUADS; ++j) {
             if (first + j >= most) break;
-            const u32 stays = first + j < own ? s.stay(slot(j) / 32) >> slot(j) % 32 : 0;
+            const u32 stays = first + j < own ? s.stay[slot(j) / 32] >> slot(j) % 32 : 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (stays >> i & 1 || held[j][i] >= at.now) held[j][i] = MUST_STAY;
@@ -120,12 +120,12 @@ static_assert((SLOTS_MAX + CONTROL_THREADS - 1) / CONTROL_THREADS < 256 && SLOTS
 
 // Counts of four classes, as Stamps::count has them, summed over all warps, and over those before this one: 16 bits
 // each, even classes in x, odd ones in y.
-__device__ __forceinline__ void sum_classes(Scalars& q, u32 counts, int round, uint2& all, uint2& before) {
+__device__ __forceinline__ void sum_classes(Shared& s, u32 counts, int round, uint2& all, uint2& before) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     all = {__reduce_add_sync(0xFFFFFFFF, counts & 0x00FF00FF), __reduce_add_sync(0xFFFFFFFF, counts >> 8 & 0x00FF00FF)};
-    if (lane == 0) q.sums[round % 2][warp] = all;
+    if (lane == 0) s.sums[round % 2][warp] = all;
     sync_named(CONTROL, CONTROL_THREADS);
-    const uint2 sum = lane < CONTROL_WARPS ? q.sums[round % 2][lane] : uint2{0, 0};
+    const uint2 sum = lane < CONTROL_WARPS ? s.sums[round % 2][lane] : uint2{0, 0};
     const bool earlier = lane < warp;
     all = {__reduce_add_sync(0xFFFFFFFF, sum.x), __reduce_add_sync(0xFFFFFFFF, sum.y)};
     before = {__reduce_add_sync(0xFFFFFFFF, earlier ? sum.x : 0), __reduce_add_sync(0xFFFFFFFF, earlier ? sum.y : 0)};
@@ -135,8 +135,8 @@ __device__ __forceinline__ u32 class_of(const uint2& sums, int c) {
     return (c % 2 ? sums.y : sums.x) >> c / 2 * 16 & 0xFFFF;
 }
 
-// A stamp that no candidate is older than, into q.oldest: by the stamps of all slots that are not known to stay.
-__device__ __forceinline__ void find_oldest(const Seat& at, const Shared& s, Scalars& q, const i32* stamp,
+// A stamp that no candidate is older than, into s.oldest: by the stamps of all slots that are not known to stay.
+__device__ __forceinline__ void find_oldest(const Seat& at, Shared& s, const i32* stamp,
                                             Stamps& stamps) {
     i32 oldest = MUST_STAY;
 #pragma unroll 1
@@ -146,20 +146,20 @@ __device__ __forceinline__ void find_oldest(const Seat& at, const Shared& s, Sca
         oldest = min(oldest, stamps.oldest());
     }
     oldest = __reduce_min_sync(0xFFFFFFFF, oldest);
-    if (threadIdx.x % 32 == 0) q.oldest[threadIdx.x / 32] = oldest;
+    if (threadIdx.x % 32 == 0) s.oldest[threadIdx.x / 32] = oldest;
 }
 
 // Chooses `total` victims among all slots, or as many as there are, in slot order: number `before` and the `wanted` that
 // follow go to `take(number, slot)`, counted from 0. Returns the number of victims. One loop over the stamps for both
 // phases, since that loop is most of the code.
 template <class Take>
-__device__ __forceinline__ u32 choose(const Seat& at, const Shared& s, Scalars& q, const i32* stamp, u32 total,
+__device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stamp, u32 total,
                                       u32 before, u32 wanted, Take take) {
     Stamps stamps(at);
-    find_oldest(at, s, q, stamp, stamps);
+    find_oldest(at, s, stamp, stamps);
     sync_named(CONTROL, CONTROL_THREADS);
     Cut cut = {at.now, 0, 0};
-    i32 from = __reduce_min_sync(0xFFFFFFFF, q.oldest[threadIdx.x % CONTROL_WARPS]);
+    i32 from = __reduce_min_sync(0xFFFFFFFF, s.oldest[threadIdx.x % CONTROL_WARPS]);
     u32 older = 0;           // candidates older than `from`
     u32 ahead = 0, own = 0;  // older << 16 | as old as the cut: in the threads before this one, and in this one
     u32 rank = 0, ties = 0;
@@ -179,7 +179,7 @@ __device__ __forceinline__ u32 choose(const Seat& at, const Shared& s, Scalars& 
         }
         if (assigns) break;
         uint2 all, in_warps_before;
-        sum_classes(q, counts, round, all, in_warps_before);
+        sum_classes(s, counts, round, all, in_warps_before);
         int found = 0;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {

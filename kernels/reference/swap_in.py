@@ -23,7 +23,7 @@ NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
     """See kernels.swap_in."""
     found = _look_up(state, group, topk, batch)
-    state.hits[group].index_add_(0, found.seats, (found.hit & found.first).sum(1))
+    state.hits[group].index_add_(0, found.seats, found.hit.sum(1))
     used = found.hit & found.managed.unsqueeze(1)
     state.stamp[group][found.rows[used]] = state.now[found.seats].unsqueeze(1).expand_as(used)[used]
     plan.count.zero_()
@@ -101,6 +101,7 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None
     chunks = table_entries(state.chunk_table, found.seats.unsqueeze(1), slots.clamp(min=0) // PAGE_TOKENS)
     found.rows = torch.where(miss, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, found.rows)
     loaded = miss & found.first
+    state.hits[group].index_add_(0, found.seats, (miss & ~found.first).sum(1))
     state.misses[group].index_add_(0, found.seats, loaded.sum(1))
     row, column = loaded.nonzero(as_tuple=True)
     seats, rows, tokens = found.seats[row], found.rows[row, column], found.tokens[row, column]

@@ -1,0 +1,150 @@
+// Which entries of a request miss: what the control warps of each block read out of the codes and counts of all blocks,
+// its own and those that came by mail. The misses of lower ranks come first, and those of one block in the order in which
+// it found them. Of entries with one token the first leads, the others take its row.
+#pragma once
+
+#include "resolve.cuh"
+
+namespace hisparse {
+
+// Misses of all blocks that load a row.
+struct Misses {
+    u32 total;
+    u32 before, own;  // of lower ranks, and of this block
+    u32 who;          // a bit for each block that has any, leading or not
+};
+
+// What each warp of entries misses, four warps to a thread. Each warp of threads adds up for itself: nobody waits.
+struct Counts {
+    u32 count[4];
+    u32 total;
+
+    __device__ __forceinline__ static u32 first() { return threadIdx.x % 32 * 4; }
+
+    __device__ __forceinline__ Counts(const Shared& s, const Deal& deal) {
+        const u32 all = deal.positions() / 32;
+        uint4 v = {0, 0, 0, 0};
+        if (first() < all) v = *reinterpret_cast<const uint4*>(s.count + first());
+        count[0] = v.x, count[1] = v.y, count[2] = v.z, count[3] = v.w;
+#pragma unroll
+        for (u32 i = 1; i < 4; ++i)
+            if (first() + i >= all) count[i] = 0;
+        total = __reduce_add_sync(0xFFFFFFFF, count[0] + count[1] + count[2] + count[3]);
+    }
+
+    __device__ __forceinline__ Misses misses(const Deal& deal, u32 own) const {
+        u32 before = 0, who = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 rank = deal.rank_at((first() + i) * 32);
+            if (rank < deal.rank) before += count[i];
+            if (count[i] > 0) who |= 1 << rank;
+        }
+        return {total, __reduce_add_sync(0xFFFFFFFF, before), own, __reduce_or_sync(0xFFFFFFFF, who)};
+    }
+};
+
+__device__ __forceinline__ u32 hash_of(u32 entry) { return (entry >> ENTRY_BITS) * 2654435761u >> 7; }
+
+// Enters an entry into the hash set of missing tokens, where the lowest entry of each token stays. Once more is no harm.
+__device__ __forceinline__ void enter(Shared& s, u32 entry) {
+    for (u32 place = hash_of(entry);; ++place) {
+        u32& at = s.seen[place % SEEN];
+        const u32 there = atomicCAS(&at, NOT_SEEN, entry);
+        if (there == NOT_SEEN || there == entry) return;
+        if (there >> ENTRY_BITS != entry >> ENTRY_BITS) continue;
+        atomicMin(&at, entry);
+        atomicOr(&s.duplicates, 1);
+        return;
+    }
+}
+
+// The entry that loads the token of `entry`.
+__device__ __forceinline__ u32 leader_of(const Shared& s, u32 entry) {
+    for (u32 place = hash_of(entry);; ++place) {
+        const u32 there = s.seen[place % SEEN];
+        if (there >> ENTRY_BITS == entry >> ENTRY_BITS) return there;
+    }
+}
+
+// The entry whose code is at `position`.
+__device__ __forceinline__ u32 entry_at(const Shared& s, const Deal& deal, u32 position) {
+    const u32 place = deal.place_at(position);
+    return static_cast<u32>(s.token[place]) << ENTRY_BITS | place;
+}
+
+// Calls `visit(code)` for all codes, shared out over the control threads.
+template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s, const Deal& deal, Visit visit) {
+#pragma unroll 1
+    for (u32 position = threadIdx.x * 4; position < deal.positions(); position += CONTROL_THREADS * 4) {
+        const uint2 v = *reinterpret_cast<const uint2*>(s.code + position);
+        const u32 codes[4] = {v.x & 0xFFFF, v.x >> 16, v.y & 0xFFFF, v.y >> 16};
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) visit(codes[i]);
+    }
+}
+
+// Slots that were hit and are in the list stay; misses join the hash set.
+__device__ __forceinline__ void take_codes(Shared& s, const Deal& deal) {
+    u32 missing = 0, visited = 0;  // a bit each
+    for_codes(s, deal, [&](u32 code) {
+        const u32 listed = s.next[code % LISTED_SLOTS / 32] >> code % 32 & 1;
+        set_bits_if(listed && code < NOTHING, &s.stay[code / 32], 1u << code % 32);
+        missing |= (code == MISSING ? 1u : 0u) << visited++;
+    });
+#pragma unroll 1
+    for (; missing != 0; missing &= missing - 1) {
+        const u32 bit = __ffs(missing) - 1;
+        enter(s, entry_at(s, deal, threadIdx.x * 4 + bit / 4 * CONTROL_THREADS * 4 + bit % 4));
+    }
+}
+static_assert(TOPK_MAX <= 32 * CONTROL_THREADS, "a bit each");
+
+// All slots that were hit stay, listed or not. A barrier follows.
+__device__ __forceinline__ void keep_hits(Shared& s, const Deal& deal) {
+    for_codes(s, deal, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
+    sync_named(CONTROL, CONTROL_THREADS);
+}
+
+// Calls `visit(entry, rank)` for the misses of all blocks, shared out over the control threads.
+template <class Visit>
+__device__ __forceinline__ void for_all_misses(const Shared& s, const Deal& deal, Visit visit) {
+#pragma unroll 1
+    for (u32 position = threadIdx.x; position < deal.positions(); position += CONTROL_THREADS)
+        if (s.code[position] == MISSING) visit(entry_at(s, deal, position), deal.rank_at(position));
+}
+
+// Counts only entries that lead, and orders those of this block.
+__device__ __forceinline__ void only_leaders(Shared& s, const Deal& deal, Misses& misses) {
+    if (threadIdx.x < RANKS_MAX) s.leaders[threadIdx.x] = 0;
+    sync_named(CONTROL, CONTROL_THREADS);
+    for_all_misses(s, deal, [&](u32 entry, u32 rank) {
+        if (rank != deal.rank && leader_of(s, entry) == entry) atomicAdd(&s.leaders[rank], 1);
+    });
+#pragma unroll 1
+    for (u32 m = threadIdx.x; m < misses.own; m += CONTROL_THREADS) {
+        const u32 place = s.miss[m].place, entry = static_cast<u32>(s.token[place]) << ENTRY_BITS | place;
+        if (leader_of(s, entry) == entry) s.order[atomicAdd(&s.leaders[deal.rank], 1)] = static_cast<u16>(m);
+    }
+    sync_named(CONTROL, CONTROL_THREADS);
+    const u32 peer = threadIdx.x % 32, leaders = peer < deal.ranks ? s.leaders[peer] : 0;
+    misses.total = __reduce_add_sync(0xFFFFFFFF, leaders);
+    misses.before = __reduce_add_sync(0xFFFFFFFF, peer < deal.rank ? leaders : 0);
+    misses.own = s.leaders[deal.rank];
+}
+
+// Outputs of the entries that another one leads, in whichever block, by the block of that one.
+__device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Shared& s, int row, const Deal& deal) {
+    i32* const out = p.out_rows + static_cast<i64>(row) * p.k;
+    sync_named(CONTROL, CONTROL_THREADS);  // leaders have their outputs
+    for_all_misses(s, deal, [&](u32 entry, u32) {
+        const u32 leader = leader_of(s, entry), place = leader & ((1 << ENTRY_BITS) - 1);
+        if (leader == entry || (place / 32 & (deal.ranks - 1)) != deal.rank) return;
+        const i32 device_row = out[place];
+        out[entry & ((1 << ENTRY_BITS) - 1)] = device_row;
+        trip(p.state, VICTIMS, device_row < 0);
+        add_to_seat(p, at, p.state.hits, device_row >= 0);
+    });
+}
+
+}  // namespace hisparse
