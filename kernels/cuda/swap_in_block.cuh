@@ -17,7 +17,7 @@ constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own h
 constexpr int DIRECT = 8;       // from so many on, each thread looks its index pages up, without waiting for the block
 constexpr int RANKS_MAX = 16;
 constexpr u32 LISTED_MISSES = NEXT_SLOTS / 4;  // of a step that takes victims from the list, or lists anew
-constexpr u32 LISTED_SLOTS = 8192;
+constexpr u32 LISTED_SLOTS = 8192;             // that have a bit of their own among those of listed ones
 constexpr u32 STAGED = 1024;    // index pages of a request that shared memory has room for
 
 constexpr u32 SEEN = TOPK_MAX;
@@ -31,10 +31,10 @@ static_assert(TOPK_MAX <= 1 << ENTRY_BITS && CONTEXT_MAX_TOKENS <= 1 << (32 - EN
 static_assert(CONTROL_WARPS <= 32 && RANKS_MAX <= 32, "one lane per warp, and per block of a cluster");
 static_assert(TOPK_MAX / 32 <= 32 * 4, "four warps of entries to a lane");
 
-// What a block says of an entry: the slot that it hit, or one of these, which have their two highest bits set.
+// What a block says of an entry: the slot that it hit, or one of these.
 constexpr u32 MISSING = 0xFFFF;
 constexpr u32 NOTHING = 0xFFFE;  // neither hit nor missing, or no entry at all
-static_assert(SLOTS_MAX <= 0xC000, "a slot number is a code, with one of these bits at most");
+static_assert(SLOTS_MAX <= NOTHING, "a slot number is a code");
 
 enum Barrier { CONTROL = 1 };
 

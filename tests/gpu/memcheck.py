@@ -1,7 +1,7 @@
 """The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
 
 Every path of every kernel once or twice, at small sizes: clusters of one, two and sixteen blocks; hits, misses,
-duplicates, padding, resident requests, victims beyond the age bins, both directions of copies.
+duplicates, padding, resident requests, old stamps, both directions of copies.
 """
 
 from __future__ import annotations
