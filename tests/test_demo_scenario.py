@@ -36,6 +36,19 @@ async def test_one_request_is_retracted_and_a_worker_drained_in_mid_decode(autoj
     assert outcome.watch.rows[outcome.retracted[0]].retractions == 1
 
 
+async def test_where_nothing_else_runs_any_more_the_rest_of_the_same_worker_is_handed_over(
+    autojump_clock: MockClock,
+) -> None:
+    """A worker that has finished before the other one is in mid-decode leaves the demo something to show."""
+    service = FakeService(ahead="w0")
+    outcome, _ = await played(service)
+    home, elsewhere = outcome.watch.workers_of[outcome.retracted[0]]
+    assert (home, elsewhere) == ("w1", "w0")
+    assert service.said[1] == ("drain", "w1", True)
+    assert len(outcome.handed_over) == 3
+    assert [len(tokens) for tokens in outcome.tokens.values()] == [128] * 8
+
+
 async def test_pages_are_counted_before_at_peak_and_after(autojump_clock: MockClock) -> None:
     outcome, _ = await played(FakeService())
     assert outcome.host_pages_before == outcome.host_pages_after == 0

@@ -4,7 +4,7 @@
     follow    one per request: collects its tokens
     observe   reads requests, workers and pools until told to stop
     direct    mid-decode: retract one request and see that it is off its worker; drain a worker that it did not run
-              on, with handover; resume the request
+              on, or its own where nothing else runs any more, with handover; resume the request
 
 Nothing here raises because a move came too late; the report says what was moved, and a run that moved nothing fails.
 """
@@ -102,9 +102,10 @@ async def _retract(client: Client, chosen: RequestRow, outcome: Outcome, say: Sa
 
 
 async def _drain_with_handover(client: Client, home: str, outcome: Outcome, say: Say) -> None:
-    """Drain the worker, other than `home`, that has the most to hand over, and wait until it is drained."""
+    """Drain the worker, other than `home` if any, that has the most to hand over, and wait until it is drained."""
     watch = outcome.watch
-    by_worker = {worker: ids for worker, ids in watch.running_on().items() if worker != home}
+    running = watch.running_on()
+    by_worker = {worker: ids for worker, ids in running.items() if worker != home} or running
     if not by_worker:
         say("nothing is left to hand over")
         return

@@ -29,10 +29,12 @@ class _Request:
 
 
 class FakeService:
-    """`leak` pages never come back; `refuse_retract` answers as for a request that has just ended."""
+    """`leak` pages never come back; `refuse_retract` answers as for a request that has just ended; `ahead` is a worker
+    that takes a thousandth of `step_s`."""
 
-    def __init__(self, step_s: float = 0.05, leak: int = 0, refuse_retract: bool = False) -> None:
+    def __init__(self, step_s: float = 0.05, leak: int = 0, refuse_retract: bool = False, ahead: str = "") -> None:
         self.step_s = step_s
+        self.ahead = ahead
         self.leak = leak
         self.refuse_retract = refuse_retract
         self.live: dict[str, _Request] = {}
@@ -62,6 +64,7 @@ class FakeService:
     async def resume(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         for name in request_ids:
             self.live[name].state = "RUNNING"
+            self._leave_drained(self.live[name])
         self.said.append(("resume", *request_ids, trio.current_time()))
         return ()
 
@@ -70,8 +73,8 @@ class FakeService:
         (drained,) = workers
         self.workers_up[drained] = "drained"
         for request in self.live.values():
-            if request.worker == drained and request.state == "RUNNING":
-                request.worker = next(name for name in self.workers_up if name != drained)
+            if request.state == "RUNNING":
+                self._leave_drained(request)
         return ()
 
     async def requests(self) -> RequestRows:
@@ -88,13 +91,18 @@ class FakeService:
         used = PAGES_EACH * live + (self.leak if self.live else 0)
         return (PoolRow("n", 1024, 1024 - used, used, 0, 0, 98_304, 0, ("w0", "w1")),)
 
-    # ------------------------------------------------------------ the imaginary worker
+    # ------------------------------------------------------------ the imaginary workers
+
+    def _leave_drained(self, request: _Request) -> None:
+        if self.workers_up[request.worker] == "drained":
+            request.worker = next(name for name, state in self.workers_up.items() if state != "drained")
 
     async def _decode(self, request: _Request) -> AsyncIterator[list[int]]:
-        await trio.sleep(self.step_s)
+        step_s = self.step_s / (1000 if request.worker == self.ahead else 1)
+        await trio.sleep(step_s)
         request.state = "RUNNING"
         while len(request.tokens) < request.max_tokens:
-            await trio.sleep(self.step_s)
+            await trio.sleep(step_s)
             if request.state == "RUNNING":
                 request.tokens.append(len(request.tokens))
                 yield request.tokens[-1:]
