@@ -50,7 +50,7 @@ from kernels.state import DeviceState
 
 REPLAYS = 13
 WARM_UP = 3
-HELD_CYCLES = 1_000_000  # half a millisecond: a busy host takes more than a twentieth of it for a replay
+HELD_CYCLES = 1_000_000  # half a millisecond, for the host to queue a replay in
 LINK_GB_PER_S = 55.6  # PCIe 5 x16 as copies reach it; KERNEL figures use the same
 FLUSH_BYTES = 192 << 20
 

@@ -16,16 +16,16 @@
 //                                                            or, now and then, by the stamps of all (victims.cuh)
 //                                                            slot_of, slot_token, stamp, output, plan, counters
 //
-// What is done once per launch is bound by instructions, not by memory: each is fetched anew (a line of eight about every
-// 60 cycles), and so are parameters. So warps with nothing to look up leave the way to those that have, code for many
-// lines or entries lies behind a branch, shared memory is laid out by constants, and whatever a step needs for its misses
-// alone is prepared by warps that wait anyway.
+// Few misses: instructions bound a launch, not memory. What a warp does once takes some 10 cycles an instruction, as code
+// and parameters come into caches first (benchmarks/RESULTS.md). So warps with nothing to look up leave the way to those
+// that have, code for many lines or entries lies behind a branch, shared memory is laid out by constants, and whatever a
+// step needs for its misses alone is prepared by warps that wait anyway.
 //
 // Rejected: a home block for each token, a hash of it (duplicates meet there, but each block reads the whole top-k and
 // lists its part in shared memory); an atomic on slot_of per miss (1.3 us, and blocks that wait for each other); all warps
 // for both jobs (a wait for anything then is a wait for the host); the index table looked up and the stamps written one by
 // one where tokens stand in any order (a line each: 3 us for a top-k of 2048 in one block); a bit per slot and a list of
-// misses as mail, sent when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps take 3.1).
+// misses as mail, sent when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps took 3.9).
 #pragma once
 
 #include "misses.cuh"
