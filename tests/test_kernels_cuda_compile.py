@@ -43,7 +43,7 @@ def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.Capture
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
 def test_host_loads_of_swap_in_wait_for_none_of_each_other(row_bytes: int, index_row_bytes: int, split: int) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
-    over PCIe, several thousand cycles. And a launch of a kernel with a stack takes 0.3 us longer."""
+    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/RESULTS.md: Inside a launch)."""
     defines = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
     text = section(jit.compile_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
