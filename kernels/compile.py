@@ -14,6 +14,7 @@ from typing import Final
 from kernels.cuda.attention import HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
+from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -25,7 +26,7 @@ LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # DeepSeek-V3.2's indexer in each pair of formats, and a small one whose heads fill no tile.
 INDEXERS: Final = (Indexer(64, 128, 2, 2), Indexer(64, 128, 2, 1), Indexer(64, 128, 4, 4), Indexer(4, 32, 4, 1))
-SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES")
+SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES")
 
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
@@ -36,7 +37,18 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
-        yield from ((unit, defines) for unit in UNITS if place == 0 or unit not in ROWLESS)
+        for unit in UNITS:
+            if unit == "swap_in":
+                yield from ((unit, (*defines, ("RANKS", ranks))) for ranks in ranks_of(arch, every=place == 0))
+            elif place == 0 or unit not in ROWLESS:
+                yield unit, defines
+
+
+def ranks_of(arch: str, *, every: bool) -> tuple[int, ...]:
+    """Blocks per request that swap_in is compiled for: one where there are no clusters; else all, or the ends."""
+    if int(arch.removeprefix("sm_")) < 10 * CLUSTERS_SINCE[0]:
+        return RANKS[:1]
+    return RANKS if every else (RANKS[0], RANKS[-1])
 
 
 def report(arch: str) -> Iterator[tuple[Defines, Resources]]:

@@ -44,6 +44,7 @@ SLOTS_MAX: Final = 32_768 + 64  # largest size class and its tail chunk
 TAIL_SLOTS_MAX: Final = 16
 TOPK_MAX: Final = 4_096
 NEXT_SLOTS: Final = 512  # slots listed as those that go next
+NEXT_RESERVE: Final = 1024  # and as those that go after them
 CONTEXT_MAX_TOKENS: Final = 1_048_576
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent

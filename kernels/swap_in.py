@@ -31,7 +31,7 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
-    slot_token, stamp, next_slot, next_stamp, hits, misses of `group` and rows of its anchor layer; nothing else. Raises
+    slot_token, stamp, next_*, hits, misses of `group` and rows of its anchor layer; nothing else. Raises
     BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)

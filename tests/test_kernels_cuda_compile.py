@@ -33,18 +33,22 @@ def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.Capture
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     alone = {"null_kernel", "index_scores", "index_select"} | ({"attend_rows"} if arch == "sm_90" else set())
-    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | alone
+    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
     for line in lines:
         assert line["arch"] == arch
         assert line["spill_bytes"] == 0, line
         assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
 
 
+@pytest.mark.parametrize("ranks", [1, 4, 16])
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
-def test_host_loads_of_swap_in_wait_for_none_of_each_other(row_bytes: int, index_row_bytes: int, split: int) -> None:
+def test_host_loads_of_swap_in_wait_for_none_of_each_other(
+    row_bytes: int, index_row_bytes: int, split: int, ranks: int
+) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
     over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/RESULTS.md: Inside a launch)."""
-    defines = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
+    layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
+    defines = (*layout, ("RANKS", ranks))
     text = section(jit.compile_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     loads = [place for place, it in enumerate(code) if it.loads_once]
@@ -186,7 +190,7 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
 
 
 def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
-    assert parameters.SWAP_IN_SHARED_BYTES < 98 * 1024, "any device since sm_80"
+    assert parameters.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
     for k, ranks in product((1, 33, 2048, 2049, 4096), (1, 2, 4, 8, 16)):
         share = share_of(k, ranks)
         assert k <= share * ranks <= 4096

@@ -265,7 +265,7 @@ def test_what_is_sized_fits_the_budget() -> None:
     held = (
         state.rows, state.index_keys, state.slot_of, state.slot_token, state.stamp, state.index_table, state.host_table,
         state.chunk_table, state.slab_table, state.hot_slots, state.tail, state.now, state.hits, state.misses,
-        state.next_slot, state.next_stamp,
+        state.next_list, state.next_slot, state.next_stamp,
     )  # fmt: skip
     used = sum(tensor.numel() * tensor.element_size() for tensor in held)
     assert used <= sizing.device_bytes <= 256 * 1024
@@ -315,5 +315,5 @@ def test_defaults_leave_room_for_every_kind() -> None:
     capacity = sized(slab_tokens=0, device_mem="1MiB").capacity
     assert capacity.slab_pages == pages_for(512 + 1)
     assert min(capacity.hot_chunks, capacity.index_pages) > 0
-    tight: WorkerSettings = replace(SETTINGS, slab_tokens=0, device_mem="64KiB")
+    tight: WorkerSettings = replace(SETTINGS, slab_tokens=0, device_mem="96KiB")
     assert 0 < size_worker(tight, FakeRunner().geometry, FakeRunner().info).capacity.slab_pages < pages_for(512)

@@ -32,7 +32,15 @@ from coordinator.errors import ConfigError
 from coordinator.messages import DECODE, ModelInfo, WorkerCapacity
 from coordinator.scheduling.sizing import smallest_chunks
 from coordinator.sizes import AUTO, parse_size
-from kernels.layout import CONTEXT_MAX_TOKENS, NEXT_SLOTS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import (
+    CONTEXT_MAX_TOKENS,
+    NEXT_RESERVE,
+    NEXT_SLOTS,
+    PAGE_TOKENS,
+    Geometry,
+    managed_chunks,
+    pages_for,
+)
 
 #: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
 SLAB_SHARE = 0.5
@@ -164,7 +172,7 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
 def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
     list of slots that go next."""
-    per_group = 4 * settings.tail_slots + 16 + 6 * NEXT_SLOTS
+    per_group = 4 * settings.tail_slots + 48 + 6 * (NEXT_SLOTS + NEXT_RESERVE)
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
     return settings.seats * per_seat
 

@@ -16,7 +16,6 @@ from kernels.layout import PAGE_TOKENS, SLOTS_MAX
 from kernels.state import DeviceState
 
 KERNELS = (
-    ("swap_in", "swap_in"),
     ("begin_step", "open_rows"),
     ("begin_step", "rotate_tail"),
     ("copy_rows", "copy_rows"),
@@ -29,7 +28,7 @@ KERNELS = (
     ("seat", "close_change"),
 )
 CLUSTERS_SINCE = (9, 0)  # compute capability
-RANKS_MAX = 16  # blocks of a cluster, with the non-portable size allowed
+RANKS = (1, 2, 4, 8, 16)  # blocks of a cluster, with the non-portable size allowed
 
 
 def prepare(state: DeviceState) -> None:
@@ -45,7 +44,8 @@ def prepare(state: DeviceState) -> None:
     check_pool(state.host.shape[0], state.geometry.page_bytes)
     for unit, name in KERNELS:
         kernel_of(state, unit, name)
-    kernel_of(state, "swap_in", "swap_in").allow_all(has_clusters(state))
+    for ranks in RANKS if has_clusters(state) else RANKS[:1]:
+        swap_in_of(state, ranks).allow_all(has_clusters(state))
 
 
 def check_pool(pages: int, page_bytes: int) -> None:
@@ -58,6 +58,11 @@ def check_pool(pages: int, page_bytes: int) -> None:
 def kernel_of(state: DeviceState, unit: str, name: str) -> Kernel:
     """A loaded kernel for the row layout and device of `state`."""
     return load(unit, name, defines_of(state), state.rows.device.index or 0)
+
+
+def swap_in_of(state: DeviceState, ranks: int) -> Kernel:
+    """swap_in for `ranks` blocks per request, one of RANKS. A kernel of its own for each: instructions bound it."""
+    return load("swap_in", "swap_in", (*defines_of(state), ("RANKS", ranks)), state.rows.device.index or 0)
 
 
 def defines_of(state: DeviceState) -> Defines:

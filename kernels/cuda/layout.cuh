@@ -4,9 +4,9 @@
 // State, as the kernels see it (kernels/state.py has the shapes and what each value means):
 //
 //      0  pointers, 8 bytes each, in the order below
-//    136  arena_rows, key_rows, page_bytes        int64
-//    160  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
-//    184  (end)
+//    144  arena_rows, key_rows, page_bytes        int64
+//    168  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
+//    192  (end)
 #pragma once
 
 namespace hisparse {
@@ -22,14 +22,25 @@ constexpr int PAGE_TOKENS = 64;
 constexpr int SLOTS_MAX = 32768 + 64;
 constexpr int TAIL_SLOTS_MAX = 16;
 constexpr int NEXT_SLOTS = 512;
+constexpr int NEXT_RESERVE = 1024;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
-constexpr int SWAP_IN_SHARED_BYTES = 100304;
+constexpr int NEXT_RING = NEXT_SLOTS + NEXT_RESERVE;
+constexpr int SWAP_IN_SHARED_BYTES = 100608;
 
 constexpr u32 SLOT_ABSENT = 0xFFFF;
 static_assert(SLOTS_MAX <= SLOT_ABSENT, "a slot number never reads as absent");
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
+
+// The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE. All -1: empty.
+struct NextList {
+    i32 begin, count;    // of the ring that victims are taken from: multiple of a warp's places; places
+    i32 reserve_begin;   // slots that were ever taken from the other one
+    i32 reserve_end;     // slots that were ever added to it
+    i32 stamp, slot;     // all older slots, and those up to `slot` of this stamp, are or have been listed
+    i32 asks, answered;  // how often slots were wanted, ever; when some were last added
+};
 
 struct State {
     u8* rows;
@@ -37,8 +48,9 @@ struct State {
     u16* slot_of;
     i32* slot_token;
     i32* stamp;
-    u16* next_slot;   // [seats, NEXT_SLOTS] of each group: slots that go next, in turn; SLOT_ABSENT: none
-    i32* next_stamp;  // their stamps when they were listed
+    NextList* next_list;  // [seats] of each group
+    u16* next_slot;       // [seats, NEXT_RING] likewise
+    i32* next_stamp;      // their stamps when they were listed
     const i32* index_table;
     const i32* host_table;
     const i32* chunk_table;
@@ -80,10 +92,10 @@ struct SwapIn {
     u32 share;        // entries of one block: a power of two, whole warps
     i32 copies;       // 0: everything but the copies
     u32 page_bytes;   // as in state
-    u32 unused;
+    i32 keepers;      // 1: blocks of their own, behind those of the rows, keep the lists of slots that go next
     const u8* host_rows[2];  // of the anchor layer, by plane: in host page 0
     u8* device_rows[2];      // likewise: in its arena
-    State state;  // slot_of, slot_token, stamp, next_slot, next_stamp, tail, hits and misses of one group
+    State state;  // slot_of, slot_token, stamp, next_*, tail, hits and misses of one group
     Plan plan;
 };
 

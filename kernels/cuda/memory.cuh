@@ -137,6 +137,16 @@ template <class Shape, int FLIGHT> struct Lines {
     }
 };
 
+// Between blocks of one launch: who sees what was stored sees all that came before it.
+__device__ __forceinline__ i32 load_acquire(const i32* at) {
+    i32 v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_release(i32* at, i32 v) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
 // Words from global to shared memory that no thread holds meanwhile; there once `await_words` and a barrier are passed.
 template <int WORDS> __device__ __forceinline__ void fetch_words(i32* to, const i32* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
@@ -239,11 +249,6 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-__device__ __forceinline__ u32 cluster_ranks() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
-    return r;
-}
 // The cluster's one barrier: all threads arrive once, mailboxes being set up; who is about to write to a peer waits.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
@@ -286,7 +291,6 @@ __device__ __forceinline__ void send(u32* at, u32 v, u64* mailbox, int peer) {  
 }
 #else
 __device__ __forceinline__ u32 cluster_rank() { return 0; }
-__device__ __forceinline__ u32 cluster_ranks() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}

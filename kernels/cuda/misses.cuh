@@ -11,13 +11,11 @@ namespace hisparse {
 struct Misses {
     u32 total;
     u32 before, own;  // of lower ranks, and of this block
-    u32 who;          // a bit for each block that has any, leading or not
 };
 
-// What each warp of entries misses, four warps to a thread. Each warp of threads adds up for itself: nobody waits.
+// What each warp of entries says, four warps to a thread. Each warp of threads adds up for itself: nobody waits.
 struct Counts {
     u32 count[4];
-    u32 total;
 
     __device__ __forceinline__ static u32 first() { return threadIdx.x % 32 * 4; }
 
@@ -29,18 +27,26 @@ struct Counts {
 #pragma unroll
         for (u32 i = 1; i < 4; ++i)
             if (first() + i >= all) count[i] = 0;
-        total = __reduce_add_sync(0xFFFFFFFF, count[0] + count[1] + count[2] + count[3]);
     }
 
+    __device__ __forceinline__ bool hit_next() const {
+        return __any_sync(0xFFFFFFFF, (count[0] | count[1] | count[2] | count[3]) & HIT_NEXT);
+    }
     __device__ __forceinline__ Misses misses(const Deal& deal, u32 own) const {
-        u32 before = 0, who = 0;
+        u32 sums = 0;  // all, and from 16 bits on those of lower ranks
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 rank = deal.rank_at((first() + i) * 32);
-            if (rank < deal.rank) before += count[i];
-            if (count[i] > 0) who |= 1 << rank;
-        }
-        return {total, __reduce_add_sync(0xFFFFFFFF, before), own, __reduce_or_sync(0xFFFFFFFF, who)};
+        for (u32 i = 0; i < 4; ++i)
+            sums += (count[i] & 0xFFFF) * (deal.rank_at((first() + i) * 32) < deal.rank ? 0x10001 : 1);
+        sums = __reduce_add_sync(0xFFFFFFFF, sums);
+        return {sums & 0xFFFF, sums >> 16, own};
+    }
+    // A bit for each block that has any misses, leading or not.
+    __device__ __forceinline__ u32 who(const Deal& deal) const {
+        u32 ranks = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            if ((count[i] & 0xFFFF) > 0) ranks |= 1 << deal.rank_at((first() + i) * 32);
+        return __reduce_or_sync(0xFFFFFFFF, ranks);
     }
 };
 
@@ -84,23 +90,25 @@ template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s
     }
 }
 
-// Slots that were hit and are in the list stay; misses join the hash set.
-__device__ __forceinline__ void take_codes(Shared& s, const Deal& deal) {
-    u32 missing = 0, visited = 0;  // a bit each
-    for_codes(s, deal, [&](u32 code) {
-        const u32 listed = s.next[code % LISTED_SLOTS / 32] >> code % 32 & 1;
-        set_bits_if(listed && code < NOTHING, &s.stay[code / 32], 1u << code % 32);
-        missing |= (code == MISSING ? 1u : 0u) << visited++;
-    });
+// Misses of all blocks into the hash set, by the copy warps: they have nothing to do while their loads are on the way.
+__device__ __forceinline__ void enter_misses(Shared& s, const Deal& deal) {
+    constexpr u32 STEP = COPY_THREADS * VECTOR_CODES;
 #pragma unroll 1
-    for (; missing != 0; missing &= missing - 1) {
-        const u32 bit = __ffs(missing) - 1;
-        enter(s, entry_at(s, deal, threadIdx.x * 4 + bit / 4 * CONTROL_THREADS * 4 + bit % 4));
+    for (u32 position = (threadIdx.x - CONTROL_THREADS) * VECTOR_CODES; position < deal.positions(); position += STEP) {
+        const uint4 codes = *reinterpret_cast<const uint4*>(s.code + position);
+        const u32 pairs[4] = {codes.x, codes.y, codes.z, codes.w};
+        u32 missing = 0;  // a bit each
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 equal = __vcmpeq2(pairs[i], MISSING << 16 | MISSING);
+            missing |= (equal & 1) << 2 * i | (equal >> 16 & 1) << (2 * i + 1);
+        }
+#pragma unroll 1
+        for (; missing != 0; missing &= missing - 1) enter(s, entry_at(s, deal, position + __ffs(missing) - 1));
     }
 }
-static_assert(TOPK_MAX <= 32 * CONTROL_THREADS, "a bit each");
 
-// All slots that were hit stay, listed or not. A barrier follows.
+// All slots that were hit stay. A barrier follows.
 __device__ __forceinline__ void keep_hits(Shared& s, const Deal& deal) {
     for_codes(s, deal, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
     sync_named(CONTROL, CONTROL_THREADS);

@@ -1,61 +1,91 @@
 // Which slots go, by a list of those that go next: what most steps need instead of the stamps of all slots.
 //
-// A list holds the NEXT_SLOTS oldest slots of a seat in the order in which they go, with the stamps that they had. It
-// stays exact while it lasts: a slot only ever gets a newer stamp, so whoever is not in the list goes after all who are,
-// and who has been used, evicted or made a tail slot since then shows by a changed stamp. Resizing a buffer, or setting it
-// up, empties the list. A step of m misses uses m slots up; with m of 20 a list lasts for some 25 steps. The step that
-// finds too few lists anew, by the stamps of all.
+// A list holds the oldest slots of a seat in the order in which they go, with the stamps that they had. It stays exact
+// while it lasts: a slot only ever gets a newer stamp, so whoever is not in the list goes after all who are, and who has
+// been used, evicted or made a tail slot since then shows by a changed stamp. A step takes its victims from the list's
+// begin on and leaves the rest to the next one. Resizing a buffer, or setting it up, empties the list. Only a step that
+// finds too few chooses by the stamps of all.
 //
-// Rejected: a list in slot order, from which a step's victims are chosen by classes of stamps (no faster than from all
-// slots); all lists sorted by comparing every key with every other (batch 1, 102 misses, a list for five steps: 7.8 us a
-// step, where counting gives 6.9).
+//    next_slot, next_stamp    [NEXT_SLOTS | NEXT_RESERVE] of a seat: two rings
+//    first ring               what all steps read; in parts of a warp's places, the first of which holds the begin: what
+//                             lies in it ahead of that has been taken, and is known by its stamp
+//    reserve                  what follows. A step that leaves few in the first ring moves more from here, while copies
+//                             are on their way
+//
+// To the reserve come the slots of the next stamps, in slot order, by the stamps of all: none need be compared with
+// another, since each step leaves a stamp of its own behind. Where the device has room, a block of its own does that while
+// the others are at work (10 us of work in a block that has to wait for its instructions); else the block that moves some.
+// What it sees of a stamp that others write meanwhile does not matter: whoever they use or evict is out of turn when his
+// turn comes.
+//
+// Rejected: listing the first ring anew when it is used up (a sort, in every block: batch 1, 102 misses, each fifth step
+// 6 us); adding to it by the stamps of all each third step (4 us); a list in slot order, from which victims are chosen by
+// classes of stamps (no faster than from all slots).
 #pragma once
 
+#include "misses.cuh"
 #include "victims.cuh"
 
 namespace hisparse {
 
 // The last control threads, each with two neighbours of the list: those that have no entries where blocks are many.
 constexpr u32 NEXT_THREADS = NEXT_SLOTS / 2;
+constexpr u32 NEXT_WARPS = NEXT_THREADS / 32;
+constexpr u32 PART = NEXT_SLOTS / NEXT_WARPS;  // places of one warp
 static_assert(NEXT_THREADS <= CONTROL_THREADS && NEXT_THREADS % 32 == 0, "whole control warps");
-static_assert(CONTEXT_MAX_TOKENS < 1 << 22 && NEXT_SLOTS <= 1 << 9, "a stamp and a place are one word");
+static_assert(LISTED_SLOTS == NEXT_THREADS * 32, "a word of bits per thread");
 
-constexpr i32 NOT_LOADED = -2;  // in place of a token
+constexpr u32 FEW = NEXT_SLOTS / 2;               // in the first ring: more are moved
+constexpr u32 FEW_IN_RESERVE = NEXT_RESERVE / 8;  // more are added, if no block of its own does it
+constexpr u32 MANY_IN_RESERVE = NEXT_RESERVE / 4 * 3;  // a block of its own adds none
+constexpr u32 ROUNDS = 16;     // of four stamps each, that a step adds at most
+constexpr i32 NOT_LOADED = -2; // in place of a token
+constexpr i32 NO_STAMP = -2;   // of nobody
 
 struct NextSlots {
     u32 slots = ~0u;  // two of 16 bits
     i32 then[2] = {-1, -1}, stamp[2] = {MUST_STAY, MUST_STAY};  // when listed, and now
     i32 old[2] = {NOT_LOADED, NOT_LOADED};                      // tokens that the slots hold
+    i32 begin = 0, count = 0;                                   // of the list
 
     __device__ __forceinline__ static u32 number() { return threadIdx.x - (CONTROL_THREADS - NEXT_THREADS); }
     __device__ __forceinline__ static bool has_some() { return number() < NEXT_THREADS; }
-    __device__ __forceinline__ static u32 place(const Seat& at) {
-        return static_cast<u32>(at.seat) * NEXT_THREADS + number();
-    }
     __device__ __forceinline__ u32 slot(int i) const { return i == 0 ? slots & 0xFFFF : slots >> 16; }
+    // Number of the first of the two in the list.
+    __device__ __forceinline__ u32 turn() const { return (2 * number() - begin) % NEXT_SLOTS; }
 
     // What the list says; what the stamps of its slots are now.
-    __device__ __forceinline__ void load(const State& state, const Seat& at) {
+    __device__ __forceinline__ void load(const State& state, const Seat& at, Shared& s) {
         if (!has_some()) return;
-        slots = reinterpret_cast<const u32*>(state.next_slot)[place(at)];
-        const int2 stamps = reinterpret_cast<const int2*>(state.next_stamp)[place(at)];
+        const u32 seat = static_cast<u32>(at.seat), place = seat * (NEXT_RING / 2) + number();
+        const i32* const list = &state.next_list[seat].begin;
+        const int2 begin_count = *reinterpret_cast<const int2*>(list);
+        if (number() < 2) fetch_words<4>(&s.list.begin + 4 * number(), list + 4 * number());  // there when resolved
+        slots = reinterpret_cast<const u32*>(state.next_slot)[place];
+        const int2 stamps = reinterpret_cast<const int2*>(state.next_stamp)[place];
+        begin = begin_count.x, count = begin_count.y;
         then[0] = stamps.x, then[1] = stamps.y;
     }
     __device__ __forceinline__ void load_stamps(const Shared& s, const i32* stamps, const i32* tokens) {
+        if (!has_some()) return;
+        const i32 from = static_cast<i32>(turn());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            stamp[i] = MUST_STAY;
-            if (slot(i) == SLOT_ABSENT) continue;
-            const i32 device_row = slot_row(s, slot(i));
+            const i32 device_row = from + i < count ? slot_row(s, slot(i)) : -1;
             if (device_row < 0) continue;
             stamp[i] = stamps[device_row];
-            if (tokens != nullptr) old[i] = tokens[device_row];
+            old[i] = tokens[device_row];
         }
     }
+    // Bits of the slots, for all to see behind a barrier.
     __device__ __forceinline__ void mark(Shared& s) const {
+        if (!has_some()) return;
+        s.next[number()] = 0;
+        sync_named(LISTING, NEXT_THREADS);
+        const i32 from = static_cast<i32>(turn());
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            set_bits_if(slot(i) != SLOT_ABSENT, &s.next[slot(i) % LISTED_SLOTS / 32], 1u << slot(i) % 32);
+            if (from + i < count) atomicOr(&s.next[slot(i) % LISTED_SLOTS / 32], 1u << slot(i) % 32);
     }
     // Leaves those in the list whose turn it still is. Waits for the stamps.
     __device__ __forceinline__ void drop_used() {
@@ -63,139 +93,262 @@ struct NextSlots {
         for (int i = 0; i < 2; ++i)
             if (stamp[i] != then[i]) stamp[i] = MUST_STAY;
     }
-    __device__ __forceinline__ void store(const State& state, const Seat& at) const {
-        if (!has_some()) return;
-        reinterpret_cast<u32*>(state.next_slot)[place(at)] = slots;
-        reinterpret_cast<int2*>(state.next_stamp)[place(at)] = {stamp[0], stamp[1]};
+};
+
+// Which of the list may go: it is known to all after a barrier.
+struct Offer {
+    u32 goes[2];  // the lanes whose first, and second, slot goes
+    u32 part;     // of the list: that of this warp
+
+    Offer() = default;
+    // Of those whose turn it is, but for the ones that `stays`.
+    template <class Stays> __device__ __forceinline__ Offer(Shared& s, const NextSlots& next, Stays stays) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            goes[i] = __ballot_sync(0xFFFFFFFF, next.stamp[i] != MUST_STAY && !stays(next.slot(i)));
+        part = next.turn() / PART;
+        if (threadIdx.x % 32 == 0 && NextSlots::has_some()) s.listed[part] = __popc(goes[0]) + __popc(goes[1]);
     }
 };
 
-// The first `total` of the list that this step does not use go, if it has so many: number `before` and the `own` that
-// follow to this block's misses. Returns how many it has.
-__device__ __forceinline__ u32 take_next(Shared& s, const NextSlots& next, u32 total, u32 before, u32 own) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
-    bool goes[2];
-    u32 in_warp[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 slot = min(next.slot(i), SLOTS_MAX - 1);
-        goes[i] = next.stamp[i] != MUST_STAY && !(s.stay[slot / 32] >> slot % 32 & 1);
-        in_warp[i] = __ballot_sync(0xFFFFFFFF, goes[i]);
-    }
-    if (lane == 0) s.listed[warp] = __popc(in_warp[0]) + __popc(in_warp[1]);
-    sync_named(CONTROL, CONTROL_THREADS);
-    const u32 count = lane < CONTROL_WARPS ? s.listed[lane] : 0;
+// The first `misses.total` of the list that may go, if it has so many: some of them to this block's misses. Returns how
+// many may go; s.taken is how many places of the list are done with, if any go.
+__device__ __forceinline__ u32 take_next(Shared& s, const NextSlots& next, const Offer& offer, const Misses& misses) {
+    const u32 lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
+    const u32 count = lane < NEXT_WARPS ? s.listed[lane] : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, count);
-    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < warp ? count : 0);
-    if (all < total) return all;
-    rank += __popc(in_warp[0] & earlier) + __popc(in_warp[1] & earlier);
+    if (all < misses.total || !NextSlots::has_some()) return all;
+    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < offer.part ? count : 0);
+    rank += __popc(offer.goes[0] & earlier) + __popc(offer.goes[1] & earlier);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (goes[i] && rank - before < own) {
-            s.miss[s.order[rank - before]].victim = static_cast<u16>(next.slot(i));
-            s.old[rank - before] = next.old[i];
+        if (!(offer.goes[i] >> lane & 1)) continue;
+        if (rank - misses.before < misses.own) {
+            s.miss[s.order[rank - misses.before]].victim = static_cast<u16>(next.slot(i));
+            s.old[rank - misses.before] = next.old[i];
         }
-        rank += goes[i];
+        if (++rank == misses.total) s.taken = next.turn() + i + 1;
     }
     return all;
 }
 
-// The turns of two neighbours among all listed, by counting, where stamps are of fewer than 32 steps: `since` of each, in
-// steps from the oldest, is 32 or more for what is not listed.
-__device__ __forceinline__ void turns_by_counting(Shared& s, const u32 (&since)[2], u32 (&turn)[2]) {
-    constexpr u32 WARPS = NEXT_THREADS / 32;
-    const u32 warp = NextSlots::number() / 32, lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
-    u32* const lanes = s.sort_key;  // [warps, 2, 32]: which lanes' first, and second, slots are of a step
-    if (NextSlots::has_some()) {
-        u32 *const first = lanes + warp * 64, *const second = first + 32;
-        first[lane] = second[lane] = 0;
-        __syncwarp();
-        set_bits_if(since[0] < 32, first + since[0], 1u << lane);
-        set_bits_if(since[1] < 32, second + since[1], 1u << lane);
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (since[i] < 32)
-                turn[i] = __popc(first[since[i]] & earlier) + __popc(second[since[i]] & earlier) +
-                          (i == 1 && since[0] == since[1]);
-        const u32 in_warp = __popc(first[lane]) + __popc(second[lane]);
-        __syncwarp();
-        first[lane] = in_warp;
-    }
-    sync_named(CONTROL, CONTROL_THREADS);
-    u32 all = 0, before = 0;
-#pragma unroll
-    for (u32 w = 0; w < WARPS; ++w) {
-        const u32 count = lanes[w * 64 + lane];
-        all += count;
-        if (w < warp) before += count;
-    }
-    before += warp_inclusive_sum(all) - all;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) turn[i] += __shfl_sync(0xFFFFFFFF, before, since[i]);
-}
-static_assert(NEXT_THREADS * 2 <= NEXT_SLOTS, "two words per warp and step");
+// Stamps of slots to list, shared out over THREADS threads in slot order, in shared memory: less code than Stamps, where
+// none is in the instruction cache. They take the place of what the step is done with; no thread reads another one's.
+template <u32 THREADS> struct StagedStamps {
+    static constexpr u32 TOGETHER = STAGED_SLOTS / 4 / THREADS;  // quads of four that a thread holds at a time
 
-// Likewise, for any stamps: the number of lower keys.
-__device__ __forceinline__ void turns_by_comparing(Shared& s, const u32 (&key)[2], u32 (&turn)[2]) {
-    if (NextSlots::has_some())
-        for (int i = 0; i < 2; ++i) s.sort_key[2 * NextSlots::number() + i] = key[i];
-    sync_named(CONTROL, CONTROL_THREADS);
-    if (!NextSlots::has_some()) return;
-    const uint4* const keys = reinterpret_cast<const uint4*>(s.sort_key);
-#pragma unroll 4
-    for (u32 i = 0; i < NEXT_SLOTS / 4; ++i) {
-        const uint4 other = keys[i];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            turn[j] += (other.x < key[j]) + (other.y < key[j]) + (other.z < key[j]) + (other.w < key[j]);
-    }
-}
+    const NextList& list;  // whatever is listed, stays, or was used last step or in this one, is as MUST_STAY
+    u32 begin, own;        // the thread's first quad, and how many it has
+    u32 held = ~0u;        // of them, the first one held
 
-// Lists the slots anew that go next, in every block of the request alike.
-__device__ __forceinline__ void list_next(const Seat& at, Shared& s, const i32* stamp, NextSlots& next) {
-    const u32 listed = choose(at, s, stamp, NEXT_SLOTS, 0, NEXT_SLOTS,
-                              [&](u32 number, u32 slot) { s.next_slot[number] = static_cast<u16>(slot); });
-    sync_named(CONTROL, CONTROL_THREADS);
-    // They came in slot order, in which those of one stamp go.
-    const u32 place = 2 * NextSlots::number();
-    const bool sorts = NextSlots::has_some();
-    next = NextSlots();
-    if (sorts && place < listed) next.slots = s.next_slot[place] | ~0u << 16;
-    if (sorts && place + 1 < listed) next.slots = next.slots & 0xFFFF | s.next_slot[place + 1] << 16;
-    next.load_stamps(s, stamp, nullptr);
-    const i32 oldest = __reduce_min_sync(0xFFFFFFFF, s.oldest[threadIdx.x % CONTROL_WARPS]);
-    u32 since[2], key[2], turn[2] = {0, 0}, newest = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const bool held = next.stamp[i] != MUST_STAY;
-        since[i] = held ? static_cast<u32>(next.stamp[i] - oldest) : ~0u;
-        key[i] = held ? static_cast<u32>(next.stamp[i] + 1) << 9 | (place + i) : ~0u;
-        if (held) newest = max(newest, since[i]);
+    __device__ __forceinline__ StagedStamps(const Seat& at, const NextList& list) : list(list) {
+        const u32 quads = (at.limit + 3) / 4, each = quads / THREADS, more = quads % THREADS;
+        begin = threadIdx.x * each + min(threadIdx.x, more);
+        own = each + (threadIdx.x < more);
     }
-    newest = __reduce_max_sync(0xFFFFFFFF, newest);
-    if (threadIdx.x % 32 == 0) s.listed[threadIdx.x / 32] = newest;
-    sync_named(CONTROL, CONTROL_THREADS);
-    newest = __reduce_max_sync(0xFFFFFFFF, s.listed[threadIdx.x % CONTROL_WARPS]);
-    if (newest < 32) turns_by_counting(s, since, turn);
-    else turns_by_comparing(s, key, turn);
-    sync_named(CONTROL, CONTROL_THREADS);
-    if (sorts) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (key[i] == ~0u) turn[i] = place + i;
-            s.sort_key[turn[i]] = key[i];
-            s.next_slot[turn[i]] = static_cast<u16>(next.slot(i));
+
+    // Calls `visit(slot, stamps)` for four slots at a time, in order.
+    template <class Visit>
+    __device__ __forceinline__ void for_each(Shared& s, const Seat& at, const i32* stamp, Visit visit) {
+#pragma unroll 1
+        for (u32 turn = 0; turn < own; turn += TOGETHER) {
+            const u32 quads = min(own - turn, TOGETHER);
+            if (turn != held) stage(s, at, stamp, begin + turn, quads);
+            held = turn;
+#pragma unroll 1
+            for (u32 j = 0; j < quads; ++j) visit((begin + turn + j) * 4, place(s, j));
         }
     }
-    sync_named(CONTROL, CONTROL_THREADS);
-    if (!sorts) return;
-    next.slots = reinterpret_cast<const u32*>(s.next_slot)[NextSlots::number()];
+
+   private:
+    __device__ __forceinline__ static int4& place(Shared& s, u32 j) { return s.stamps[j * THREADS + threadIdx.x]; }
+
+    __device__ __forceinline__ void stage(Shared& s, const Seat& at, const i32* stamp, u32 from, u32 quads) const {
+#pragma unroll 1
+        for (u32 j = 0; j < quads; ++j) {
+            const i32 device_row = slot_row(s, (from + j) * 4);
+            if (device_row < 0) place(s, j) = {MUST_STAY, MUST_STAY, MUST_STAY, MUST_STAY};
+            else fetch_words<4>(&place(s, j).x, stamp + device_row);
+        }
+        await_words();
+#pragma unroll 1
+        for (u32 j = 0; j < quads; ++j) {
+            const i32 slot = static_cast<i32>(from + j) * 4;
+            const u32 stays = s.stay[slot / 32] >> slot % 32;
+            const int4 quad = place(s, j);
+            i32 of[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 sorted = s.sort_key[place + i];
-        next.stamp[i] = next.then[i] = sorted == ~0u ? MUST_STAY : static_cast<i32>(sorted >> 9) - 1;
+            for (i32 i = 0; i < 4; ++i)
+                if (stays >> i & 1 || of[i] >= at.now - 1 || (of[i] == list.stamp && slot + i <= list.slot))
+                    of[i] = MUST_STAY;
+            place(s, j) = {of[0], of[1], of[2], of[3]};
+        }
     }
+};
+
+// Which of four stamps from `from` on each of four slots has, a byte each; 4: none of them.
+__device__ __forceinline__ u32 classes_of(const int4& stamps, i32 from) {
+    return min(static_cast<u32>(stamps.x - from), 4u) | min(static_cast<u32>(stamps.y - from), 4u) << 8 |
+           min(static_cast<u32>(stamps.z - from), 4u) << 16 | min(static_cast<u32>(stamps.w - from), 4u) << 24;
+}
+
+// From the first of four stamps that no slot to list has to one that some has, or beyond all. All of THREADS.
+template <u32 THREADS>
+__device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, StagedStamps<THREADS>& stamps, i32 from) {
+    u32 least = MUST_STAY;
+    stamps.for_each(s, at, stamp, [&](u32, const int4& quad) {
+        const i32 of[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 since = static_cast<u32>(of[i] - from);
+            if (since >= 4) least = min(least, since);
+        }
+    });
+    least = __reduce_min_sync(0xFFFFFFFF, least);
+    if (threadIdx.x % 32 == 0) s.listed[threadIdx.x / 32] = least;
+    sync_first<THREADS>();
+    return __reduce_min_sync(0xFFFFFFFF, s.listed[threadIdx.x % 32 < THREADS / 32 ? threadIdx.x % 32 : 0]);
+}
+
+// Adds slots to the reserve until it is full: those of the stamps that follow, but not of this step or the last one, which
+// many slots have that will not go for long. By the first THREADS of a block, the only one that adds to this list, which
+// is in s.list and has a place for one slot at least. Returns how many were added.
+template <u32 THREADS>
+__device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shared& s) {
+    const NextList list = s.list;
+    const u32 seat = static_cast<u32>(at.seat), ring = seat * NEXT_RING + NEXT_SLOTS;
+    const u32 end = static_cast<u32>(list.reserve_end);
+    const u32 room = NEXT_RESERVE - (end - static_cast<u32>(list.reserve_begin));
+    // Stamps that do not fit shared memory are read twice a round: fewer rounds then.
+    const u32 stagings = (at.limit - 1) / STAGED_SLOTS + 1, rounds = stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    StagedStamps<THREADS> stamps(at, list);
+    u32 added = 0;
+    i32 from = list.stamp;
+    if (threadIdx.x == 0) s.last = 0;
+#pragma unroll 1
+    for (u32 round = 0; round < rounds && added < room && from < at.now - 1; ++round) {
+        u32 counts = 0;
+        stamps.for_each(s, at, state.stamp, [&](u32, const int4& quad) {
+            const u32 classes = classes_of(quad, from);
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) counts += shift_left(1, (classes >> 8 * i & 0xFF) * 8);
+        });
+        uint2 all, before;
+        sum_classes<THREADS>(s, counts, round, all, before);
+        const u32 in_first = class_of(all, 0), in_two = in_first + class_of(all, 1);
+        const u32 in_three = in_two + class_of(all, 2);
+        const u32 in_all = in_three + class_of(all, 3), even = counts & 0x00FF00FF, odd = counts >> 8 & 0x00FF00FF;
+        // Numbers of the thread's next slots of each class, 16 bits each.
+        u32 next_even = before.x + warp_inclusive_sum(even) - even + (in_two << 16);
+        u32 next_odd = before.y + warp_inclusive_sum(odd) - odd + (in_first | in_three << 16);
+        if (stagings > 1) {  // the second time some may have been used: nobody in their places
+            for (u32 number = added + threadIdx.x; number < min(added + in_all, room); number += THREADS) {
+                state.next_slot[ring + (end + number) % NEXT_RESERVE] = 0;
+                state.next_stamp[ring + (end + number) % NEXT_RESERVE] = NO_STAMP;
+            }
+            sync_first<THREADS>();
+        }
+        stamps.for_each(s, at, state.stamp, [&](u32 slot, const int4& quad) {
+            const u32 classes = classes_of(quad, from);
+#pragma unroll 1
+            for (u32 left = ~classes & 0x04040404; left != 0; left &= left - 1) {
+                const u32 i = __ffs(left) / 8, which = classes >> 8 * i & 0xFF, bits = which / 2 * 16, one = 1 << bits;
+                const u32 number = added + ((which & 1 ? next_odd : next_even) >> bits & 0xFFFF);
+                next_odd += which & 1 ? one : 0;
+                next_even += which & 1 ? 0 : one;
+                if (number >= room) continue;
+                const u32 place = ring + (end + number) % NEXT_RESERVE;
+                const i32 its = from + static_cast<i32>(which);
+                state.next_slot[place] = static_cast<u16>(slot + i);
+                state.next_stamp[place] = its;
+                if (number + 1 == room || stagings > 1) atomicMax(&s.last, static_cast<u64>(its + 2) << 32 | (slot + i));
+            }
+        });
+        added += in_all;
+        const u32 steps = in_all > 0 ? 4 : steps_to_next(at, s, state.stamp, stamps, from);
+        from += static_cast<i32>(min(steps, static_cast<u32>(at.now - 1 - from)));
+    }
+    sync_first<THREADS>();
+    if (threadIdx.x == 0) {
+        int2 last = {from, -1};
+        if (added >= room) last = {static_cast<i32>(s.last >> 32) - 2, static_cast<i32>(s.last & 0xFFFF)};
+        if (from == list.stamp || (added >= room && s.last == 0)) last = {list.stamp, list.slot};  // none was added
+        NextList& told = state.next_list[seat];
+        told.stamp = last.x, told.slot = last.y;
+        if (added >= room || from >= at.now - 1) told.answered = list.asks;  // else it goes on next time
+        store_release(&told.reserve_end, static_cast<i32>(end + min(added, room)));
+    }
+    return min(added, room);
+}
+
+// What the next step finds, by all control warps of one block, when all others have read the list. `listed`: this one's
+// victims came from it. `adds`: no block of its own adds to the reserve.
+__device__ __forceinline__ void leave_list(const State& state, const Seat& at, Shared& s, u32 misses, bool listed,
+                                           bool adds) {
+    constexpr u32 TELLS = CONTROL_THREADS - 1;
+    NextList& list = state.next_list[at.seat];
+    u32 begin = static_cast<u32>(s.list.begin), left = 0;
+    if (s.list.count < 0) begin = 0;
+    if (listed) {
+        const u32 taken = s.taken & ~(PART - 1);
+        begin = (begin + taken) % NEXT_SLOTS;
+        left = static_cast<u32>(s.list.count) - taken;
+    }
+    if (left < FEW || left < 2 * misses) {
+        const u32 taken = static_cast<u32>(s.list.reserve_begin);
+        u32 end;
+        if (adds) {
+            end = static_cast<u32>(s.list.reserve_end);
+            sync_named(CONTROL, CONTROL_THREADS);  // nobody needs any longer what the stamps take the place of
+            if (end - taken < max(FEW_IN_RESERVE, NEXT_SLOTS - left)) end += add_next<CONTROL_THREADS>(state, at, s);
+        } else {
+            if (threadIdx.x == TELLS) s.list.reserve_end = load_acquire(&list.reserve_end);
+            sync_named(CONTROL, CONTROL_THREADS);
+            end = static_cast<u32>(s.list.reserve_end);
+        }
+        const u32 moved = min(NEXT_SLOTS - left, end - taken), ring = static_cast<u32>(at.seat) * NEXT_RING;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < moved; i += CONTROL_THREADS) {
+            const u32 from = ring + NEXT_SLOTS + (taken + i) % NEXT_RESERVE;
+            const u32 to = ring + (begin + left + i) % NEXT_SLOTS;
+            state.next_slot[to] = state.next_slot[from];
+            state.next_stamp[to] = state.next_stamp[from];
+        }
+        left += moved;
+        if (threadIdx.x == TELLS) list.reserve_begin = static_cast<i32>(taken + moved), list.asks = s.list.asks + 1;
+    }
+    if (threadIdx.x == TELLS) list.begin = static_cast<i32>(begin), list.count = static_cast<i32>(left);
+}
+
+// A block of its own for the list of one batch row: adds to its reserve if it has room, and if some were wanted since that
+// was done last: without misses it ends at once. Not inlined: else its instructions lie in the way of the others'.
+__device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
+    let_next_begin();
+    if (row >= min(*p.batch.num_real, p.batch.size)) return;
+    const i64 seat = read_id(p.batch.seats, row, p.batch.wide_seats);
+    const i64 length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
+    if (static_cast<u64>(seat) >= static_cast<u64>(p.state.seats) || length < 1) return;
+    Seat at;
+    at.seat = static_cast<i32>(seat);
+    at.hot = p.state.hot_slots[at.seat];
+    at.now = p.state.now[at.seat];
+    if (at.hot <= 0) return;
+    at.limit = limit_of(p, at.hot);
+    if (threadIdx.x == 0) s.list = p.state.next_list[at.seat];  // others may write it meanwhile: read once
+    const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
+    for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = chunks[i];
+    for (u32 i = threadIdx.x; i <= at.limit / 32; i += BLOCK_THREADS) s.stay[i] = 0;
+    __syncthreads();
+    const u32 held = static_cast<u32>(s.list.reserve_end) - static_cast<u32>(s.list.reserve_begin);
+    if (held >= MANY_IN_RESERVE || (s.list.answered == s.list.asks && s.list.stamp >= 0)) return;
+    if (threadIdx.x < p.state.tail_slots) {
+        const i32 tail = p.state.tail[at.seat * p.state.tail_slots + threadIdx.x];
+        const u32 slot = tail < 0 ? at.hot + threadIdx.x : tail;
+        atomicOr(&s.stay[slot / 32], 1u << slot % 32);
+    }
+    if (threadIdx.x == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay[at.limit / 32], ~0u << at.limit % 32);
+    __syncthreads();
+    add_next<BLOCK_THREADS>(p.state, at, s);
 }
 
 }  // namespace hisparse

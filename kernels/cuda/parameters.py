@@ -11,7 +11,16 @@ from typing import Final
 
 import torch
 
-from kernels.layout import CONTEXT_MAX_TOKENS, NEXT_SLOTS, PAGE_TOKENS, SLOT_ABSENT, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
+from kernels.layout import (
+    CONTEXT_MAX_TOKENS,
+    NEXT_RESERVE,
+    NEXT_SLOTS,
+    PAGE_TOKENS,
+    SLOT_ABSENT,
+    SLOTS_MAX,
+    TAIL_SLOTS_MAX,
+    TOPK_MAX,
+)
 from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire
 
 
@@ -23,7 +32,7 @@ class SeatVerb(IntEnum):
     GROW = 2
 
 
-SWAP_IN_SHARED_BYTES: Final = 100_304  # of a block: any device since sm_80 has room for one
+SWAP_IN_SHARED_BYTES: Final = 100_608  # of a block: any device since sm_80 has room for one
 
 CONSTANTS: Final = {
     "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
@@ -33,6 +42,7 @@ CONSTANTS: Final = {
     "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
     "TOPK_MAX": TOPK_MAX,
     "NEXT_SLOTS": NEXT_SLOTS,
+    "NEXT_RESERVE": NEXT_RESERVE,
     "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
     **{name.name: int(name) for kind in (Tripwire, SeatVerb) for name in kind},
 }
@@ -42,6 +52,7 @@ _POINTERS = (
     "slot_of",
     "slot_token",
     "stamp",
+    "next_list",
     "next_slot",
     "next_stamp",
     "index_table",
@@ -98,7 +109,7 @@ class SwapIn(ctypes.Structure):
         ("share", ctypes.c_uint32),
         ("copies", ctypes.c_int32),
         ("page_bytes", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("keepers", ctypes.c_int32),
         ("host_rows", ctypes.c_void_p * 2),
         ("device_rows", ctypes.c_void_p * 2),
         ("state", State),
@@ -235,7 +246,7 @@ def state_parameters(state: DeviceState) -> State:
 def group_parameters(state: DeviceState, group: int) -> State:
     """`state_parameters` with the slot tables, tails and counters of one group instead of those of all."""
     block = state_parameters(state)
-    for name in ("slot_of", "slot_token", "stamp", "next_slot", "next_stamp", "tail", "hits", "misses"):
+    for name in ("slot_of", "slot_token", "stamp", "next_list", "next_slot", "next_stamp", "tail", "hits", "misses"):
         table: torch.Tensor = getattr(state, name)
         setattr(block, name, table.data_ptr() + group * table.stride(0) * table.element_size())
     return block

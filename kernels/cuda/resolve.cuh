@@ -57,6 +57,15 @@ __device__ __forceinline__ void read_slots(const SwapIn& p, const Seat& at, Shar
 }
 static_assert(MISSING == SLOT_ABSENT, "what slot_of says is a code");
 
+// True, and every load of these has ended. One that nothing awaited would be awaited where its register is used again: if
+// that is the register of a host load, the wait is for the host loads ahead of it, too.
+__device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES], i32 host_page) {
+    u32 codes = 0;
+#pragma unroll
+    for (int j = 0; j < ENTRIES; ++j) codes |= entry[j].code;
+    return codes <= 0xFFFF && host_page >= -1;
+}
+
 // By the copy warps, while the seat's tables are on their way: what is needed before the next barrier.
 __device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Deal& deal) {
     const u32 thread = threadIdx.x - CONTROL_THREADS;
@@ -65,9 +74,8 @@ __device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Dea
         reinterpret_cast<uint4*>(s.stay)[thread] = zero;
         if (deal.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
     }
-    if (thread < LISTED_SLOTS / 128) reinterpret_cast<uint4*>(s.next)[thread] = zero;
 }
-static_assert(SLOTS_MAX <= 128 * COPY_THREADS && LISTED_SLOTS <= 128 * COPY_THREADS, "a vector of bits per thread");
+static_assert(SLOTS_MAX <= 128 * COPY_THREADS, "a vector of bits per thread");
 
 // By the copy warps, after it: what is needed when misses are known, the whole top-k among it.
 __device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row) {
@@ -183,9 +191,10 @@ __device__ __forceinline__ bool list_missing(Shared& s, u32 place, u32 token, i3
 }
 
 // What a warp of entries found goes to all peers, with its misses. Nobody waits for the rest of the block.
-__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing) {
+__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing, bool hits_next) {
     constexpr u32 VECTORS = 32 / VECTOR_CODES;
-    const u32 lane = threadIdx.x % 32, misses = __popc(__ballot_sync(0xFFFFFFFF, missing));
+    const u32 lane = threadIdx.x % 32;
+    const u32 misses = __popc(__ballot_sync(0xFFFFFFFF, missing)) | (__any_sync(0xFFFFFFFF, hits_next) ? HIT_NEXT : 0);
     u32& count = s.count[position / 32];
     if (lane == deal.rank) count = misses;
     if (deal.ranks == 1) return;
@@ -237,14 +246,20 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
                     trip(p.state, static_cast<u32>(token) < static_cast<u32>(at.length) ? UNGRANTED : POSITION, 1);
             }
         }
-        if (found >= 0) {
+        const bool hit = found >= 0;
+        bool hits_next = false;
+        if (deal.ranks >= SCATTERED) {
+            hits_next = hit && s.next[code % LISTED_SLOTS / 32] >> code % 32 & 1;
+            if (position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
+        }
+        if (hit) {
             ++hits;
             out[place] = found;
             if (deal.ranks >= SCATTERED) p.state.stamp[found] = at.now;
             else atomicOr(&s.hit[code / 32], 1u << code % 32);
         }
         s.code[position] = static_cast<u16>(code);
-        send_codes(s, deal, position, missing);
+        send_codes(s, deal, position, missing, hits_next);
     }
     hits = __reduce_add_sync(0xFFFFFFFF, hits);
     if (threadIdx.x % 32 == 0) add_shared(&s.hits, hits);

@@ -1,25 +1,28 @@
 // swap_in: resolve a group's top-k to device rows, loading what is not hot. Contract: kernels/swap_in.py.
 //
-// N blocks of one request form a cluster (N = 1 where there are none), and deal its top-k out by places. What each one
-// found is 16 bits an entry, the slot that it hit or that it misses: every warp writes them, and how many it misses, into
-// the shared memory of all peers as soon as it knows. From the same codes all blocks number the same misses and choose the
-// same victims. Warps of a block have two jobs: a host load takes 1.5 us, so copy warps start it as soon as their block
-// knows what it misses, victims not known yet, and have nothing else to wait for.
+// RANKS blocks of one request form a cluster (1 where there are none; a kernel of its own for each number), and deal its
+// top-k out by places. What each one found is 16 bits an entry, the slot that it hit or that it misses: every warp writes
+// them, and how many it misses, into the shared memory of all peers as soon as it knows. From the same codes all blocks
+// number the same misses and choose the same victims. Warps of a block have two jobs: a host load takes 1.5 us, so copy
+// warps start it as soon as their block knows what it misses, victims not known yet, and have nothing else to wait for.
 //
 //    all       seat, length; entries of this block
 //              mode, chunk table, tail, beginning of the index table -> shared memory; host pages; slots that go next
 //              slot_of; stamps and tokens of the slots that go next; the top-k -> shared memory
-//              hit: output, stamp; miss: list; codes and counts to every block (st.async)
+//              miss: list, and tell the copy warps; hit: output, stamp; codes and counts to every block (st.async)
 //    copy      start host loads                    control   misses of all, by their counts; end here if there are none
-//              store rows, loop for the rest                 duplicates, by the codes of misses
-//                                                            victims: next slots that are not in use (next_slots.cuh),
-//                                                            or, now and then, by the stamps of all (victims.cuh)
-//                                                            slot_of, slot_token, stamp, output, plan, counters
+//              meanwhile duplicates, by the codes            victims: next slots that are not in use (next_slots.cuh),
+//              of misses                                     or, now and then, by the stamps of all (victims.cuh)
+//              store rows, loop for the rest                 slot_of, slot_token, stamp, output, plan, counters; the list
+//    a block beside them, for each request: the list of slots that go next (keep_list), if there is room on the device
+//
+// Where a request has a block or two, its warps all resolve entries: they read the list of next slots only when something
+// misses, and copies begin when all have resolved.
 //
 // Few misses: instructions bound a launch, not memory. What a warp does once takes some 10 cycles an instruction, as code
 // and parameters come into caches first (benchmarks/RESULTS.md). So warps with nothing to look up leave the way to those
-// that have, code for many lines or entries lies behind a branch, shared memory is laid out by constants, and whatever a
-// step needs for its misses alone is prepared by warps that wait anyway.
+// that have, code for many lines or entries lies behind a branch, shared memory is laid out by constants, what depends on
+// RANKS is known to the compiler, and whatever a step needs for its misses alone is prepared by warps that wait anyway.
 //
 // Rejected: a home block for each token, a hash of it (duplicates meet there, but each block reads the whole top-k and
 // lists its part in shared memory); an atomic on slot_of per miss (1.3 us, and blocks that wait for each other); all warps
@@ -28,7 +31,6 @@
 // misses as mail, sent when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps took 3.9).
 #pragma once
 
-#include "misses.cuh"
 #include "next_slots.cuh"
 
 namespace hisparse {
@@ -68,43 +70,68 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
         const u32 slot = s.miss[m].victim;
         return slot == SLOT_ABSENT ? nullptr : to + static_cast<i64>(slot_row(s, slot)) * Shape::ROW;
     };
+    {
+        Lines<Shape, FLIGHT> lines;
+        lines.load_few(first, GROUPS, tasks, source);
+        meanwhile();
+        lines.store_few(first, GROUPS, tasks, target);
+    }
 #pragma unroll 1
-    for (u32 begin = first; begin < tasks || begin == first; begin += GROUPS * FLIGHT) {
+    for (u32 begin = first + GROUPS * FLIGHT; begin < tasks; begin += GROUPS * FLIGHT) {
         Lines<Shape, FLIGHT> lines;
         lines.load_few(begin, GROUPS, tasks, source);
-        if (begin == first) meanwhile();
         lines.store_few(begin, GROUPS, tasks, target);
     }
 }
 
-__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s) {
-    copy_plane<Plane<0>>(p, s, s.misses, [&] { await_gate(&s.chosen); });
+__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Deal& deal) {
+    copy_plane<Plane<0>>(p, s, s.misses, [&] {
+        if (deal.ranks > 1) await_gate(&s.codes_mail);
+        sync_named(COPY, COPY_THREADS);  // the top-k is in shared memory
+        enter_misses(s, deal);
+        open_gate(&s.entered);
+        await_gate(&s.chosen);
+    });
     if (PLANES == 2) copy_plane<LastPlane>(p, s, s.misses, [] {});
 }
 
 // ---- managed requests: control warps
 
-// Tables, outputs and plan of the rows that this block loads. `listed`: victims came from a list.
+// What is known of a row to load before its slot is.
+struct Loading {
+    u32 m, place, host_row;
+    i32 token, key;
+
+    __device__ __forceinline__ Loading(const SwapIn& p, const Seat& at, const Shared& s, u32 number) {
+        m = s.order[number];
+        place = s.miss[m].place, host_row = s.miss[m].host_row;
+        token = s.token[place];
+        key = key_of(p, at, s, token);
+    }
+};
+
+// Tables, outputs and plan of the rows that this block loads, `first` being the thread's first one. `listed`: victims came
+// from a list.
 __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const Shared& s, int row, const Misses& misses,
-                                        bool listed) {
+                                        bool listed, const Loading& first) {
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
 #pragma unroll 1
     for (u32 l = threadIdx.x; l < misses.own; l += CONTROL_THREADS) {
-        const u32 m = s.order[l], slot = s.miss[m].victim, place = s.miss[m].place, copy = begin + misses.before + l;
+        const Loading it = l == threadIdx.x ? first : Loading(p, at, s, l);
+        const u32 slot = s.miss[it.m].victim, copy = begin + misses.before + l;
         if (slot == SLOT_ABSENT) {
-            p.out_rows[begin + place] = -1;
+            p.out_rows[begin + it.place] = -1;
             trip(p.state, VICTIMS, 1);
             continue;
         }
-        const i32 device_row = slot_row(s, slot), token = s.token[place];
-        i32 old = listed ? s.old[l] : NOT_LOADED;
-        if (old == NOT_LOADED) old = p.state.slot_token[device_row];
-        p.out_rows[begin + place] = device_row;
+        const i32 device_row = slot_row(s, slot);
+        const i32 old = listed ? s.old[l] : p.state.slot_token[device_row];
+        p.out_rows[begin + it.place] = device_row;
         p.plan.device_row[copy] = device_row;
-        p.plan.host_page[copy] = static_cast<i32>(s.miss[m].host_row / PAGE_TOKENS);
-        p.plan.host_offset[copy] = token % PAGE_TOKENS;
-        p.state.slot_of[key_of(p, at, s, token)] = static_cast<u16>(slot);
-        p.state.slot_token[device_row] = token;
+        p.plan.host_page[copy] = static_cast<i32>(it.host_row / PAGE_TOKENS);
+        p.plan.host_offset[copy] = it.token % PAGE_TOKENS;
+        p.state.slot_of[it.key] = static_cast<u16>(slot);
+        p.state.slot_token[device_row] = it.token;
         p.state.stamp[device_row] = at.now;
         const i32 key = old < 0 ? -1 : key_of(p, at, s, old);
         if (key >= 0) p.state.slot_of[key] = static_cast<u16>(SLOT_ABSENT);
@@ -124,58 +151,61 @@ __device__ __forceinline__ void tell_scanned(Shared& s, const Deal& deal, u32 wh
     else open_gate(&s.scanned_mail);
 }
 
-// Slots for this block's misses, into s.miss; returns the number of victims of all blocks, fewer than misses only when
-// slots run out. `anew`: the list did not suffice, and `next` is a new one to be kept.
-__device__ __forceinline__ u32 choose_victims(const SwapIn& p, const Seat& at, Shared& s, const Deal& deal,
-                                              const Misses& misses, NextSlots& next, bool& scanned, bool& anew) {
-    const u32 total = misses.total;
-    const bool few = total <= LISTED_MISSES;
-    scanned = !few || take_next(s, next, total, misses.before, misses.own) < total;
-    anew = few && scanned;
-    if (!scanned) return total;
-    keep_hits(s, deal);
-    if (!anew)
-        return choose(at, s, p.state.stamp, total, misses.before, misses.own, [&](u32 number, u32 slot) {
-            s.miss[s.order[number]].victim = static_cast<u16>(slot);
-        });
-    list_next(at, s, p.state.stamp, next);
-    return min(take_next(s, next, 0, misses.before, misses.own), total);
-}
-
+// All control warps, `offer` being what their part of the list has, if they have read it ahead.
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
-                                       NextSlots& next) {
+                                       NextSlots& next, Offer offer) {
     if (deal.ranks > 1) await_gate(&s.codes_mail);
     const Counts counts(s, deal);
-    if (counts.total == 0) {
+    Misses misses = counts.misses(deal, s.misses);
+    if (misses.total == 0) {
         if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
         return;
     }
+    const bool ahead = deal.ranks >= SCATTERED;
+    if (!ahead && misses.own > 0) {
+        next.load(p.state, at, s);
+        next.load_stamps(s, p.state.stamp, p.state.slot_token);
+        next.drop_used();
+        await_words();
+        sync_named(CONTROL, CONTROL_THREADS);  // all have read it
+    }
     tell_read(s, deal);
-    Misses misses = counts.misses(deal, s.misses);
     if (misses.own == 0) {
         if (deal.ranks > 1) await_gate(&s.readers_mail);  // peers knock here
         return;
     }
-    take_codes(s, deal);
-    sync_named(CONTROL, CONTROL_THREADS);
+    const bool hit_next = !ahead || counts.hit_next();
+    if (hit_next) {
+        keep_hits(s, deal);
+        offer = Offer(s, next, [&](u32 slot) { return slot < SLOTS_MAX && s.stay[slot / 32] >> slot % 32 & 1; });
+        sync_named(CONTROL, CONTROL_THREADS);
+    }
+    await_gate(&s.entered);
     if (s.duplicates) only_leaders(s, deal, misses);
-    bool scanned, anew;
-    const u32 victims = choose_victims(p, at, s, deal, misses, next, scanned, anew);
+    u32 victims = misses.total;  // fewer when slots run out
+    const bool listed = take_next(s, next, offer, misses) >= misses.total;
+    if (!listed) {
+        if (!hit_next) keep_hits(s, deal);
+        victims = choose(at, s, p.state.stamp, misses.total, misses.before, misses.own, [&](u32 number, u32 slot) {
+            s.miss[s.order[number]].victim = static_cast<u16>(slot);
+        });
+    }
     open_gate(&s.chosen);  // each thread for what it wrote
-    const bool reports = (misses.who & ((2u << deal.rank) - 1)) == 1u << deal.rank;  // the lowest rank that misses any
-    if (reports && threadIdx.x == 0) {
+    const Loading first(p, at, s, threadIdx.x < misses.own ? threadIdx.x : 0);
+    await_gate(&s.chosen);
+    if (deal.ranks > 1) {
+        if (!listed) tell_scanned(s, deal, counts.who(deal));  // every control warp has chosen: none reads on
+        await_gate(&s.readers_mail);
+        if (!listed) await_gate(&s.scanned_mail);
+    }
+    publish(p, at, s, row, misses, listed, first);
+    if (s.duplicates) follow(p, at, s, row, deal);
+    if ((counts.who(deal) & ((2u << deal.rank) - 1)) != 1u << deal.rank) return;
+    if (threadIdx.x == CONTROL_THREADS - 1) {  // of the lowest rank that misses any
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
     }
-    await_gate(&s.chosen);
-    if (deal.ranks > 1) {
-        if (scanned) tell_scanned(s, deal, misses.who);  // every control warp has chosen: none reads on
-        await_gate(&s.readers_mail);
-        if (scanned) await_gate(&s.scanned_mail);
-    }
-    publish(p, at, s, row, misses, !scanned);
-    if (anew && reports) next.store(p.state, at);
-    if (s.duplicates) follow(p, at, s, row, deal);
+    leave_list(p.state, at, s, misses.total, listed, !p.keepers);
 }
 
 }  // namespace hisparse
@@ -185,6 +215,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     using namespace hisparse;
     extern __shared__ uint4 dynamic[];
     await_last();  // this one may begin while the kernel ahead is at work
+    if (static_cast<int>(blockIdx.y) >= p.batch.size) {  // behind the blocks of the rows
+        const int keeper = static_cast<int>((blockIdx.y - p.batch.size) * RANKS + cluster_rank());
+        return keep_list(p, *reinterpret_cast<Shared*>(dynamic), keeper);
+    }
     // Nothing here waits for anything. The seat comes first: all else depends on it.
     const int row = blockIdx.y;
     i32 real;
@@ -193,13 +227,16 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     length_id.load(p.batch.lengths, row, p.batch.wide_lengths);
     load_now(real, p.batch.num_real);
     Shared& s = *reinterpret_cast<Shared*>(settled(dynamic));
-    const Deal deal = {cluster_rank(), cluster_ranks(), p.share};
+    const Deal deal = {RANKS == 1 ? 0 : cluster_rank(), p.share};
     const int first = deal.place(threadIdx.x), step = BLOCK_THREADS * deal.ranks;
     const bool resolves = threadIdx.x < deal.share, copies = threadIdx.x >= CONTROL_THREADS;  // of whole warps
     Entry entry[ENTRIES];
     read_tokens(p, row, first, step, entry);
     if (threadIdx.x == BLOCK_THREADS - 1) {  // in a warp that has the least to do
         s.misses = s.hits = s.duplicates = 0;
+        close_gate(&s.found, min(deal.share, static_cast<u32>(BLOCK_THREADS)));
+        close_gate(&s.prepared, COPY_THREADS);
+        close_gate(&s.entered, COPY_THREADS);
         close_gate(&s.chosen, CONTROL_THREADS);
         if (deal.ranks > 1) {
             close_gate(&s.codes_mail, 1);
@@ -222,22 +259,23 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     Tables tables;
     NextSlots next;
     i32 host_page = -1;
-    const bool direct = deal.ranks >= DIRECT;
+    const bool direct = deal.ranks >= DIRECT, ahead = deal.ranks >= SCATTERED;
     if (resolves) read_pages(p, at, deal.ranks, first, step, entry, host_page);
     if (copies) {
         tables.load(p, at.seat);
         clear_bits(p, s, deal);
-    } else {
-        next.load(p.state, at);
+    } else if (ahead) {
+        next.load(p.state, at, s);
     }
     if (deal.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
+    if (!copies && ahead) next.mark(s);
     if (direct && resolves) read_slots(p, at, s, first, step, entry, direct);
     if (copies) tables.store(p, at.seat, s);
     __syncthreads();
 
     // Here the seat is known: in shared memory, where no thread waits for it before it must.
     if (!direct && resolves) read_slots(p, at, s, first, step, entry, direct);
-    if (!copies) next.load_stamps(s, p.state.stamp, p.state.slot_token);
+    if (!copies && ahead) next.load_stamps(s, p.state.stamp, p.state.slot_token);
     at.hot = s.hot;
     at.now = s.now;
     at.limit = limit_of(p, at.hot);
@@ -246,16 +284,26 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     if (copies) {
         tables.keep_tail(p, at, s);
         prepare_misses(p, s, row);
-    } else {
-        next.mark(s);
     }
     if (resolves) resolve_managed(p, at, s, row, deal, entry, host_page);
-    next.drop_used();
+    const bool settled = is_settled(entry, host_page);
     await_words();
-    __syncthreads();
+    Offer offer;
+    if (!ahead) {
+        __syncthreads();
+    } else if (copies) {
+        open_gate(&s.prepared);
+        await_gate(&s.found);
+    } else {
+        next.drop_used();
+        offer = Offer(s, next, [](u32) { return false; });
+        sync_named(CONTROL, CONTROL_THREADS);
+        await_gate(&s.prepared);
+    }
     let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
-    if (copies && s.misses > 0) copy_misses(p, s);
-    if (threadIdx.x == BLOCK_THREADS - 1) add_to_seat(p, at, p.state.hits, s.hits);
-    if (deal.ranks < SCATTERED) stamp_hits(p, at, s);
-    if (!copies) decide(p, at, s, row, deal, next);
+    if (copies && s.misses > 0 && settled) copy_misses(p, s, deal);
+    if (!ahead) stamp_hits(p, at, s);
+    if (copies) return;
+    if (threadIdx.x == 0) add_to_seat(p, at, p.state.hits, s.hits);
+    decide(p, at, s, row, deal, next, offer);
 }

@@ -16,11 +16,11 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from kernels.cuda import parameters
-from kernels.cuda.launch import RANKS_MAX, has_clusters, kernel_of, processors, slots_limit, stream_of
+from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slots_limit, stream_of, swap_in_of
 from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-MAIL_MAX = 2 * RANKS_MAX**2  # messages in a step: every block of a request writes to every other
+MAIL_MAX = 2 * RANKS[-1] ** 2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -36,16 +36,19 @@ def swap_in(
     *,
     ranks: int | None = None,
     early: bool = True,
+    keepers: bool = True,
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
     Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
+    `keepers`: blocks of their own keep the lists of slots that go next, where the device has room for them.
     """
     rows, k = topk.shape
     ranks = ranks or ranks_of(state, rows)
     geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
     arena = state.rows.shape[1]
+    keeping = keepers_of(state, rows, ranks) if keepers else 0  # clusters
     before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
     block = parameters.SwapIn(
         state=parameters.group_parameters(state, group),
@@ -58,11 +61,12 @@ def swap_in(
         share=share_of(k, ranks),
         copies=_copies.get(),
         page_bytes=geometry.page_bytes,
+        keepers=keeping > 0,
         host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
         device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
     )
-    kernel_of(state, "swap_in", "swap_in").launch(
-        (ranks, rows),
+    swap_in_of(state, ranks).launch(
+        (ranks, rows + keeping),
         block,
         stream_of(state),
         cluster=ranks,
@@ -104,13 +108,26 @@ def ranks_of(state: DeviceState, rows: int) -> int:
     """Blocks that share a request in a step of `rows` rows."""
     if not has_clusters(state):
         return 1
-    kernel = kernel_of(state, "swap_in", "swap_in")
-    return blocks_per_request(rows, lambda ranks: kernel.clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES))
+    return blocks_per_request(rows, lambda ranks: clusters_at_once(state, ranks))
+
+
+def keepers_of(state: DeviceState, rows: int, ranks: int) -> int:
+    """Clusters of `ranks` blocks that keep the lists of slots that go next, a block each: as many as `rows` rows need,
+    if the device holds them beside those of the rows; else none, and the rows' own blocks do it."""
+    keepers = -(-rows // ranks)
+    if ranks == 1:
+        return 0
+    return keepers if rows + keepers <= clusters_at_once(state, ranks) else 0
+
+
+def clusters_at_once(state: DeviceState, ranks: int) -> int:
+    """Clusters of `ranks` blocks of swap_in that the device holds at once."""
+    return swap_in_of(state, ranks).clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES)
 
 
 def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int:
     """The largest power of two whose clusters the device holds all at once, with little enough mail; it may be 1."""
-    ranks = RANKS_MAX
+    ranks = RANKS[-1]
     while ranks > 1 and (rows * ranks * ranks > MAIL_MAX or rows > clusters_at_once(ranks)):
         ranks //= 2
     return ranks

@@ -9,16 +9,20 @@ constexpr int CONTROL_THREADS = 384;
 constexpr int COPY_THREADS = 384;
 constexpr int BLOCK_THREADS = CONTROL_THREADS + COPY_THREADS;
 constexpr int CONTROL_WARPS = CONTROL_THREADS / 32;
+constexpr int BLOCK_WARPS = BLOCK_THREADS / 32;
 constexpr int FLIGHT = PLANES == 2 ? 5 : 8;  // lines in flight per group of copy lanes
-constexpr int ENTRIES = (2048 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // that one thread resolves together
+constexpr int ENTRIES_MAX = (TOPK_MAX / RANKS + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of a thread
+constexpr int ENTRIES = ENTRIES_MAX < 3 ? ENTRIES_MAX : 3;                           // that it resolves together
 constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
-constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours
+constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours; some
+                                // warps have no entries, read the list of next slots ahead, or begin to copy at once
 constexpr int DIRECT = 8;       // from so many on, each thread looks its index pages up, without waiting for the block
 constexpr int RANKS_MAX = 16;
-constexpr u32 LISTED_MISSES = NEXT_SLOTS / 4;  // of a step that takes victims from the list, or lists anew
+static_assert(RANKS >= 1 && RANKS <= RANKS_MAX && (RANKS & (RANKS - 1)) == 0, "blocks of a request: a compile-time constant");
 constexpr u32 LISTED_SLOTS = 8192;             // that have a bit of their own among those of listed ones
 constexpr u32 STAGED = 1024;    // index pages of a request that shared memory has room for
+constexpr u32 STAGED_SLOTS = 9216;  // whose stamps it has room for where the top-k is no longer needed
 
 constexpr u32 SEEN = TOPK_MAX;
 constexpr u32 SLOT_WORDS = (SLOTS_MAX + 127) / 128 * 4;
@@ -35,18 +39,20 @@ static_assert(TOPK_MAX / 32 <= 32 * 4, "four warps of entries to a lane");
 constexpr u32 MISSING = 0xFFFF;
 constexpr u32 NOTHING = 0xFFFE;  // neither hit nor missing, or no entry at all
 static_assert(SLOTS_MAX <= NOTHING, "a slot number is a code");
+constexpr u32 HIT_NEXT = 1 << 16;
 
-enum Barrier { CONTROL = 1 };
+enum Barrier { ALL = 0, CONTROL = 1, COPY = 2, LISTING = 3 };
 
 // Entries of a top-k are dealt out to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
 // `share` to each, a power of two.
 struct Deal {
-    u32 rank, ranks, share;
+    static constexpr u32 ranks = RANKS;
+    u32 rank, share;
 
     // In the top-k: entry `local` of this block; the one whose code is at `position`.
     __device__ __forceinline__ u32 place(u32 local) const { return (local / 32 * ranks + rank) * 32 + local % 32; }
     __device__ __forceinline__ u32 place_at(u32 position) const {
-        return Deal{rank_at(position), ranks, share}.place(position & (share - 1));
+        return Deal{rank_at(position), share}.place(position & (share - 1));
     }
     __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(share)); }
     __device__ __forceinline__ u32 positions() const { return ranks * share; }
@@ -64,35 +70,38 @@ struct alignas(16) Shared {
     u64 codes_mail;    // all peers' codes are here
     u64 readers_mail;  // all peers have read the list of slots that go next
     u64 scanned_mail;  // all peers that miss anything have read all stamps
+    u64 found;         // all warps have listed what they miss, where copies begin as soon as that is so
+    u64 prepared;      // likewise: the copy warps have resolved their entries, and fetched the top-k
+    u64 entered;       // the hash set has all misses
     u64 chosen;        // the control warps know the victims
-    uint2 sums[2][CONTROL_WARPS];
+    uint2 sums[2][BLOCK_WARPS];
     i32 oldest[CONTROL_WARPS];
-    u32 listed[CONTROL_WARPS];
+    u32 listed[BLOCK_WARPS];
     u32 leaders[RANKS_MAX];  // where there are duplicates
     u32 misses, hits, duplicates;
+    u32 taken;  // of the list of slots that go next
+    u64 last;   // of the slots that were added: stamp + 2 << 32 | slot
+    alignas(16) NextList list;
     i32 hot, now;
 
-    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss. Peers write
-    // theirs.
+    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss, and HIT_NEXT
+    // if some hit a slot that goes next. Peers write theirs.
     alignas(16) u32 count[TOPK_MAX / 32];
     alignas(16) u16 code[TOPK_MAX];
 
-    alignas(16) i32 token[TOPK_MAX];  // the top-k
-    alignas(16) u32 seen[SEEN];       // hash set of entries by token
+    union {
+        struct {
+            alignas(16) i32 token[TOPK_MAX];  // the top-k
+            alignas(16) u32 seen[SEEN];       // hash set of entries by token
+            i32 index[STAGED];                // index pages
+        };
+        int4 stamps[STAGED_SLOTS / 4];  // when all that is done with
+    };
     alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
     alignas(16) u32 hit[SLOT_WORDS];   // bits of slots that this block hit
     i32 chunk[SLOTS_MAX / PAGE_TOKENS];
-    i32 index[STAGED];  // index pages
-    union {             // of slots that go next
-        struct {
-            alignas(16) u32 next[LISTED_SLOTS / 32];  // bits, by slots modulo LISTED_SLOTS
-            i32 old[LISTED_MISSES];                   // what those of leaders held
-        };
-        struct {  // to list them anew
-            alignas(16) u32 sort_key[NEXT_SLOTS];
-            alignas(16) u16 next_slot[NEXT_SLOTS];
-        };
-    };
+    alignas(16) u32 next[LISTED_SLOTS / 32];  // bits of slots that go next, modulo LISTED_SLOTS
+    i32 old[NEXT_SLOTS];                      // what those of leaders held
     Miss miss[TOPK_MAX];
     u16 order[TOPK_MAX];  // misses that lead
 };

@@ -118,14 +118,21 @@ struct Stamps {
 static_assert(QUADS * 4 <= 64, "a bit per slot held");
 static_assert((SLOTS_MAX + CONTROL_THREADS - 1) / CONTROL_THREADS < 256 && SLOTS_MAX < 65536, "counts fit their bits");
 
+// A barrier of the control warps, or of all warps of a block.
+template <u32 THREADS> __device__ __forceinline__ void sync_first() {
+    static_assert(THREADS == CONTROL_THREADS || THREADS == BLOCK_THREADS);
+    sync_named(THREADS == CONTROL_THREADS ? CONTROL : ALL, THREADS);
+}
+
 // Counts of four classes, as Stamps::count has them, summed over all warps, and over those before this one: 16 bits
 // each, even classes in x, odd ones in y.
+template <u32 THREADS>
 __device__ __forceinline__ void sum_classes(Shared& s, u32 counts, int round, uint2& all, uint2& before) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     all = {__reduce_add_sync(0xFFFFFFFF, counts & 0x00FF00FF), __reduce_add_sync(0xFFFFFFFF, counts >> 8 & 0x00FF00FF)};
     if (lane == 0) s.sums[round % 2][warp] = all;
-    sync_named(CONTROL, CONTROL_THREADS);
-    const uint2 sum = lane < CONTROL_WARPS ? s.sums[round % 2][lane] : uint2{0, 0};
+    sync_first<THREADS>();
+    const uint2 sum = lane < THREADS / 32 ? s.sums[round % 2][lane] : uint2{0, 0};
     const bool earlier = lane < warp;
     all = {__reduce_add_sync(0xFFFFFFFF, sum.x), __reduce_add_sync(0xFFFFFFFF, sum.y)};
     before = {__reduce_add_sync(0xFFFFFFFF, earlier ? sum.x : 0), __reduce_add_sync(0xFFFFFFFF, earlier ? sum.y : 0)};
@@ -179,7 +186,7 @@ __device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stam
         }
         if (assigns) break;
         uint2 all, in_warps_before;
-        sum_classes(s, counts, round, all, in_warps_before);
+        sum_classes<CONTROL_THREADS>(s, counts, round, all, in_warps_before);
         int found = 0;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {

@@ -104,14 +104,16 @@ def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> 
         twin.check()
 
 
-@pytest.mark.parametrize("ranks", [1, 4, 16])
-def test_victims_come_in_order_from_a_list_that_lasts(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (4, False), (4, True), (16, True)])
+def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool) -> None:
     """Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
-    Exact LRU all the while, by the sets of tokens held; then steps that miss more than a list may give."""
-    twin = Twin(20 + ranks, groups=(0,), row_bytes=16, topk=512, hot_max=1088, max_tokens=4096, ranks=ranks)
+    Exact LRU all the while, by the sets of tokens held; then steps that use most of a list up, or more than it has."""
+    twin = Twin(
+        20 + ranks, groups=(0,), row_bytes=16, topk=512, hot_max=1088, max_tokens=4096, ranks=ranks, keepers=keepers
+    )
     twin.open(0, 3000, 1088, 1088)
     twin.open(1, 3000, 1000, 700)
-    lists = []
+    lists, lengths = [], []
     window = [torch.randperm(2900, generator=twin.torch) for _ in range(2)]
     places = [0, 0]
     for step in range(70):
@@ -129,9 +131,41 @@ def test_victims_come_in_order_from_a_list_that_lasts(ranks: int) -> None:
         twin.swap_in(0, batches, torch.stack([*rows, padding, padding]).int())
         twin.check()
         if step < 60:
-            lists.append(twin.gpu.next_stamp[0, :2].cpu().clone())
+            lists.append(twin.gpu.next_stamp[0, :2, :512].cpu().clone())
+            lengths.append(twin.gpu.next_list[0, :2, 1].tolist())
     changes = sum(not torch.equal(old, new) for old, new in pairwise(lists))
-    assert 2 < changes < 20, "of 59 steps, how many listed anew"
+    assert 2 < changes < 30, "of 59 steps, how many added to a list"
+    assert min(min(pair) for pair in lengths[4:]) > 40, "and no list ran out"
+
+
+@pytest.mark.parametrize("keepers", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "hot_slots", "tokens", "misses"),
+    [
+        (16, 4096, 4096, (410,)),  # nearly all of a list in a step
+        (2, 4096, 4096, (20,)),  # slots of more steps than are added at once
+        (8, 9400, 9000, (150, 0, 0, 3)),  # more slots than are held at once, steps apart
+        (2, 700, 700, (512, 100, 30)),  # more than a list has left, and all that may go
+        (4, 600, 600, (1,) * 40 + (60,)),  # a stamp of each slot
+    ],
+)
+def test_a_list_goes_on_where_a_step_leaves_it(
+    ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
+) -> None:
+    """A window over a permutation of the context: what falls out of it goes in that order, and comes round again."""
+    twin = Twin(
+        ranks, groups=(0,), row_bytes=16, topk=512, hot_max=9472, max_tokens=16384, ranks=ranks, keepers=keepers
+    )
+    twin.open(0, 14000, hot_slots, tokens)
+    window, place = torch.randperm(13_900, generator=twin.torch), 0
+    for step in range(90):
+        batches = twin.begin([0])
+        twin.write_new_rows(batches[0])
+        place += misses[step % len(misses)]
+        near = window[(place + torch.randperm(512, generator=twin.torch)) % len(window)]
+        padding = torch.full((512,), -1)
+        twin.swap_in(0, batches, torch.stack([near, padding, padding, padding]).int())
+        twin.check()
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])

@@ -46,12 +46,13 @@ class Twin:
         max_tokens: int = 512,
         hot_max: int = 192,
         ranks: int | None = None,
+        keepers: bool = True,
         ids: torch.dtype = torch.int32,
     ) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
-        self.ranks, self.ids, self.size = ranks, ids, batch
+        self.ranks, self.keepers, self.ids, self.size = ranks, keepers, ids, batch
         pages = pages_for(max_tokens)
         slots = max(pages, managed_chunks(hot_max))
         host = torch.randint(0, 256, (seats * pages + 1, self.geometry.page_bytes), generator=self.torch).byte()
@@ -79,7 +80,7 @@ class Twin:
 
     def upload(self) -> None:
         """The GPU twin becomes the CPU twin."""
-        for name in (*TABLES, *GIVEN, "next_slot", "rows", "index_keys"):
+        for name in (*TABLES, *GIVEN, "next_list", "rows", "index_keys"):
             getattr(self.gpu, name).copy_(getattr(self.cpu, name))
         self.gpu.host.copy_(self.cpu.host)
 
@@ -163,7 +164,7 @@ class Twin:
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
             if cuda:
-                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks)
+                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, keepers=self.keepers)
             else:
                 swap_in(state, group, table, batch, out, plan)
             for layer in self.geometry.layers_of_group(group)[1:]:
