@@ -85,8 +85,8 @@ def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us
     """Figures of one cell. Raises SystemExit when swap_in did anything but what it must."""
 
     def swap(step: int, early: bool = False) -> None:
-        here = setup.steps[step], 0, setup.topk[step], setup.batch, setup.out[step], setup.plans[step]
-        swap_in(*here, ranks=ranks, early=early)
+        state, batch = setup.steps[step]
+        swap_in(state, 0, setup.topk[step], batch, setup.out[step], setup.plans[step], ranks=ranks, early=early)
 
     def stepped(work: Callable[[int], object]) -> list[float]:
         return timed(capture(work), replays, partial(setup.advance, misses))

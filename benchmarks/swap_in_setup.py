@@ -12,15 +12,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.begin_step import begin_step
 from kernels.cuda.launch import prepare
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks
 from kernels.seat import init_managed
-from kernels.state import DeviceState, MissPlan, StepBatch
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
 
 STEPS: Final = 16  # of one graph
 TOPK: Final = 2048
 CONTEXT: Final = 65_536
 TAIL_SLOTS: Final = 4
+NOW: Final = 3  # word of a row that begin_step opened
 CHECKED_ROWS: Final = 1 << 15  # whose bytes one check compares, of all requests together: tenths of a second
 
 
@@ -29,24 +31,25 @@ class Setup:
     """One layer's state as each of the steps of a graph sees it, and their inputs."""
 
     state: DeviceState
-    steps: list[DeviceState]  # views of `state`, each with a clock of its own
     batch: StepBatch
-    window: Tensor  # int32[B, CONTEXT]: the permutation that the top-k moves over
+    steps: list[tuple[DeviceState, StepBatch]]  # the same, each with a clock of its own
+    window: Tensor  # int32[B, CONTEXT-1]: the permutation that the top-k moves over
     topk: Tensor  # int32[STEPS, B, TOPK]
     out: Tensor  # likewise
     plans: list[MissPlan]
     place: int  # where the window begins
-    step: int = 0
+    step: int = 1
     shuffle: Tensor = field(default_factory=lambda: torch.arange(TOPK))  # int64[TOPK]: places in the last top-k
 
     def advance(self, misses: int) -> None:
         """The next steps' top-k: `misses` fresh tokens each, random order."""
-        for step, state in enumerate(self.steps):
+        for step, (state, batch) in enumerate(self.steps):
             self.place += misses
             self.step += 1
             state.now.fill_(self.step)
+            batch.opened[:, NOW].fill_(self.step)
             self.shuffle = torch.randperm(TOPK, device=self.window.device)
-            self.topk[step].copy_(self.window[:, (self.place + self.shuffle) % CONTEXT])
+            self.topk[step].copy_(self.window[:, (self.place + self.shuffle) % (CONTEXT - 1)])
 
     def counts(self) -> tuple[int, int]:
         """Misses and hits of all requests so far."""
@@ -86,13 +89,14 @@ def build(pool: Tensor, row_bytes: int, hot: int, batch: int, device: str = "cud
     inputs.seats.copy_(torch.randperm(batch))
     inputs.lengths.fill_(CONTEXT)
     inputs.num_real.fill_(batch)
+    begin_step(state, inputs, BackupPlan.allocate(batch, 1, device))  # the newest token: in a tail slot, never selected
     held = torch.rand(batch, hot, device=device).argsort(1)
-    fresh = torch.rand(batch, CONTEXT - hot, device=device).argsort(1) + hot
+    fresh = torch.rand(batch, CONTEXT - 1 - hot, device=device).argsort(1) + hot
     topk = torch.zeros(STEPS, batch, TOPK, dtype=torch.int32, device=device)
     return Setup(
         state,
-        [replace(state, now=torch.zeros_like(state.now)) for _ in range(STEPS)],
         inputs,
+        [(replace(state, now=state.now.clone()), replace(inputs, opened=inputs.opened.clone())) for _ in range(STEPS)],
         torch.cat([held, fresh], 1).int(),
         topk,
         torch.empty_like(topk),

@@ -18,6 +18,7 @@ import torch
 
 from kernels.backend import backend
 from kernels.check import Sizes
+from kernels.layout import OPENED_WORDS
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
 
@@ -26,6 +27,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
 
     Reads `batch.seats`, `lengths`, `num_real`. Writes every entry of `batch.new_rows`, `batch.new_index_rows` and of
     `plan`: -1 for padding, and for rows that trip Tripwire.SEAT or Tripwire.UNGRANTED, whose seats stay as they were.
+    On CUDA it also leaves the seats' tables by row in `batch.opened`: until the step ends they must not change.
     Raises BadInput before any change.
     """
     check_begin_step(state, batch, plan)
@@ -40,6 +42,7 @@ def check_begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> 
     sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
     sizes.check("batch.new_rows", batch.new_rows, ("groups", "batch"), torch.int32)
     sizes.check("batch.new_index_rows", batch.new_index_rows, ("batch",), torch.int32)
+    sizes.check("batch.opened", batch.opened, ("batch", OPENED_WORDS), torch.int32)
     sizes.check("plan.device_row", plan.device_row, ("groups", "batch"), torch.int32)
     for name in ("index_row", "host_page", "host_offset"):
         sizes.check(f"plan.{name}", getattr(plan, name), ("batch",), torch.int32)

@@ -46,6 +46,9 @@ TOPK_MAX: Final = 4_096
 NEXT_SLOTS: Final = 512  # slots listed as those that go next
 NEXT_RESERVE: Final = 1024  # and as those that go after them
 CONTEXT_MAX_TOKENS: Final = 1_048_576
+OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the order of its batch
+OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
+OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent
 assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from coordinator.errors import BadInput
 from kernels.check import Sizes
-from kernels.layout import NEXT_RESERVE, NEXT_SLOTS, PAGE_TOKENS, TAIL_SLOTS_MAX, Geometry
+from kernels.layout import NEXT_RESERVE, NEXT_SLOTS, OPENED_WORDS, PAGE_TOKENS, TAIL_SLOTS_MAX, Geometry
 
 ABSENT: Final = -1  # SLOT_ABSENT as the int16 that slot_of holds
 SLOT_MASK: Final = 0xFFFF
@@ -173,10 +173,11 @@ class StepBatch:
     num_real: Tensor  # int32[1]
     new_rows: Tensor  # int32[G, B]: device row of this step's token, -1 padding; written by begin_step
     new_index_rows: Tensor  # int32[B]: row of its index key, -1 padding; written by begin_step
+    opened: Tensor  # int32[B, OPENED_WORDS]: seat, length and tables by row, of CUDA alone; written by begin_step
 
     @classmethod
-    def allocate(cls, batch: int, groups: int, device: torch.device | str = "cpu") -> Self:
-        """A batch of padding alone."""
+    def allocate(cls, batch: int, groups: int, device: torch.device | str = "cpu", *, decodes: bool = True) -> Self:
+        """A batch of padding alone. `decodes`: with room for what begin_step leaves to swap_in."""
         return cls(
             seats=_unset(batch, device=device),
             lengths=torch.zeros(batch, dtype=torch.int32, device=device),
@@ -184,6 +185,7 @@ class StepBatch:
             num_real=torch.zeros(1, dtype=torch.int32, device=device),
             new_rows=_unset(groups, batch, device=device),
             new_index_rows=_unset(batch, device=device),
+            opened=_unset(batch if decodes else 0, OPENED_WORDS, device=device),
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
-from kernels.layout import TOPK_MAX
+from kernels.layout import OPENED_WORDS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
 
@@ -54,6 +54,7 @@ def check_swap_in(
     sizes.check("batch.seats", batch.seats, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
+    sizes.check("batch.opened", batch.opened, ("batch", OPENED_WORDS), torch.int32)
     if not 1 <= sizes["k"] <= TOPK_MAX:
         raise BadInput("out of range", field="topk", value=f"k={sizes['k']}", remedy=f"k from 1 to {TOPK_MAX}")
     for name in ("device_row", "host_page", "host_offset"):

@@ -27,8 +27,8 @@ def stepped(misses: int) -> tuple[Setup, tuple[int, int]]:
     before = setup.counts()
     for _ in range(GRAPHS):
         setup.advance(misses)
-        for step, state in enumerate(setup.steps):
-            swap_in(state, 0, setup.topk[step], setup.batch, setup.out[step], setup.plans[step])
+        for step, (state, batch) in enumerate(setup.steps):
+            swap_in(state, 0, setup.topk[step], batch, setup.out[step], setup.plans[step])
     return setup, before
 
 

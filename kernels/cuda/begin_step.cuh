@@ -2,7 +2,8 @@
 //
 // Two kernels, since `now` advances once per seat and each group's tail rotates by itself. open_rows decides which rows
 // take part and where their keys and host rows lie; rotate_tail, one block per row and group, gives the new token its
-// device row, evicting the LRU victim of the ordinary slots by one minimum over (stamp + 1) << 16 | slot.
+// device row, evicting the LRU victim of the ordinary slots by one minimum over (stamp + 1) << 16 | slot. One
+// block more per row leaves the seat's tables in the order of the batch (OpenedRow).
 #pragma once
 
 #include "memory.cuh"
@@ -40,6 +41,30 @@ __device__ i32 find_victim(const State& s, const i32* chunks, const i32* tail, c
     return best == NEVER ? -1 : static_cast<i32>(best & 0xFFFF);
 }
 
+__device__ __forceinline__ void leave_tables(const BeginStep& p, int row) {
+    const State& s = p.state;
+    OpenedRow& to = p.opened[row];
+    i64 seat = -1, length = 0;
+    i32 hot = -1;
+    if (row < *p.batch.num_real) {
+        seat = read_id(p.batch.seats, row, p.batch.wide_seats);
+        length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
+        if (seat >= 0 && seat < s.seats && length >= 1) hot = s.hot_slots[seat];
+    }
+    if (threadIdx.x == 0) {
+        to.hot = hot;
+        to.seat = static_cast<i32>(seat);
+        to.length = static_cast<i32>(min(length, static_cast<i64>(CONTEXT_MAX_TOKENS)));
+        if (hot >= 0) to.now = s.now[seat];
+    }
+    if (hot <= 0) return;
+    const i64 pages = min((length + PAGE_TOKENS - 1) / PAGE_TOKENS, static_cast<i64>(OPENED_PAGES));
+    for (i64 i = threadIdx.x; i < pages; i += ROTATE_THREADS)
+        to.page[i] = begin_entry(s.index_table, s.max_pages, seat, i);
+    for (i64 i = threadIdx.x; i < OPENED_CHUNKS; i += ROTATE_THREADS)
+        to.chunk[i] = begin_entry(s.chunk_table, s.max_chunks, seat, i);
+}
+
 }  // namespace hisparse
 
 extern "C" __global__ void open_rows(const __grid_constant__ hisparse::BeginStep p) {
@@ -69,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
     __shared__ u64 minima[ROTATE_THREADS / 32];
     const State& s = p.state;
     const int row = blockIdx.x, group = blockIdx.y;
+    if (group == s.groups) return leave_tables(p, row);
     const i64 place = static_cast<i64>(group) * p.batch.size + row;
     const i32 key = p.new_index_rows[row];
     if (key < 0) {

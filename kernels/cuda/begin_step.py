@@ -18,6 +18,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
         batch=parameters.batch_parameters(batch),
         new_rows=batch.new_rows.data_ptr(),
         new_index_rows=batch.new_index_rows.data_ptr(),
+        opened=batch.opened.data_ptr(),
         device_row=plan.device_row.data_ptr(),
         index_row=plan.index_row.data_ptr(),
         host_page=plan.host_page.data_ptr(),
@@ -26,5 +27,5 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     stream = stream_of(state)
     grid = (-(-rows // OPEN_THREADS), 1)
     kernel_of(state, "begin_step", "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
-    grid = (rows, state.geometry.groups)
+    grid = (rows, state.geometry.groups + 1)  # those of the last leave what swap_in asks for first
     kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=ROTATE_THREADS)

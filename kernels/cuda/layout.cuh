@@ -26,7 +26,9 @@ constexpr int NEXT_RESERVE = 1024;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
 constexpr int NEXT_RING = NEXT_SLOTS + NEXT_RESERVE;
-constexpr int SWAP_IN_SHARED_BYTES = 100608;
+constexpr int SWAP_IN_SHARED_BYTES = 99568;
+constexpr int OPENED_PAGES = 1024;
+constexpr int OPENED_CHUNKS = (SLOTS_MAX / PAGE_TOKENS + 3) / 4 * 4;  // whole vectors
 
 constexpr u32 SLOT_ABSENT = 0xFFFF;
 static_assert(SLOTS_MAX <= SLOT_ABSENT, "a slot number never reads as absent");
@@ -40,6 +42,14 @@ struct NextList {
     i32 reserve_end;     // slots that were ever added to it
     i32 stamp, slot;     // all older slots, and those up to `slot` of this stamp, are or have been listed
     i32 asks, answered;  // how often slots were wanted, ever; when some were last added
+};
+
+// What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for the
+// seat's tables.
+struct alignas(16) OpenedRow {
+    i32 seat, length, hot, now;  // hot -1: padding, or a seat that was refused
+    i32 page[OPENED_PAGES];      // index pages of the context's beginning, as far as it goes; -1 not granted
+    i32 chunk[OPENED_CHUNKS];    // of the hot buffer, likewise
 };
 
 struct State {
@@ -84,15 +94,16 @@ struct Plan {
 };
 
 struct SwapIn {
-    Batch batch;      // what is read first lies together: parameters come by lines, too
-    const i32* topk;  // [batch, k]
-    i32* out_rows;    // [batch, k]
-    i32 k;
+    const OpenedRow* opened;  // [rows]; what is read first lies together: parameters come by lines, too
+    const i32* topk;          // [rows, k]
+    i32* out_rows;            // [rows, k]
+    i32 rows, k;
     i32 slots_limit;  // slots that a seat can have
     u32 share;        // entries of one block: a power of two, whole warps
     i32 copies;       // 0: everything but the copies
     u32 page_bytes;   // as in state
     i32 keepers;      // 1: blocks of their own, behind those of the rows, keep the lists of slots that go next
+    i32 unused;
     const u8* host_rows[2];  // of the anchor layer, by plane: in host page 0
     u8* device_rows[2];      // likewise: in its arena
     State state;  // slot_of, slot_token, stamp, next_*, tail, hits and misses of one group
@@ -104,6 +115,7 @@ struct BeginStep {
     Batch batch;
     i32* new_rows;        // [groups, batch]
     i32* new_index_rows;  // [batch]
+    OpenedRow* opened;    // [batch]
     i32* device_row;      // [groups, batch]
     i32* index_row;       // [batch]
     i32* host_page;       // [batch]

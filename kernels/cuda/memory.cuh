@@ -38,6 +38,9 @@ __device__ __forceinline__ void load_once(u8& v, const void* at) {
 }
 
 // Loads that stay where they are written, ahead of branches that their values do not decide.
+__device__ __forceinline__ void load_now(int4& v, const int4* at) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+}
 __device__ __forceinline__ void load_now(i32& v, const i32* at) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
 }
@@ -154,20 +157,6 @@ template <int WORDS> __device__ __forceinline__ void fetch_words(i32* to, const 
                  : "memory");
 }
 __device__ __forceinline__ void await_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// An id that has been asked for: widened where it is used, so that the wait for it is there too.
-struct Id {
-    i32 low, high;
-
-    __device__ __forceinline__ void load(const void* ids, int place, int wide) {
-        const i32* const at = static_cast<const i32*>(ids) + (static_cast<u32>(place) << wide);
-        load_now(low, at);
-        if (wide) load_now(high, at + 1);
-    }
-    __device__ __forceinline__ i64 value(int wide) const {
-        return wide ? static_cast<i64>(static_cast<u64>(static_cast<u32>(high)) << 32 | static_cast<u32>(low)) : low;
-    }
-};
 
 __device__ __forceinline__ i64 read_id(const void* ids, int place, int wide) {
     return wide ? static_cast<const i64*>(ids)[place] : static_cast<const i32*>(ids)[place];

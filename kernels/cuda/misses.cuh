@@ -29,8 +29,8 @@ struct Counts {
             if (first() + i >= all) count[i] = 0;
     }
 
-    __device__ __forceinline__ bool hit_next() const {
-        return __any_sync(0xFFFFFFFF, (count[0] | count[1] | count[2] | count[3]) & HIT_NEXT);
+    __device__ __forceinline__ u32 hits() const {
+        return __reduce_add_sync(0xFFFFFFFF, (count[0] >> 16) + (count[1] >> 16) + (count[2] >> 16) + (count[3] >> 16));
     }
     __device__ __forceinline__ Misses misses(const Deal& deal, u32 own) const {
         u32 sums = 0;  // all, and from 16 bits on those of lower ranks
@@ -108,10 +108,9 @@ __device__ __forceinline__ void enter_misses(Shared& s, const Deal& deal) {
     }
 }
 
-// All slots that were hit stay. A barrier follows.
+// All slots that were hit stay, once a barrier is passed.
 __device__ __forceinline__ void keep_hits(Shared& s, const Deal& deal) {
     for_codes(s, deal, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
-    sync_named(CONTROL, CONTROL_THREADS);
 }
 
 // Calls `visit(entry, rank)` for the misses of all blocks, shared out over the control threads.

@@ -33,7 +33,6 @@ constexpr u32 NEXT_THREADS = NEXT_SLOTS / 2;
 constexpr u32 NEXT_WARPS = NEXT_THREADS / 32;
 constexpr u32 PART = NEXT_SLOTS / NEXT_WARPS;  // places of one warp
 static_assert(NEXT_THREADS <= CONTROL_THREADS && NEXT_THREADS % 32 == 0, "whole control warps");
-static_assert(LISTED_SLOTS == NEXT_THREADS * 32, "a word of bits per thread");
 
 constexpr u32 FEW = NEXT_SLOTS / 2;               // in the first ring: more are moved
 constexpr u32 FEW_IN_RESERVE = NEXT_RESERVE / 8;  // more are added, if no block of its own does it
@@ -60,7 +59,7 @@ struct NextSlots {
         const u32 seat = static_cast<u32>(at.seat), place = seat * (NEXT_RING / 2) + number();
         const i32* const list = &state.next_list[seat].begin;
         const int2 begin_count = *reinterpret_cast<const int2*>(list);
-        if (number() < 2) fetch_words<4>(&s.list.begin + 4 * number(), list + 4 * number());  // there when resolved
+        if (number() < 2) fetch_words<4>(&s.list.begin + 4 * number(), list + 4 * number());
         slots = reinterpret_cast<const u32*>(state.next_slot)[place];
         const int2 stamps = reinterpret_cast<const int2*>(state.next_stamp)[place];
         begin = begin_count.x, count = begin_count.y;
@@ -77,16 +76,6 @@ struct NextSlots {
             old[i] = tokens[device_row];
         }
     }
-    // Bits of the slots, for all to see behind a barrier.
-    __device__ __forceinline__ void mark(Shared& s) const {
-        if (!has_some()) return;
-        s.next[number()] = 0;
-        sync_named(LISTING, NEXT_THREADS);
-        const i32 from = static_cast<i32>(turn());
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (from + i < count) atomicOr(&s.next[slot(i) % LISTED_SLOTS / 32], 1u << slot(i) % 32);
-    }
     // Leaves those in the list whose turn it still is. Waits for the stamps.
     __device__ __forceinline__ void drop_used() {
 #pragma unroll
@@ -100,12 +89,14 @@ struct Offer {
     u32 goes[2];  // the lanes whose first, and second, slot goes
     u32 part;     // of the list: that of this warp
 
-    Offer() = default;
-    // Of those whose turn it is, but for the ones that `stays`.
-    template <class Stays> __device__ __forceinline__ Offer(Shared& s, const NextSlots& next, Stays stays) {
+    // Of those whose turn it is, but for slots that stay.
+    __device__ __forceinline__ Offer(Shared& s, const NextSlots& next) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            goes[i] = __ballot_sync(0xFFFFFFFF, next.stamp[i] != MUST_STAY && !stays(next.slot(i)));
+        for (int i = 0; i < 2; ++i) {
+            const u32 slot = next.slot(i);
+            const bool stays = next.stamp[i] == MUST_STAY || s.stay[slot / 32] >> slot % 32 & 1;
+            goes[i] = __ballot_sync(0xFFFFFFFF, !stays);
+        }
         part = next.turn() / PART;
         if (threadIdx.x % 32 == 0 && NextSlots::has_some()) s.listed[part] = __popc(goes[0]) + __popc(goes[1]);
     }
@@ -324,19 +315,12 @@ __device__ __forceinline__ void leave_list(const State& state, const Seat& at, S
 // was done last: without misses it ends at once. Not inlined: else its instructions lie in the way of the others'.
 __device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
     let_next_begin();
-    if (row >= min(*p.batch.num_real, p.batch.size)) return;
-    const i64 seat = read_id(p.batch.seats, row, p.batch.wide_seats);
-    const i64 length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
-    if (static_cast<u64>(seat) >= static_cast<u64>(p.state.seats) || length < 1) return;
-    Seat at;
-    at.seat = static_cast<i32>(seat);
-    at.hot = p.state.hot_slots[at.seat];
-    at.now = p.state.now[at.seat];
+    if (row >= p.rows) return;
+    const OpenedRow& opened = p.opened[row];
+    const Seat at = seat_of(p, reinterpret_cast<const int4&>(opened));
     if (at.hot <= 0) return;
-    at.limit = limit_of(p, at.hot);
     if (threadIdx.x == 0) s.list = p.state.next_list[at.seat];  // others may write it meanwhile: read once
-    const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
-    for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = chunks[i];
+    for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = opened.chunk[i];
     for (u32 i = threadIdx.x; i <= at.limit / 32; i += BLOCK_THREADS) s.stay[i] = 0;
     __syncthreads();
     const u32 held = static_cast<u32>(s.list.reserve_end) - static_cast<u32>(s.list.reserve_begin);

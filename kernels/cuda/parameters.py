@@ -15,6 +15,8 @@ from kernels.layout import (
     CONTEXT_MAX_TOKENS,
     NEXT_RESERVE,
     NEXT_SLOTS,
+    OPENED_CHUNKS,
+    OPENED_PAGES,
     PAGE_TOKENS,
     SLOT_ABSENT,
     SLOTS_MAX,
@@ -32,7 +34,7 @@ class SeatVerb(IntEnum):
     GROW = 2
 
 
-SWAP_IN_SHARED_BYTES: Final = 100_608  # of a block: any device since sm_80 has room for one
+SWAP_IN_SHARED_BYTES: Final = 99_568  # of a block: any device since sm_80 has room for one
 
 CONSTANTS: Final = {
     "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
@@ -44,6 +46,8 @@ CONSTANTS: Final = {
     "NEXT_SLOTS": NEXT_SLOTS,
     "NEXT_RESERVE": NEXT_RESERVE,
     "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
+    "OPENED_PAGES": OPENED_PAGES,
+    "OPENED_CHUNKS": OPENED_CHUNKS,
     **{name.name: int(name) for kind in (Tripwire, SeatVerb) for name in kind},
 }
 _POINTERS = (
@@ -95,21 +99,31 @@ class Batch(ctypes.Structure):
     )
 
 
+class OpenedRow(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("seat", "length", "hot", "now")),
+        ("page", ctypes.c_int32 * OPENED_PAGES),
+        ("chunk", ctypes.c_int32 * OPENED_CHUNKS),
+    )
+
+
 class Plan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("device_row", "host_page", "host_offset", "count"))
 
 
 class SwapIn(ctypes.Structure):
     _fields_ = (
-        ("batch", Batch),
+        ("opened", ctypes.c_void_p),
         ("topk", ctypes.c_void_p),
         ("out_rows", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("slots_limit", ctypes.c_int32),
         ("share", ctypes.c_uint32),
         ("copies", ctypes.c_int32),
         ("page_bytes", ctypes.c_uint32),
         ("keepers", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("host_rows", ctypes.c_void_p * 2),
         ("device_rows", ctypes.c_void_p * 2),
         ("state", State),
@@ -123,6 +137,7 @@ class BeginStep(ctypes.Structure):
         ("batch", Batch),
         ("new_rows", ctypes.c_void_p),
         ("new_index_rows", ctypes.c_void_p),
+        ("opened", ctypes.c_void_p),
         ("device_row", ctypes.c_void_p),
         ("index_row", ctypes.c_void_p),
         ("host_page", ctypes.c_void_p),
@@ -214,6 +229,7 @@ class AttendRows(ctypes.Structure):
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
     State,
     Batch,
+    OpenedRow,
     Plan,
     SwapIn,
     BeginStep,

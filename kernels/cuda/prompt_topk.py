@@ -50,7 +50,7 @@ def prompt_topk(
     step = tokens_at_once(start + tokens)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
-        batch = StepBatch.allocate(part.stop - part.start, 1, device)
+        batch = StepBatch.allocate(part.stop - part.start, 1, device, decodes=False)
         torch.arange(part.stop - part.start, out=batch.seats)
         torch.arange(start + part.start + 1, start + part.stop + 1, out=batch.lengths)
         batch.num_real.fill_(part.stop - part.start)

@@ -26,11 +26,10 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
     }
 }
 
-// Index pages of entries that are not looked up in shared memory; the first one's host page, where it is wanted early.
+// Index pages of entries that lie beyond those in shared memory; the first one's host page, where it is wanted early.
 __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, u32 ranks, int place, int step,
                                            Entry (&entry)[ENTRIES], i32& host_page) {
     const u32 begin = static_cast<u32>(at.seat) * static_cast<u32>(p.state.max_pages);
-    const u32 staged = ranks >= DIRECT ? 0 : STAGED;
     host_page = -1;
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
@@ -38,19 +37,19 @@ __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, u32 
         const u32 token = entry[j].token, page = token / PAGE_TOKENS;
         if (token >= static_cast<u32>(at.length) || page >= static_cast<u32>(p.state.max_pages)) continue;
         if (j == 0 && ranks >= SPECULATIVE) load_now(host_page, p.state.host_table + (begin + page));
-        if (page >= staged) load_now(entry[j].key, p.state.index_table + (begin + page));
+        if (page >= OPENED_PAGES) load_now(entry[j].key, p.state.index_table + (begin + page));
     }
 }
 
-// Slots of the entries whose pages are known, or staged.
+// Slots of the entries, by pages that are known or in shared memory.
 __device__ __forceinline__ void read_slots(const SwapIn& p, const Seat& at, Shared& s, int place, int step,
-                                           Entry (&entry)[ENTRIES], bool direct) {
+                                           Entry (&entry)[ENTRIES]) {
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
         if (none_in_warp(p, place + j * step)) break;
         const u32 token = entry[j].token;
         if (token >= static_cast<u32>(at.length)) continue;
-        if (!direct && token / PAGE_TOKENS < STAGED) entry[j].key = s.index[token / PAGE_TOKENS];
+        if (token / PAGE_TOKENS < OPENED_PAGES) entry[j].key = s.index[token / PAGE_TOKENS];
         if (entry[j].key < 0) continue;
         entry[j].code = p.state.slot_of[entry[j].key * PAGE_TOKENS + (token & (PAGE_TOKENS - 1))];
     }
@@ -66,7 +65,7 @@ __device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES], i32 ho
     return codes <= 0xFFFF && host_page >= -1;
 }
 
-// By the copy warps, while the seat's tables are on their way: what is needed before the next barrier.
+// By the copy warps, while tables are on their way: what is needed before the next barrier.
 __device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Deal& deal) {
     const u32 thread = threadIdx.x - CONTROL_THREADS;
     const uint4 zero = {0, 0, 0, 0};
@@ -91,60 +90,37 @@ __device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int r
     for (u32 i = thread; i < SEEN / 4; i += COPY_THREADS) reinterpret_cast<uint4*>(s.seen)[i] = none;
 }
 
-// What a seat's tables say, asked for by the copy threads and put into shared memory: places of the chunk table and of the
-// index table's beginning, where lookups from all over would take a line each; in the last warp, mode, clock and tail.
-struct Tables {
-    static constexpr int INDEXES = (STAGED + COPY_THREADS - 1) / COPY_THREADS;
-    i32 hot, now, chunk, tail, index[INDEXES];
+// By the copy warps: the seat's tables to shared memory.
+__device__ __forceinline__ void fetch_tables(const SwapIn& p, Shared& s, int row) {
+    constexpr u32 PAGES = OPENED_PAGES / 4;
+    const u32 vectors = PAGES + (p.slots_limit / PAGE_TOKENS + 3) / 4;
+    const OpenedRow& from = p.opened[row];
+#pragma unroll 1
+    for (u32 i = threadIdx.x - CONTROL_THREADS; i < vectors; i += COPY_THREADS)
+        if (i < PAGES) fetch_words<4>(s.index + 4 * i, from.page + 4 * i);
+        else fetch_words<4>(s.chunk + 4 * (i - PAGES), from.chunk + 4 * (i - PAGES));
+}
 
-    __device__ __forceinline__ static u32 thread() { return threadIdx.x - CONTROL_THREADS; }
-    __device__ __forceinline__ static u32 tail_place() { return BLOCK_THREADS - 1 - threadIdx.x; }
+// The slots that are no victims to begin with, by the last copy warp.
+struct Tail {
+    i32 slot = -1;
 
-    __device__ __forceinline__ void load(const SwapIn& p, i32 seat) {
-        if (tail_place() < 32) {
-            load_now(hot, p.state.hot_slots + static_cast<u32>(seat));
-            load_now(now, p.state.now + static_cast<u32>(seat));
-            tail = -1;
-            if (tail_place() < p.state.tail_slots)
-                load_now(tail, p.state.tail + (static_cast<u32>(seat) * static_cast<u32>(p.state.tail_slots) + tail_place()));
-        }
-        const TableRow chunks(p.state.chunk_table, p.state.max_chunks, seat);
-        chunk = -1;
-        if (thread() < p.slots_limit / PAGE_TOKENS) chunk = chunks[thread()];
-        const u32 staged = min(static_cast<u32>(p.state.max_pages), STAGED);
-        const i32* const indexes =
-            p.state.index_table + (static_cast<u32>(seat) * static_cast<u32>(p.state.max_pages) + thread());
-#pragma unroll
-        for (int j = 0; j < INDEXES; ++j) {
-            index[j] = -1;
-            if (thread() + j * COPY_THREADS < staged) load_now(index[j], indexes + j * COPY_THREADS);
-        }
+    __device__ __forceinline__ static u32 place() { return BLOCK_THREADS - 1 - threadIdx.x; }
+
+    __device__ __forceinline__ void load(const SwapIn& p, const Seat& at) {
+        if (place() < p.state.tail_slots)
+            load_now(slot, p.state.tail + (static_cast<u32>(at.seat) * static_cast<u32>(p.state.tail_slots) + place()));
     }
-
-    __device__ __forceinline__ void store(const SwapIn& p, i32 seat, Shared& s) const {
-        const u32 chunks = p.slots_limit / PAGE_TOKENS, more = thread() + COPY_THREADS;
-        if (tail_place() == 0) {
-            s.hot = hot;
-            s.now = now;
+    // A barrier after `clear_bits`.
+    __device__ __forceinline__ void keep(const SwapIn& p, const Seat& at, Shared& s) const {
+        if (place() < p.state.tail_slots) {
+            const u32 its = slot < 0 ? at.hot + place() : slot;
+            atomicOr(&s.stay[its / 32], 1u << its % 32);
         }
-        if (thread() < chunks) s.chunk[thread()] = chunk;
-        if (more < chunks) s.chunk[more] = TableRow(p.state.chunk_table, p.state.max_chunks, seat)[more];
-#pragma unroll
-        for (int j = 0; j < INDEXES; ++j)
-            if (thread() + j * COPY_THREADS < STAGED) s.index[thread() + j * COPY_THREADS] = index[j];
-    }
-
-    // The slots that are no victims to begin with; a barrier after `clear_bits`.
-    __device__ __forceinline__ void keep_tail(const SwapIn& p, const Seat& at, Shared& s) const {
-        const u32 place = tail_place();
-        if (place < p.state.tail_slots) {
-            const u32 slot = tail < 0 ? at.hot + place : tail;
-            atomicOr(&s.stay[slot / 32], 1u << slot % 32);
-        }
-        if (place == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay[at.limit / 32], ~0u << at.limit % 32);
+        if (place() == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay[at.limit / 32], ~0u << at.limit % 32);
     }
 };
-static_assert(TAIL_SLOTS_MAX < 32 && SLOTS_MAX / PAGE_TOKENS <= 2 * COPY_THREADS, "two entries per thread");
+static_assert(TAIL_SLOTS_MAX < 32, "a lane each, and one more");
 
 // ---- padding and resident requests
 
@@ -190,21 +166,23 @@ __device__ __forceinline__ bool list_missing(Shared& s, u32 place, u32 token, i3
     return true;
 }
 
-// What a warp of entries found goes to all peers, with its misses. Nobody waits for the rest of the block.
-__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing, bool hits_next) {
+// What a warp of entries found goes to all peers, with its numbers of misses and hits. Nobody waits for the rest of the
+// block.
+__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing, bool hit) {
     constexpr u32 VECTORS = 32 / VECTOR_CODES;
     const u32 lane = threadIdx.x % 32;
-    const u32 misses = __popc(__ballot_sync(0xFFFFFFFF, missing)) | (__any_sync(0xFFFFFFFF, hits_next) ? HIT_NEXT : 0);
+    const u32 found = __popc(__ballot_sync(0xFFFFFFFF, missing)) | __popc(__ballot_sync(0xFFFFFFFF, hit)) << 16;
     u32& count = s.count[position / 32];
-    if (lane == deal.rank) count = misses;
+    if (lane == deal.rank) count = found;
     if (deal.ranks == 1) return;
     __syncwarp();  // codes are written
+    if (deal.ranks >= SCATTERED && lane == deal.rank) open_gate(&s.codes_mail);
     uint4& codes = *reinterpret_cast<uint4*>(&s.code[position - lane + lane % VECTORS * VECTOR_CODES]);
     const uint4 words = codes;
 #pragma unroll 1
     for (u32 peer = lane / VECTORS; peer < deal.ranks; peer += 32 / VECTORS)
         if (peer != deal.rank) send(&codes, words, &s.codes_mail, peer);
-    if (lane < deal.ranks && lane != deal.rank) send(&count, misses, &s.codes_mail, lane);
+    if (lane < deal.ranks && lane != deal.rank) send(&count, found, &s.codes_mail, lane);
 }
 
 // Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
@@ -216,14 +194,14 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
     const int step = BLOCK_THREADS * deal.ranks;
     const u32 begin = deal.rank * deal.share, end = begin + deal.share;
     int place = deal.place(threadIdx.x);
-    u32 hits = 0, which = 0;
+    u32 which = 0;
 #pragma unroll 1
     for (u32 position = begin + threadIdx.x; position < end; position += BLOCK_THREADS, place += step, ++which) {
         if (which == ENTRIES) {
             which = 0;
             read_tokens(p, row, place, step, entry);
             read_pages(p, at, deal.ranks, place, step, entry, host_page);
-            read_slots(p, at, s, place, step, entry, deal.ranks >= DIRECT);
+            read_slots(p, at, s, place, step, entry);
         }
         u32 code = entry[0].code;
         i32 token = entry[0].token;
@@ -247,22 +225,15 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
             }
         }
         const bool hit = found >= 0;
-        bool hits_next = false;
-        if (deal.ranks >= SCATTERED) {
-            hits_next = hit && s.next[code % LISTED_SLOTS / 32] >> code % 32 & 1;
-            if (position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
-        }
+        if (deal.ranks >= SCATTERED && position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
         if (hit) {
-            ++hits;
             out[place] = found;
             if (deal.ranks >= SCATTERED) p.state.stamp[found] = at.now;
             else atomicOr(&s.hit[code / 32], 1u << code % 32);
         }
         s.code[position] = static_cast<u16>(code);
-        send_codes(s, deal, position, missing, hits_next);
+        send_codes(s, deal, position, missing, hit);
     }
-    hits = __reduce_add_sync(0xFFFFFFFF, hits);
-    if (threadIdx.x % 32 == 0) add_shared(&s.hits, hits);
 }
 
 }  // namespace hisparse

@@ -6,10 +6,10 @@
 // number the same misses and choose the same victims. Warps of a block have two jobs: a host load takes 1.5 us, so copy
 // warps start it as soon as their block knows what it misses, victims not known yet, and have nothing else to wait for.
 //
-//    all       seat, length; entries of this block
-//              mode, chunk table, tail, beginning of the index table -> shared memory; host pages; slots that go next
-//              slot_of; stamps and tokens of the slots that go next; the top-k -> shared memory
+//    all       seat, length, mode, clock; entries of this block; chunks and the index table's beginning -> shared memory
+//              slot_of; host pages; slots that go next, tail; the top-k -> shared memory
 //              miss: list, and tell the copy warps; hit: output, stamp; codes and counts to every block (st.async)
+//              stamps and tokens of the slots that go next
 //    copy      start host loads                    control   misses of all, by their counts; end here if there are none
 //              meanwhile duplicates, by the codes            victims: next slots that are not in use (next_slots.cuh),
 //              of misses                                     or, now and then, by the stamps of all (victims.cuh)
@@ -151,41 +151,43 @@ __device__ __forceinline__ void tell_scanned(Shared& s, const Deal& deal, u32 wh
     else open_gate(&s.scanned_mail);
 }
 
-// All control warps, `offer` being what their part of the list has, if they have read it ahead.
+// All control warps, `next` being on its way already where entries are SCATTERED.
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
-                                       NextSlots& next, Offer offer) {
+                                       NextSlots& next) {
+    constexpr bool ahead = Deal::ranks >= SCATTERED;
     if (deal.ranks > 1) await_gate(&s.codes_mail);
     const Counts counts(s, deal);
+    if (deal.rank == 0 && threadIdx.x < 32) {
+        const u32 hits = counts.hits();
+        if (threadIdx.x == 0) add_to_seat(p, at, p.state.hits, hits);
+    }
     Misses misses = counts.misses(deal, s.misses);
     if (misses.total == 0) {
         if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
         return;
     }
-    const bool ahead = deal.ranks >= SCATTERED;
-    if (!ahead && misses.own > 0) {
-        next.load(p.state, at, s);
-        next.load_stamps(s, p.state.stamp, p.state.slot_token);
-        next.drop_used();
-        await_words();
-        sync_named(CONTROL, CONTROL_THREADS);  // all have read it
-    }
-    tell_read(s, deal);
     if (misses.own == 0) {
+        tell_read(s, deal);
         if (deal.ranks > 1) await_gate(&s.readers_mail);  // peers knock here
         return;
     }
-    const bool hit_next = !ahead || counts.hit_next();
-    if (hit_next) {
-        keep_hits(s, deal);
-        offer = Offer(s, next, [&](u32 slot) { return slot < SLOTS_MAX && s.stay[slot / 32] >> slot % 32 & 1; });
-        sync_named(CONTROL, CONTROL_THREADS);
+    if (!ahead) {
+        next.load(p.state, at, s);
+        next.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
+    keep_hits(s, deal);
+    next.drop_used();
+    if (ahead) await_gate(&s.prepared);
+    await_words();
+    sync_named(CONTROL, CONTROL_THREADS);  // all have read the list, and know what stays
+    tell_read(s, deal);
+    const Offer offer(s, next);
+    sync_named(CONTROL, CONTROL_THREADS);
     await_gate(&s.entered);
     if (s.duplicates) only_leaders(s, deal, misses);
     u32 victims = misses.total;  // fewer when slots run out
     const bool listed = take_next(s, next, offer, misses) >= misses.total;
     if (!listed) {
-        if (!hit_next) keep_hits(s, deal);
         victims = choose(at, s, p.state.stamp, misses.total, misses.before, misses.own, [&](u32 number, u32 slot) {
             s.miss[s.order[number]].victim = static_cast<u16>(slot);
         });
@@ -215,31 +217,32 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     using namespace hisparse;
     extern __shared__ uint4 dynamic[];
     await_last();  // this one may begin while the kernel ahead is at work
-    if (static_cast<int>(blockIdx.y) >= p.batch.size) {  // behind the blocks of the rows
-        const int keeper = static_cast<int>((blockIdx.y - p.batch.size) * RANKS + cluster_rank());
+    if (static_cast<int>(blockIdx.y) >= p.rows) {  // behind the blocks of the rows
+        const int keeper = static_cast<int>((blockIdx.y - p.rows) * RANKS + cluster_rank());
         return keep_list(p, *reinterpret_cast<Shared*>(dynamic), keeper);
     }
     // Nothing here waits for anything. The seat comes first: all else depends on it.
     const int row = blockIdx.y;
-    i32 real;
-    Id seat_id, length_id;
-    seat_id.load(p.batch.seats, row, p.batch.wide_seats);
-    length_id.load(p.batch.lengths, row, p.batch.wide_lengths);
-    load_now(real, p.batch.num_real);
+    int4 head;
+    load_now(head, reinterpret_cast<const int4*>(p.opened + row));
     Shared& s = *reinterpret_cast<Shared*>(settled(dynamic));
     const Deal deal = {RANKS == 1 ? 0 : cluster_rank(), p.share};
     const int first = deal.place(threadIdx.x), step = BLOCK_THREADS * deal.ranks;
+    constexpr bool ahead = Deal::ranks >= SCATTERED;
     const bool resolves = threadIdx.x < deal.share, copies = threadIdx.x >= CONTROL_THREADS;  // of whole warps
     Entry entry[ENTRIES];
     read_tokens(p, row, first, step, entry);
-    if (threadIdx.x == BLOCK_THREADS - 1) {  // in a warp that has the least to do
-        s.misses = s.hits = s.duplicates = 0;
+    if (copies) {
+        fetch_tables(p, s, row);
+        clear_bits(p, s, deal);
+    } else if (threadIdx.x == CONTROL_THREADS - 1) {  // in a warp that has the least to do
+        s.misses = s.duplicates = 0;
         close_gate(&s.found, min(deal.share, static_cast<u32>(BLOCK_THREADS)));
         close_gate(&s.prepared, COPY_THREADS);
         close_gate(&s.entered, COPY_THREADS);
         close_gate(&s.chosen, CONTROL_THREADS);
         if (deal.ranks > 1) {
-            close_gate(&s.codes_mail, 1);
+            close_gate(&s.codes_mail, ahead ? 1 + deal.share / 32 : 1);
             close_gate(&s.readers_mail, deal.ranks - 1);
             close_gate(&s.scanned_mail, deal.ranks - 1);
             expect_bytes(&s.codes_mail, (deal.ranks - 1) * (deal.share * 2 + deal.share / 32 * 4));  // codes, counts
@@ -247,63 +250,47 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         }
     }
     if (deal.ranks > 1) cluster_arrive();  // peers may write to this block
-    const i64 seat = seat_id.value(p.batch.wide_seats), length = length_id.value(p.batch.wide_lengths);
-    if (row >= real || static_cast<u64>(seat) >= static_cast<u64>(p.state.seats) || length < 1) {
-        write_padding(p, row, deal);
+    const Seat at = seat_of(p, head);
+    if (at.hot <= 0) {
+        if (at.hot < 0) write_padding(p, row, deal);
+        else resolve_resident(p, at, row, deal);
+        await_words();
         if (deal.ranks > 1) cluster_wait();
         return;
     }
-    Seat at;
-    at.seat = static_cast<i32>(seat);
-    at.length = static_cast<i32>(min(length, static_cast<i64>(CONTEXT_MAX_TOKENS)));
-    Tables tables;
+    Tail tail;
     NextSlots next;
     i32 host_page = -1;
-    const bool direct = deal.ranks >= DIRECT, ahead = deal.ranks >= SCATTERED;
     if (resolves) read_pages(p, at, deal.ranks, first, step, entry, host_page);
     if (copies) {
-        tables.load(p, at.seat);
-        clear_bits(p, s, deal);
+        tail.load(p, at);
+        await_words();
     } else if (ahead) {
         next.load(p.state, at, s);
     }
     if (deal.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
-    if (!copies && ahead) next.mark(s);
-    if (direct && resolves) read_slots(p, at, s, first, step, entry, direct);
-    if (copies) tables.store(p, at.seat, s);
     __syncthreads();
 
-    // Here the seat is known: in shared memory, where no thread waits for it before it must.
-    if (!direct && resolves) read_slots(p, at, s, first, step, entry, direct);
-    if (!copies && ahead) next.load_stamps(s, p.state.stamp, p.state.slot_token);
-    at.hot = s.hot;
-    at.now = s.now;
-    at.limit = limit_of(p, at.hot);
-    if (at.hot < 0) return write_padding(p, row, deal);
-    if (at.hot == 0) return resolve_resident(p, at, row, deal);
+    if (resolves) read_slots(p, at, s, first, step, entry);
     if (copies) {
-        tables.keep_tail(p, at, s);
+        tail.keep(p, at, s);
         prepare_misses(p, s, row);
     }
     if (resolves) resolve_managed(p, at, s, row, deal, entry, host_page);
     const bool settled = is_settled(entry, host_page);
-    await_words();
-    Offer offer;
     if (!ahead) {
+        await_words();
         __syncthreads();
     } else if (copies) {
+        await_words();
         open_gate(&s.prepared);
         await_gate(&s.found);
     } else {
-        next.drop_used();
-        offer = Offer(s, next, [](u32) { return false; });
-        sync_named(CONTROL, CONTROL_THREADS);
-        await_gate(&s.prepared);
+        next.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
     let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
     if (copies && s.misses > 0 && settled) copy_misses(p, s, deal);
     if (!ahead) stamp_hits(p, at, s);
     if (copies) return;
-    if (threadIdx.x == 0) add_to_seat(p, at, p.state.hits, s.hits);
-    decide(p, at, s, row, deal, next, offer);
+    decide(p, at, s, row, deal, next);
 }

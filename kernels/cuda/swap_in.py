@@ -52,10 +52,11 @@ def swap_in(
     before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
     block = parameters.SwapIn(
         state=parameters.group_parameters(state, group),
-        batch=parameters.batch_parameters(batch),
+        opened=batch.opened.data_ptr(),
         plan=parameters.plan_parameters(plan),
         topk=topk.data_ptr(),
         out_rows=out_rows.data_ptr(),
+        rows=rows,
         k=k,
         slots_limit=slots_limit(state),
         share=share_of(k, ranks),

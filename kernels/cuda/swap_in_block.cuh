@@ -17,11 +17,8 @@ constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
 constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours; some
                                 // warps have no entries, read the list of next slots ahead, or begin to copy at once
-constexpr int DIRECT = 8;       // from so many on, each thread looks its index pages up, without waiting for the block
 constexpr int RANKS_MAX = 16;
 static_assert(RANKS >= 1 && RANKS <= RANKS_MAX && (RANKS & (RANKS - 1)) == 0, "blocks of a request: a compile-time constant");
-constexpr u32 LISTED_SLOTS = 8192;             // that have a bit of their own among those of listed ones
-constexpr u32 STAGED = 1024;    // index pages of a request that shared memory has room for
 constexpr u32 STAGED_SLOTS = 9216;  // whose stamps it has room for where the top-k is no longer needed
 
 constexpr u32 SEEN = TOPK_MAX;
@@ -39,9 +36,8 @@ static_assert(TOPK_MAX / 32 <= 32 * 4, "four warps of entries to a lane");
 constexpr u32 MISSING = 0xFFFF;
 constexpr u32 NOTHING = 0xFFFE;  // neither hit nor missing, or no entry at all
 static_assert(SLOTS_MAX <= NOTHING, "a slot number is a code");
-constexpr u32 HIT_NEXT = 1 << 16;
 
-enum Barrier { ALL = 0, CONTROL = 1, COPY = 2, LISTING = 3 };
+enum Barrier { ALL = 0, CONTROL = 1, COPY = 2 };
 
 // Entries of a top-k are dealt out to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
 // `share` to each, a power of two.
@@ -67,7 +63,7 @@ struct Miss {
 // A block's shared memory. Sizes are those of the largest case, so that an address is one instruction. A missing entry is
 // one word elsewhere, token << 12 | place in the top-k.
 struct alignas(16) Shared {
-    u64 codes_mail;    // all peers' codes are here
+    u64 codes_mail;    // all codes are here: the peers', and where entries are SCATTERED its own
     u64 readers_mail;  // all peers have read the list of slots that go next
     u64 scanned_mail;  // all peers that miss anything have read all stamps
     u64 found;         // all warps have listed what they miss, where copies begin as soon as that is so
@@ -78,14 +74,13 @@ struct alignas(16) Shared {
     i32 oldest[CONTROL_WARPS];
     u32 listed[BLOCK_WARPS];
     u32 leaders[RANKS_MAX];  // where there are duplicates
-    u32 misses, hits, duplicates;
+    u32 misses, duplicates;
     u32 taken;  // of the list of slots that go next
     u64 last;   // of the slots that were added: stamp + 2 << 32 | slot
     alignas(16) NextList list;
-    i32 hot, now;
 
-    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss, and HIT_NEXT
-    // if some hit a slot that goes next. Peers write theirs.
+    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss, and in the
+    // upper half how many hit. Peers write theirs.
     alignas(16) u32 count[TOPK_MAX / 32];
     alignas(16) u16 code[TOPK_MAX];
 
@@ -93,27 +88,31 @@ struct alignas(16) Shared {
         struct {
             alignas(16) i32 token[TOPK_MAX];  // the top-k
             alignas(16) u32 seen[SEEN];       // hash set of entries by token
-            i32 index[STAGED];                // index pages
+            i32 index[OPENED_PAGES];          // index pages
         };
         int4 stamps[STAGED_SLOTS / 4];  // when all that is done with
     };
     alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
     alignas(16) u32 hit[SLOT_WORDS];   // bits of slots that this block hit
-    i32 chunk[SLOTS_MAX / PAGE_TOKENS];
-    alignas(16) u32 next[LISTED_SLOTS / 32];  // bits of slots that go next, modulo LISTED_SLOTS
-    i32 old[NEXT_SLOTS];                      // what those of leaders held
+    i32 chunk[OPENED_CHUNKS];
+    i32 old[NEXT_SLOTS];               // what the slots of leaders held
     Miss miss[TOPK_MAX];
     u16 order[TOPK_MAX];  // misses that lead
 };
 static_assert(sizeof(Shared) == SWAP_IN_SHARED_BYTES, "as the launcher has it");
 
 struct Seat {
-    i32 seat, length, hot, now;
+    i32 seat, length, hot, now;  // as begin_step left them
     u32 limit;  // slots, tail included
 };
 
 __device__ __forceinline__ u32 limit_of(const SwapIn& p, i32 hot) {
     return min(hot + p.state.tail_slots, p.slots_limit);
+}
+
+// Of a batch row, by the head of what begin_step left of it.
+__device__ __forceinline__ Seat seat_of(const SwapIn& p, const int4& head) {
+    return {head.x, head.y, head.z, head.w, limit_of(p, head.z)};
 }
 
 // Row of a table of pages or chunks that belongs to a seat; tables have fewer than 2**32 entries.
@@ -133,7 +132,7 @@ struct TableRow {
 // Where slot_of has a token; -1 without an index page.
 __device__ __forceinline__ i32 key_of(const SwapIn& p, const Seat& at, const Shared& s, u32 token) {
     const u32 held = token / PAGE_TOKENS;
-    const i32 page = held < STAGED ? s.index[held] : TableRow(p.state.index_table, p.state.max_pages, at.seat)[held];
+    const i32 page = held < OPENED_PAGES ? s.index[held] : TableRow(p.state.index_table, p.state.max_pages, at.seat)[held];
     return page < 0 ? -1 : page * PAGE_TOKENS + static_cast<i32>(token % PAGE_TOKENS);
 }
 

@@ -47,11 +47,11 @@ def test_ages_beyond_the_bins_still_order_victims() -> None:
     twin = Twin(3, groups=(0,), topk=40, hot_max=192, ranks=2)
     twin.open(0, 500, 192, 192)
     for now, spread in ((1_000_000, 999_000), (5000, 4999), (3000, 950)):
-        batches = twin.begin([0])
         twin.cpu.now[0] = now
         stamps = torch.randint(now - spread, now - 1, twin.cpu.stamp.shape, generator=twin.torch)
         twin.cpu.stamp.copy_(torch.where(twin.cpu.stamp >= 0, stamps, -1))
         twin.upload()
+        batches = twin.begin([0])
         twin.swap_in(0, batches, draw_topk(twin, [0], misses=0.9))
         twin.check()
 
@@ -74,18 +74,29 @@ def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
 def test_rows_of_no_seat_give_minus_one_and_count_no_position(ranks: int) -> None:
     """Rows below num_real whose seat is empty or out of range, or whose length is none: begin_step has counted them."""
     twin = Twin(6, groups=(0,), topk=40, hot_max=64, seats=3, batch=5, ranks=ranks)
-    twin.open(0, 400, 64, 64)
-    batches = twin.begin([0])
-    for batch in batches:
-        batch.seats.copy_(torch.tensor([0, 2, -1, 3, 0]))
-        batch.lengths.copy_(torch.tensor([401, 100, 100, 100, 0]))
-        batch.num_real.fill_(5)
+    twin.open(0, 401, 64, 64)
+    batches = twin.begin_rows([0, 2, -1, 3, 0], [401, 100, 100, 100, 0], 5)
+    refused = int(twin.gpu.tripwires[3])
     topk = draw_topk(twin, [0])
     topk[:, :6] = torch.tensor([-2, 401, 2**31 - 1, 5, -1, 6])
     foreign = int(((topk[0] < -1) | (topk[0] >= 401)).sum())
     twin.swap_in(0, batches, topk)
     assert int(twin.gpu.tripwires[0]) == foreign > 0
-    assert int(twin.gpu.tripwires.sum()) == foreign
+    assert int(twin.gpu.tripwires.sum()) == foreign + refused
+    assert refused == 4
+
+
+def test_a_batch_that_no_step_began_with_gives_minus_one() -> None:
+    """Its seats and lengths are not looked at: nothing is known of their tables."""
+    twin = Twin(6, groups=(0,), topk=40, hot_max=64)
+    twin.open(0, 400, 64, 64)
+    batch = StepBatch.allocate(4, 1, "cuda")
+    batch.seats[0], batch.lengths[0], batch.num_real[0] = 0, 400, 1
+    out, plan = torch.zeros(4, 40, dtype=torch.int32, device="cuda"), MissPlan.allocate(4, 40, "cuda")
+    swap_in(twin.gpu, 0, torch.zeros_like(out), batch, out, plan)
+    assert bool((out == -1).all())
+    assert plan.count.tolist() == [0] * 4
+    twin.check()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])

@@ -18,10 +18,10 @@ from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_row
 from kernels.cuda.launch import prepare
 from kernels.cuda.swap_in import swap_in as cuda_swap_in
 from kernels.integrity import check_state
-from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, PAGE_TOKENS, Geometry, managed_chunks, pages_for
 from kernels.rows import gather_rows
 from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
-from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, active_rows
 from kernels.swap_in import replay_misses, swap_in
 
 TABLES = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires")
@@ -115,20 +115,24 @@ class Twin:
     # -- one step
 
     def begin(self, seats: list[int]) -> tuple[StepBatch, StepBatch]:
-        """begin_step on both, compared; returns the CPU's and the GPU's batch."""
-        batches = []
-        plans = []
+        """A step of `seats`, one token longer each, and padding; returns the CPU's and the GPU's batch."""
         for seat in seats:
             self.lengths[seat] += 1
         padding = self.size - len(seats)
         ids = seats + [self.random.randint(-2, 5) for _ in range(padding)]
         lengths = [self.lengths[seat] for seat in seats] + [self.random.randint(-2, 99) for _ in range(padding)]
+        return self.begin_rows(ids, lengths, len(seats))
+
+    def begin_rows(self, ids: list[int], lengths: list[int], real: int) -> tuple[StepBatch, StepBatch]:
+        """begin_step on both, compared; returns the CPU's and the GPU's batch."""
+        batches = []
+        plans = []
         for state in (self.cpu, self.gpu):
             device = state.rows.device
             batch = StepBatch.allocate(self.size, self.geometry.groups, device)
             batch.seats = torch.tensor(ids, dtype=self.ids, device=device)
             batch.lengths = torch.tensor(lengths, dtype=self.ids, device=device)
-            batch.num_real.fill_(len(seats))
+            batch.num_real.fill_(real)
             plan = BackupPlan.allocate(self.size, self.geometry.groups, device)
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
@@ -141,7 +145,25 @@ class Twin:
             same(field.name, getattr(plans[0], field.name), getattr(plans[1], field.name))
         for name in TABLES:
             same(f"begin_step: {name}", getattr(self.cpu, name), getattr(self.gpu, name))
+        self._check_opened(*batches)
         return batches[0], batches[1]
+
+    def _check_opened(self, inputs: StepBatch, opened: StepBatch) -> None:
+        """What begin_step leaves to swap_in of each row, from the inputs and the CPU twin's tables."""
+        active = active_rows(self.cpu, inputs)
+        for row, words in enumerate(opened.opened.cpu()):
+            (_, _, hot, _), pages, chunks = (part.tolist() for part in words.split([4, OPENED_PAGES, OPENED_CHUNKS]))
+            if not active[row]:
+                assert hot == -1, row
+                continue
+            seat, length = int(inputs.seats[row]), int(inputs.lengths[row])
+            assert words[:4].tolist() == [seat, length, int(self.cpu.hot_slots[seat]), int(self.cpu.now[seat])], row
+            if hot > 0:
+                held = min(pages_for(length), OPENED_PAGES)
+                assert pages[:held] == self.cpu.index_table[seat, :held].tolist(), row
+                width = min(self.cpu.chunk_table.shape[1], OPENED_CHUNKS)
+                assert chunks[:width] == self.cpu.chunk_table[seat, :width].tolist(), row
+                assert chunks[width:] == [-1] * (OPENED_CHUNKS - width), row
 
     def write_new_rows(self, batch: StepBatch) -> None:
         """The new tokens' rows: on the device, and at once on the host."""
