@@ -37,18 +37,28 @@ namespace hisparse {
 
 // ---- managed requests: copy warps
 
-// Stamps of the slots that this block hit, by all its warps: neighbouring slots together, where hits came in any order.
+// The warp that speaks for its block where nothing is missing.
+__device__ __forceinline__ bool speaks() { return threadIdx.x / 32 == CONTROL_WARPS - 1; }
+
+// Stamps of the slots that this block hit, by all other warps: neighbouring slots together, where hits came in any order.
 __device__ __forceinline__ void stamp_hits(const SwapIn& p, const Seat& at, const Shared& s) {
-    constexpr u32 TOGETHER = 2, WARPS = BLOCK_THREADS / 32;
-    const u32 words = (at.limit + 31) / 32, lane = threadIdx.x % 32;
+    constexpr u32 TOGETHER = 6, WARPS = BLOCK_WARPS - 1;
+    if (speaks()) return;
+    const u32 words = (at.limit + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-    for (u32 begin = threadIdx.x / 32; begin < words; begin += TOGETHER * WARPS) {
+    for (u32 begin = warp - (warp >= CONTROL_WARPS); begin < words; begin += TOGETHER * WARPS) {
+        u32 hit[TOGETHER];
+        i32 chunk[TOGETHER];
 #pragma unroll
         for (u32 i = 0; i < TOGETHER; ++i) {
             const u32 word = begin + i * WARPS;
-            if (word >= words) break;
-            const i32 device_row = s.chunk[word / 2] * PAGE_TOKENS + static_cast<i32>(word % 2 * 32 + lane);
-            if (s.hit[word] >> lane & 1) p.state.stamp[device_row] = at.now;
+            hit[i] = word < words ? s.hit[word] : 0;
+            chunk[i] = word < words ? s.chunk[word / 2] : 0;
+        }
+#pragma unroll
+        for (u32 i = 0; i < TOGETHER; ++i) {
+            const i32 device_row = chunk[i] * PAGE_TOKENS + static_cast<i32>((begin + i * WARPS) % 2 * 32 + lane);
+            if (hit[i] >> lane & 1) p.state.stamp[device_row] = at.now;
         }
     }
 }
@@ -155,17 +165,19 @@ __device__ __forceinline__ void tell_scanned(Shared& s, const Deal& deal, u32 wh
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
                                        NextSlots& next) {
     constexpr bool ahead = Deal::ranks >= SCATTERED;
+    if (!ahead && s.misses == 0 && !speaks()) return;
     if (deal.ranks > 1) await_gate(&s.codes_mail);
+    if (ahead && s.misses == 0 && !speaks()) return;
     const Counts counts(s, deal);
-    if (deal.rank == 0 && threadIdx.x < 32) {
-        const u32 hits = counts.hits();
-        if (threadIdx.x == 0) add_to_seat(p, at, p.state.hits, hits);
-    }
     Misses misses = counts.misses(deal, s.misses);
-    if (misses.total == 0) {
-        if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
-        return;
+    if (deal.rank == 0 && speaks()) {
+        const u32 hits = counts.hits();
+        if (threadIdx.x % 32 == 0) {
+            add_to_seat(p, at, p.state.hits, hits);
+            if (misses.total == 0) p.plan.count[row] = 0;
+        }
     }
+    if (misses.total == 0) return;
     if (misses.own == 0) {
         tell_read(s, deal);
         if (deal.ranks > 1) await_gate(&s.readers_mail);  // peers knock here
