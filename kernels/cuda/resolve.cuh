@@ -76,18 +76,21 @@ __device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Dea
 }
 static_assert(SLOTS_MAX <= 128 * COPY_THREADS, "a vector of bits per thread");
 
-// By the copy warps, after it: what is needed when misses are known, the whole top-k among it.
-__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row) {
-    const u32 thread = threadIdx.x - CONTROL_THREADS;
+// By the copy warps that have no entries, or by all if none is so: what is needed when misses are known, the whole top-k
+// among it.
+__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row, const Deal& deal) {
+    const u32 first = deal.share < BLOCK_THREADS ? max(deal.share, static_cast<u32>(CONTROL_THREADS)) : CONTROL_THREADS;
+    const u32 thread = threadIdx.x - first, threads = BLOCK_THREADS - first;
+    if (threadIdx.x < first) return;
     const i32* const topk = p.topk + static_cast<u32>(row) * static_cast<u32>(p.k);
     const u32 words = (reinterpret_cast<u64>(topk) | static_cast<u64>(p.k) * 4) % 16 == 0 ? 4 : 1;
 #pragma unroll 1
-    for (u32 place = thread * words; place < static_cast<u32>(p.k); place += COPY_THREADS * words)
+    for (u32 place = thread * words; place < static_cast<u32>(p.k); place += threads * words)
         if (words == 4) fetch_words<4>(s.token + place, topk + place);
         else fetch_words<1>(s.token + place, topk + place);
     const uint4 none = {NOT_SEEN, NOT_SEEN, NOT_SEEN, NOT_SEEN};
 #pragma unroll 1
-    for (u32 i = thread; i < SEEN / 4; i += COPY_THREADS) reinterpret_cast<uint4*>(s.seen)[i] = none;
+    for (u32 i = thread; i < SEEN / 4; i += threads) reinterpret_cast<uint4*>(s.seen)[i] = none;
 }
 
 // By the copy warps: the seat's tables to shared memory.

@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     if (resolves) read_slots(p, at, s, first, step, entry);
     if (copies) {
         tail.keep(p, at, s);
-        prepare_misses(p, s, row);
+        prepare_misses(p, s, row, deal);
     }
     if (resolves) resolve_managed(p, at, s, row, deal, entry, host_page);
     const bool settled = is_settled(entry, host_page);
