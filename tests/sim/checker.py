@@ -10,6 +10,7 @@
     I7  what only asks changes nothing
     I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
     output  what a request says is what the oracle says
+    drains  a worker drains if, and only if, the journal says so of its process, in whichever life of the coordinator
 
 I6 is about kernels, and there are none here.
 """
@@ -32,7 +33,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.roster import Entry, Phase
 from coordinator.workers.worker_link import WorkerLink
 from kernels import layout
-from tests.sim.fake_worker import Run, Ticket
+from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Ticket
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
 from worker.outbox import REPORTS_UNACKED_MAX
@@ -110,6 +111,7 @@ class Checker(trio.abc.Instrument):
                 self._check_pages(node, ledger)
             for entry in life.entries():
                 self._check_rows(life, entry)
+            self._check_drains(life)
         for process in self._cluster.processes():
             self._check_process(process)
 
@@ -122,6 +124,17 @@ class Checker(trio.abc.Instrument):
         if life.is_between_turns:
             _as_invariant("I1", life.check_invariants)
             self._booked = self.ledger_changes
+
+    def _check_drains(self, life: CoordinatorLife) -> None:
+        """A drain is of a process, through all its epochs, and outlives the coordinator that gave the order."""
+        disk = self._cluster.disk
+        if disk is None or not life.is_between_turns or not life.is_committed:
+            return
+        for name, epoch, drains in life.drains():
+            told = disk.drained.get(name)
+            if drains != (told is not None and _process_of(told) == _process_of(epoch)):
+                does = "drains" if drains else "takes requests"
+                raise Violation("drains", f"{name} {does} in epoch {epoch}, and was told to drain in {told}")
 
     # ---------------------------------------------------------------- memory
 
@@ -317,6 +330,10 @@ def _may_share(one: Run | Ticket, other: Run | Ticket, place: int) -> bool:
     durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
     is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
     return is_same and (place + 1) * layout.PAGE_TOKENS <= durable
+
+
+def _process_of(epoch: int) -> int:
+    return epoch // EPOCHS_PER_PROCESS
 
 
 def _ints(data: bytes) -> list[int]:

@@ -39,6 +39,7 @@ from coordinator.actor import open_supervisor
 from coordinator.arrays import Int32Array
 from coordinator.config import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.errors import HiSparseError
+from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
@@ -50,7 +51,7 @@ from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
-from tests.sim.fake_worker import FakeExecutor, FakePool
+from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
 from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
@@ -63,8 +64,6 @@ from worker.outbox import Outbox
 PAGE_TOKENS: Final = 8
 #: Modules that know how long a page is.
 PAGED: Final = ("coordinator.", "kernels.layout", "tests.sim.fake_worker")
-#: A process may begin so many epochs before its numbers meet those of the next one.
-EPOCHS_PER_PROCESS: Final = 1_000
 #: Exit of a process shows on its pidfd within this time.
 EXIT_SEEN_S: Final = 0.02
 #: The parent starts what died after a pause of this length.
@@ -318,6 +317,17 @@ class CoordinatorLife:
     @property
     def audit_differences(self) -> dict[str, int]:
         return dict(self._parts.counters.audit_differences)
+
+    def drains(self) -> list[tuple[str, int, bool]]:
+        """Workers that have joined this life, their epochs, and whether they drain."""
+        workers = self._scheduler._roster.workers.values() if self._scheduler else ()
+        return [(it.name, it.epoch, it.drain is not None) for it in workers if not it.awaited]
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the journal has written all that it was given."""
+        journal = self._scheduler._journal if self._scheduler else None
+        return isinstance(journal, GroupCommit) and not journal._pending.records and journal._writing.committed.is_set()
 
     @property
     def is_between_turns(self) -> bool:

@@ -49,6 +49,7 @@ class FakeDisk:
         self.slots: dict[int, str] = {}
         self.tokens: dict[str, int] = {}
         self.outcomes: dict[str, str] = {}
+        self.drained: dict[str, int] = {}  # workers, and the epoch that was told
 
     def commit(self, group: Sequence[Record]) -> None:
         """All of `group`, in order."""
@@ -82,6 +83,10 @@ class FakeDisk:
                     self.tokens[self.slots[slot]] = max(self.tokens[self.slots[slot]], start + count)
             case records.Ended(slot=slot, outcome=outcome):
                 self.outcomes[self.slots[slot]] = outcome
+            case records.Drained(worker=worker, epoch=epoch):
+                self.drained[worker] = epoch
+            case records.Undrained(worker=worker):
+                self.drained.pop(worker, None)
             case records.PoolOpened(node=node, capacity=capacity):
                 self.ledgers[node] = Ledger(capacity.host_pages)
                 self._frozen.pop(node, None)

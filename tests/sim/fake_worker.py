@@ -67,6 +67,8 @@ CHUNK_S: Final = (0.01, 0.05)
 LOAD_S: Final = (0.0, 0.05)
 WRITE_S: Final = (0.0, 0.15)
 CHUNK_TOKENS: Final = 16
+#: A process numbers its epochs from a multiple of this on, and begins fewer than these.
+EPOCHS_PER_PROCESS: Final = 1_000
 #: How long an idle executor sleeps.
 IDLE_S: Final = 0.2
 #: Steps launched before the oldest is read.

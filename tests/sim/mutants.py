@@ -17,11 +17,12 @@ from coordinator.gateway.connections import Connections
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal_records
+from coordinator.journal.book import Book
 from coordinator.journal.journal import Commit
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
 from coordinator.messages import Withdraw
-from coordinator.scheduling import dispatch, events, scheduler
+from coordinator.scheduling import dispatch, events, roster, scheduler
 from coordinator.scheduling.lifecycle import Kind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
@@ -381,3 +382,21 @@ def take_absence_for_death_in_recovery() -> Plan:
 def obey_an_earlier_coordinator() -> Plan:
     """Whoever speaks on the connection is obeyed."""
     yield LinkState, "_obeyed", lambda self, incarnation: self.phase is Phase.WELCOMED
+
+
+@plant
+def forget_drains_with_the_coordinator() -> Plan:
+    """A new life knows every request: that must do."""
+    original = Book._note_of_node
+
+    def note(self: Book, record: Any) -> None:
+        if not isinstance(record, journal_records.Drained):
+            original(self, record)
+
+    yield Book, "_note_of_node", note
+
+
+@plant
+def drain_a_process_for_the_one_before() -> Plan:
+    """A worker is its name."""
+    yield roster, "follows", lambda epoch, before: bool(before)
