@@ -723,7 +723,6 @@ class Staged(Part, frozen=True, tag=True):
     admission: int
     prefill_ms: float
     stage_ms: float
-    bytes_copied: int
 
 
 class Started(Part, frozen=True, tag=True):

@@ -46,7 +46,7 @@ WORKER_SEEDS: tuple[messages.Message, ...] = (
         0,
         None,
         (
-            messages.Staged(1, 1.0, 1.0, 100),
+            messages.Staged(1, 1.0, 1.0),
             messages.Parked(1),
             messages.Resized(1, 128, 3),
             messages.Counters(bytes(16), bytes(16), bytes(16)),

@@ -194,7 +194,7 @@ def test_inventory_follows_progress_until_released() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1, 2))
     outbox.hold(admit(2))
-    outbox.add_event(Staged(1, 1.0, 1.0, 1))
+    outbox.add_event(Staged(1, 1.0, 1.0))
     outbox.set_durable(0, 1, 64)
     outbox.add_tokens(0, 1, 2, [4, 5], 60)
     assert [(it.admission, it.generated_tokens, it.durable_tokens) for it in outbox.held()] == [(1, 4, 64), (2, 0, 0)]
@@ -213,7 +213,7 @@ def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told(
     outbox.give(Grant(1, bytes(12), 3, 3))
     outbox.give(Resize(1, 128, 3))
     outbox.give(Grant(99, bytes(12), 3, 3))  # of an admission that has departed
-    outbox.add_event(Staged(1, 1.0, 1.0, 1))
+    outbox.add_event(Staged(1, 1.0, 1.0))
     first = taken(outbox)
     outbox.add_event(Started(1))
     outbox.add_event(Parked(1))

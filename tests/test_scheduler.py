@@ -535,7 +535,7 @@ async def test_impossible_events_are_dropped_and_floods_refused(autojump_clock: 
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
         await rig.run_until("r!", "RUNNING")
-        for event in (messages.Staged(1, 0.0, 0.0, 0), messages.Resized(1, 128, 3), messages.Resized(1, 0, -5)):
+        for event in (messages.Staged(1, 0.0, 0.0), messages.Resized(1, 128, 3), messages.Resized(1, 0, -5)):
             rig.scheduler.on_event("w0", 1, event)
         await rig.settle()
         rig.check()

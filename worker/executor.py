@@ -130,7 +130,7 @@ class Executor:
             last_topk=last_topk,
         )
         self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, last_topk)
-        self._report = Reporter(reports, self.counters, runner.geometry, self._seats.swap_counts)
+        self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []

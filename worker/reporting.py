@@ -25,7 +25,6 @@ from coordinator.messages import (
     Staged,
     Started,
 )
-from kernels.layout import PAGE_TOKENS, Geometry
 from metrics.logs import fields, logger
 from metrics.state import WorkerCounters
 from worker.batch import RunningRequest, Status
@@ -47,11 +46,10 @@ class Reports(Protocol):
 class Reporter:
     """One per executor."""
 
-    def __init__(self, reports: Reports, counters: WorkerCounters, geometry: Geometry, swap_counts: SwapCounts) -> None:
+    def __init__(self, reports: Reports, counters: WorkerCounters, swap_counts: SwapCounts) -> None:
         self._reports = reports
         self._counters = counters
         self._swap_counts = swap_counts
-        self._token_bytes = geometry.page_bytes // PAGE_TOKENS
 
     def publish(self, request: RunningRequest) -> None:
         """Tokens that may go out and have not, with what is durable by now."""
@@ -71,8 +69,7 @@ class Reporter:
     def staged(self, request: RunningRequest, stage_s: float) -> None:
         self._counters.stage_s.observe(stage_s)
         self.durable(request)
-        copied = request.prompt_tokens * self._token_bytes
-        self._reports.add_event(Staged(request.admission, request.prefill_s * 1e3, stage_s * 1e3, copied))
+        self._reports.add_event(Staged(request.admission, request.prefill_s * 1e3, stage_s * 1e3))
 
     def loaded(self, load_s: float) -> None:
         """A resumed request, or one whose buffer became resident, has its keys and rows again."""

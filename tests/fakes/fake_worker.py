@@ -174,7 +174,7 @@ class FakeWorker:
                 self._write_rows(run, run.prompt_tokens)
                 run.phase, run.slab_pages, run.durable = "staged", 0, run.prompt_tokens
                 self._publish(run, 1)
-                self.emit(messages.Staged(admission, 1.0, 1.0, 0))
+                self.emit(messages.Staged(admission, 1.0, 1.0))
                 if run.hot_slots == messages.NO_HOT_BUFFER:
                     run.phase = "leaving"
             case "staged":

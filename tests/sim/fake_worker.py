@@ -504,7 +504,7 @@ class FakeExecutor:
         run.durable_rows = len(run.prompt)
         run.slab_pages = 0
         self._report_durable(run)
-        self._reports.add_event(Staged(run.admission, 1.0, 1.0, 0))
+        self._reports.add_event(Staged(run.admission, 1.0, 1.0))
         if run.sending is not None:
             run.status = "sending"
         elif run.hot_slots == NO_HOT_BUFFER:
