@@ -40,8 +40,8 @@ from torch import Tensor
 
 from benchmarks.swap_in import machine
 from coordinator.arrays import pack_int32
-from coordinator.config import WorkerSettings
 from coordinator.messages import Admit, Event, Sampling, WorkerCapacity
+from coordinator.settings import WorkerSettings
 from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows

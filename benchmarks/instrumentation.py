@@ -35,9 +35,9 @@ from torch import Tensor
 
 from benchmarks import coordinator as fleet
 from benchmarks import decode
-from coordinator.config import WorkerSettings
 from coordinator.gateway.token_times import TokenTimes
 from coordinator.messages import ModelInfo
+from coordinator.settings import WorkerSettings
 from kernels.layout import Geometry, pages_for
 from kernels.state import DeviceState, StepBatch
 from metrics.state import Buckets, FenceWaits, WaitCounters, WorkerCounters

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from benchmarks.decode import Clock, sizing_of
 from coordinator.arrays import pack_int32
-from coordinator.config import WorkerSettings
 from coordinator.messages import NO_HOT_BUFFER, Admit, ModelInfo, Released, Sampling, Staged
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import parse_size
 from kernels.layout import Geometry, managed_chunks, pages_for
 from kernels.rows import write_prompt_index_keys, write_slab_rows

@@ -28,8 +28,8 @@ import torch
 from benchmarks.decode import LOOKAHEAD, TAIL_SLOTS, Clock, make_pool, sizing_of
 from benchmarks.swap_in import machine
 from coordinator.arrays import pack_int32
-from coordinator.config import WorkerSettings
 from coordinator.messages import Admit, Event, Released, Sampling, Staged, Withdraw
+from coordinator.settings import WorkerSettings
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
 from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.state import DeviceState

@@ -44,8 +44,9 @@ import torch
 import trio
 
 from coordinator.client.client import Client
-from coordinator.config import Config, HostFacts, WorkerSettings, build
+from coordinator.config import HostFacts, build
 from coordinator.messages import DIRECT, STAGED, Sampling
+from coordinator.settings import Config, WorkerSettings
 from kernels.layout import PAGE_TOKENS, pages_for
 from tests.netns_rig import Namespace, namespaces
 from tests.nodes_rig import Nodes, Spot, running_nodes

@@ -34,8 +34,8 @@ from torch import Tensor
 from benchmarks.decode import TAIL_SLOTS, make_pool, sizing_of
 from benchmarks.swap_in import machine
 from coordinator.arrays import Int32Array, pack_int32
-from coordinator.config import WorkerSettings
 from coordinator.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
+from coordinator.settings import WorkerSettings
 from kernels.layout import Geometry, managed_chunks, pages_for
 from kernels.state import StepBatch
 from worker.executor import Executor

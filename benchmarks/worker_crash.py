@@ -35,8 +35,9 @@ import trio
 from coordinator.client.client import Client
 from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.messages import Sampling
+from coordinator.settings import Config
 from kernels.layout import PAGE_TOKENS, pages_for
 
 #: Decoded before the worker is killed.

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.errors import ConfigError
 from coordinator.messages import NAME_CHARS_MAX, ROLES
+from coordinator.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from coordinator.sizes import AUTO, parse_size
 from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
-
-if TYPE_CHECKING:
-    from coordinator.config import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("logfmt", "json")

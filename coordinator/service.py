@@ -25,7 +25,6 @@ import trio
 
 from coordinator import garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
-from coordinator.config import NO_JOURNAL, ClusterSettings, Config
 from coordinator.errors import ConfigError
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
@@ -37,6 +36,7 @@ from coordinator.journal.recovery import recover
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.settings import NO_JOURNAL, ClusterSettings, Config
 from coordinator.transport.descriptors import make_room
 from coordinator.transport.endpoint_lock import make_private_dir
 from coordinator.transport.guards import Door

@@ -18,8 +18,9 @@ import trio
 from coordinator.client.client import Client, open_client
 from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.messages import AuditRows, RequestRow
+from coordinator.settings import Config
 from worker.runners.tiny import write_tiny_checkpoint
 
 TOPK: Final = 16

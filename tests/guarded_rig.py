@@ -11,9 +11,10 @@ import trio
 
 from coordinator import messages
 from coordinator.client.client import Client, open_client
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.messages import WorkerWelcome
 from coordinator.service import Coordinator, open_sockets, open_zap
+from coordinator.settings import Config
 from coordinator.transport.keys import PeerKey, add_peer, make_keys, read_peer_key
 from coordinator.transport.sockets import DealerSocket, RouterSocket
 from metrics.state import CoordinatorCounters

@@ -13,11 +13,11 @@ import trio
 import trio.testing
 
 from coordinator.client.client import open_client
-from coordinator.config import HttpSettings
 from coordinator.http.api_keys import ApiKeys
 from coordinator.http.front import Front
 from coordinator.http.link import Link
 from coordinator.http.outputs import Outputs
+from coordinator.settings import HttpSettings
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from tests.gateway_rig import GatewayRig, running

@@ -25,8 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.client import Client, Stream, open_client
 from coordinator.cluster.children import Child, child_environ, stop_children
 from coordinator.cluster.up import STOP_GRACE_S, _answers
-from coordinator.config import Config, pool_path, to_environ
+from coordinator.config import pool_path, to_environ
 from coordinator.messages import AUTO, Sampling
+from coordinator.settings import Config
 from coordinator.transport.keys import make_keys
 from tests.cluster_rig import RECONNECT_LIMIT_S, assert_books_agreed, prompts_of
 from tests.netns_rig import Namespace

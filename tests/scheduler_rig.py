@@ -18,11 +18,11 @@ import trio.testing
 from coordinator import messages
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.arrays import pack_int32
-from coordinator.config import CoordinatorSettings
 from coordinator.gateway.token_log import TokenLog
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.settings import CoordinatorSettings
 from metrics.state import CoordinatorCounters
 from tests.fakes.fake_cluster import MODEL, capacity
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of

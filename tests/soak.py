@@ -37,9 +37,10 @@ import trio
 from coordinator.client.client import Client
 from coordinator.cluster.keeper import COORDINATOR, RESTARTS_MAX
 from coordinator.cluster.up import Cluster
-from coordinator.config import Config, pool_path
+from coordinator.config import pool_path
 from coordinator.errors import Unavailable
 from coordinator.messages import RequestRow, Sampling
+from coordinator.settings import Config
 from tests.cluster_rig import (
     assert_nothing_leaked,
     cluster_of_two,

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.cli import main
-from coordinator.config import HostFacts, WorkerSettings, build
+from coordinator.config import HostFacts, build
 from coordinator.config_checks import SEATS_MAX
 from coordinator.errors import CapacityError, ConfigError
 from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import ModelInfo
 from coordinator.scheduling.sizing import Length, ladder, page_limit
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import parse_size
 from kernels.layout import Geometry, managed_chunks, pages_for
 from worker.capacity import Plan, plan

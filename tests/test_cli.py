@@ -21,8 +21,8 @@ from coordinator.arrays import pack_int32, unpack_int32
 from coordinator.cli import main
 from coordinator.cli.common import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
 from coordinator.cli.output import duration_text, hot_text, share_text, size_text
-from coordinator.config import Config
 from coordinator.errors import BY_CODE
+from coordinator.settings import Config
 from tests.fakes.gateway import FakeGateway, tag_of
 
 MODEL = messages.ModelInfo(

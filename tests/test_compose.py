@@ -12,7 +12,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from coordinator.config import Config, HostFacts, build, load
+from coordinator.config import HostFacts, build, load
+from coordinator.settings import Config
 from coordinator.transport.keys import ALLOWED_FILE, SERVER_FILE
 from tests.process_rig import ROOT
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.config import Config, HostFacts, build, load, resolve, to_environ
+from coordinator.config import HostFacts, build, load, resolve, to_environ
 from coordinator.errors import ConfigError
+from coordinator.settings import Config
 from coordinator.sizes import parse_size
 
 FACTS = HostFacts(hostname="node7", pid=42, uid=1000)

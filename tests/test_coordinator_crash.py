@@ -23,9 +23,10 @@ import pytest
 import trio
 
 from coordinator.client.client import Client, open_client
-from coordinator.config import Config, pool_path, to_environ
+from coordinator.config import pool_path, to_environ
 from coordinator.errors import HiSparseError, NotFound, Unavailable, WrongState
 from coordinator.messages import Sampling
+from coordinator.settings import Config
 from tests.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, write_model
 from tests.process_rig import ROOT
 

@@ -18,7 +18,7 @@ from benchmarks.decode_report import find
 from coordinator import messages
 from coordinator.cli import main
 from coordinator.cluster import keeper
-from coordinator.config import OTHER_VARIABLES, SECTIONS, CoordinatorSettings, HostFacts, HttpSettings, build
+from coordinator.config import OTHER_VARIABLES, SECTIONS, HostFacts, build
 from coordinator.demo import compare
 from coordinator.gateway import connections
 from coordinator.http import api_keys, asks, bodies, exchange, front, link, server
@@ -26,6 +26,7 @@ from coordinator.journal import journal, store
 from coordinator.scheduling import dispatch, suspicion
 from coordinator.scheduling.lifecycle import State
 from coordinator.service import CLIENT_UNREAD_MESSAGES
+from coordinator.settings import CoordinatorSettings, HttpSettings
 from coordinator.top import draw, sample
 from coordinator.transport import lobby, meter, sockets, zap
 from metrics.names import BY_NAME

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 
 from coordinator import messages
 from coordinator.client.client import Client, open_client
-from coordinator.config import ClusterSettings, Config, CoordinatorSettings
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX, Sampling
 from coordinator.service import Coordinator
+from coordinator.settings import ClusterSettings, Config, CoordinatorSettings
 from coordinator.transport.sockets import RouterSocket
 from tests.fakes.worker import FakeWorker, hello
 from tests.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames

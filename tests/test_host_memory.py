@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
+from coordinator.settings import WorkerSettings
 from worker.host_memory import Room, memory_room, resolve_host_mem
 
 MEMINFO = "MemTotal: 8192 kB\nMemAvailable:    4096 kB\n"

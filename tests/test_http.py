@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli.common import EXIT_CODES
-from coordinator.config import HttpSettings
 from coordinator.errors import (
     BY_CODE,
     BadInput,
@@ -39,6 +38,7 @@ from coordinator.http.errors import (
     status_of,
 )
 from coordinator.messages import Ended, ModelInfo
+from coordinator.settings import HttpSettings
 from tests.http_rig import KEY, TEMPLATE, byte_tokenizer_json
 from tests.test_cli import run
 from worker.runners.text import JsonTokenizer, read_tokenizer

@@ -12,11 +12,12 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.config import HostFacts, HttpSettings, build
+from coordinator.config import HostFacts, build
 from coordinator.errors import CapacityError, ConfigError
 from coordinator.http import exchange, front, link, outputs, server
 from coordinator.http.exchange import BODY_BYTES_MAX, Receive, Scope, Send
 from coordinator.http.server import run_http
+from coordinator.settings import HttpSettings
 from coordinator.transport.keys import make_keys
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness

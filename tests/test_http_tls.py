@@ -18,9 +18,9 @@ from typing import Final
 
 import pytest
 
-from coordinator.config import HttpSettings
 from coordinator.errors import ConfigError
 from coordinator.http.tls import Tls, tls_of
+from coordinator.settings import HttpSettings
 from tests.process_rig import ROOT
 
 LIMIT_S: Final = 30.0

@@ -21,8 +21,9 @@ from coordinator.cluster.keeper import (
     Restarts,
     Watch,
 )
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.messages import WorkerRow
+from coordinator.settings import Config
 from tests.fakes.worker import CAPACITY
 
 LIMIT_S = 10.0

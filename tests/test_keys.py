@@ -11,8 +11,9 @@ import zmq
 
 from coordinator.cli import main
 from coordinator.cli.session import door
-from coordinator.config import ClusterSettings, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.errors import BadInput, ConfigError, NotFound
+from coordinator.settings import ClusterSettings
 from coordinator.transport import keys as key_files
 from coordinator.transport.keys import (
     AllowedKey,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import worker.oracle
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
+from coordinator.settings import WorkerSettings
 from kernels.layout import PAGE_TOKENS
 from kernels.rows import read_slab_rows
 from tests.runner_rig import Rig

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.errors import CapacityError, ConfigError, Unavailable
+from coordinator.settings import Config
 from coordinator.transport.endpoint_lock import EndpointLock
 from kernels.layout import Geometry
 from worker import pool_file, registration

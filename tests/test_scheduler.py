@@ -10,7 +10,6 @@ from trio.testing import MockClock
 
 from coordinator import messages
 from coordinator.arrays import pack_int32, pack_int64
-from coordinator.config import CoordinatorSettings
 from coordinator.errors import (
     BadInput,
     CapacityError,
@@ -23,6 +22,7 @@ from coordinator.errors import (
 )
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
+from coordinator.settings import CoordinatorSettings
 from tests.scheduler_rig import SETTINGS, SchedulerRig, open_rig
 
 STATES = ["QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"]

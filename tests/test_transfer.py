@@ -18,8 +18,9 @@ import zmq
 from msgspec.structs import replace
 
 from coordinator.arrays import pack_int64
-from coordinator.config import HostFacts, WorkerSettings, build
+from coordinator.config import HostFacts, build
 from coordinator.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
+from coordinator.settings import WorkerSettings
 from kernels.layout import Geometry
 from tests.transfer_rig import MODEL, OTHERS, SMALL, WAIT_S, arrivals, content, make_pool, peer_process, wait_for
 from worker import process

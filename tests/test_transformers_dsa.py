@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import worker.oracle
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
+from coordinator.settings import WorkerSettings
 from tests.runner_rig import Rig
 from worker.runners import layers, transformers_dsa
 from worker.runners.checkpoint import geometry_of

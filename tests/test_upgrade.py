@@ -17,8 +17,8 @@ import trio
 from coordinator.client.client import Client, open_client
 from coordinator.cluster.children import Child
 from coordinator.cluster.up import COORDINATOR, Cluster, running_cluster
-from coordinator.config import Config
 from coordinator.messages import Sampling
+from coordinator.settings import Config
 from tests.cluster_rig import RECONNECT_LIMIT_S, cluster_config, prompts_of, until_all_connected, write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from coordinator.config import WorkerSettings
+from coordinator.settings import WorkerSettings
 from tests.fakes.coordinator import Life
 from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.worker_rig import SETTINGS, Logits, Rig

@@ -14,12 +14,12 @@ import trio.testing
 
 from coordinator import messages
 from coordinator.arrays import Int32Array, unpack_int32
-from coordinator.config import CoordinatorSettings
 from coordinator.errors import ConfigError, HiSparseError, ProtocolError
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal, NoJournal
 from coordinator.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from coordinator.scheduling.events import WorkerPort
+from coordinator.settings import CoordinatorSettings
 from coordinator.transport.sockets import RouterSocket
 from coordinator.workers import command_log, worker_link
 from coordinator.workers.tokenizer_store import TokenizerStore

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import BadInput, CapacityError, ConfigError, InternalError
+from coordinator.settings import WorkerSettings
 from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.state import DeviceState
 from tests.fakes.hash_runner import FakeRunner

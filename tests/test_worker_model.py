@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import worker.oracle
-from coordinator.config import WorkerSettings
+from coordinator.settings import WorkerSettings
 from tests.fakes.coordinator import Life
 from tests.worker_rig import Logits, Rig
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import Config
 from coordinator.messages import Sampling
+from coordinator.settings import Config
 from tests.cluster_rig import cluster_config, prompts_of, write_model
 
 WORKERS: Final = 3

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from coordinator.config import WorkerSettings
 from coordinator.messages import Faulted
+from coordinator.settings import WorkerSettings
 from kernels.integrity import check_state
 from tests.fakes.coordinator import FakeCoordinator
 from tests.fakes.hash_runner import FakeRunner

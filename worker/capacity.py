@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coordinator.config import WorkerSettings
 from coordinator.config_checks import SEATS_MAX
 from coordinator.errors import CapacityError, ConfigError
 from coordinator.messages import ModelInfo
 from coordinator.scheduling.sizing import RESIDENT, Length, ladder, misfit, page_limit
+from coordinator.settings import WorkerSettings
 from kernels.layout import PAGE_TOKENS, Geometry, pages_for
 from worker.sizing import Sizing, size_worker
 

@@ -33,9 +33,9 @@ from typing import Concatenate, Final, ParamSpec
 from torch import Tensor
 
 from coordinator.arrays import unpack_int32
-from coordinator.config import WorkerSettings
 from coordinator.errors import HiSparseError, InternalError
 from coordinator.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import parse_size
 from metrics.logs import fields, logger
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import AUTO, parse_size
 from metrics.logs import fields, logger
 

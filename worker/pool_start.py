@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.config import Config, pool_path
+from coordinator.config import pool_path
+from coordinator.settings import Config
 from coordinator.sizes import AUTO
 from kernels.layout import Geometry
 from metrics.logs import fields, logger

@@ -30,8 +30,9 @@ import torch
 import trio
 from transformers.utils.logging import disable_progress_bar
 
-from coordinator.config import Config, WorkerSettings, pool_path
+from coordinator.config import pool_path
 from coordinator.errors import HiSparseError
+from coordinator.settings import Config, WorkerSettings
 from coordinator.transport.keys import access
 from coordinator.version import our_version
 from metrics import logs

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from coordinator.arrays import unpack_int32
-from coordinator.config import WorkerSettings
 from coordinator.errors import BadInput, CapacityError, InternalError
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
+from coordinator.settings import WorkerSettings
 from kernels.layout import pages_for
 from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState

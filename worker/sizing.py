@@ -27,10 +27,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import DECODE, ModelInfo, WorkerCapacity
 from coordinator.scheduling.sizing import smallest_chunks
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import AUTO, parse_size
 from kernels.layout import (
     CONTEXT_MAX_TOKENS,

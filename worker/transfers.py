@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from coordinator.arrays import unpack_int32
-from coordinator.config import Config, WorkerSettings, pool_path
+from coordinator.config import pool_path
 from coordinator.errors import BadInput
 from coordinator.messages import DECODE, PREFILL, Receive
+from coordinator.settings import Config, WorkerSettings
 from metrics.logs import fields, logger
 from metrics.state import TransferCounters
 from worker.handover import Incoming, Outgoing

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import click
 
 if TYPE_CHECKING:
-    from coordinator.config import Config
     from coordinator.errors import HiSparseError
+    from coordinator.settings import Config
 
 #: Exit code by `HiSparseError.code`. 0, 1 and 130 have their usual meaning, see EXIT_MEANINGS.
 EXIT_CODES: Final = {

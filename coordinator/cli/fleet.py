@@ -10,7 +10,7 @@ from coordinator.cli.common import output_option, with_config
 from coordinator.cli.watch import list_rows, watch_option
 
 if TYPE_CHECKING:
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 deadline_option = click.option(
     "--deadline",

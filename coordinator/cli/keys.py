@@ -10,7 +10,7 @@ import click
 from coordinator.cli.common import output_option, with_config
 
 if TYPE_CHECKING:
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 role_argument = click.argument("role", type=click.Choice(["client", "admin", "worker"]))
 name_argument = click.argument("name")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from coordinator.client.client import Client
-    from coordinator.config import Config
     from coordinator.messages import RequestDetail
+    from coordinator.settings import Config
 
 #: Beside the states: what waits for an operator to resume it.
 HELD = "HELD"

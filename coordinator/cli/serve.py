@@ -12,7 +12,7 @@ from coordinator.cli.common import Setting, read_words, with_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 #: As messages.ROLES: the command line is up before the protocol is imported.
 ROLES: Final = ("prefill", "decode", "both")

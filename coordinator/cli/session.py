@@ -14,7 +14,7 @@ from coordinator.errors import NotFound, Unavailable
 from coordinator.transport.keys import Insecure, PeerKey, access
 
 if TYPE_CHECKING:
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 T = TypeVar("T")
 #: How often `drain --wait` looks, and what it grants on top of the deadline for the last requests to quiesce.

@@ -12,7 +12,7 @@ from coordinator.cli.common import load_config, output_option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from coordinator.config import WorkerSettings
+    from coordinator.settings import WorkerSettings
     from worker.capacity import Choice, Plan
 
 #: What is printed to start workers with: those settings that sizes follow from.

@@ -13,7 +13,7 @@ from coordinator.cli.common import output_option, read_words, with_config
 
 if TYPE_CHECKING:
     from coordinator.cli.streaming import Follow
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 
 @click.command(short_help="Complete a prompt and stream the text.")

@@ -9,7 +9,7 @@ import click
 from coordinator.cli.common import with_config
 
 if TYPE_CHECKING:
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 
 @click.command(short_help="Watch and operate, full screen.")

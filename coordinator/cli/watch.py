@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from coordinator.cli.output import Column
     from coordinator.client.client import Client
-    from coordinator.config import Config
+    from coordinator.settings import Config
 
 Row = TypeVar("Row")
 Fetch = Callable[["Client"], Awaitable[Sequence[Row]]]

@@ -28,10 +28,10 @@ import trio
 
 from coordinator.client.client import Client, open_client
 from coordinator.cluster.children import Child, exit_text
-from coordinator.config import Config
 from coordinator.errors import HiSparseError
 from coordinator.messages import WorkerRow
 from coordinator.scheduling.suspicion import POISON_STRIKES
+from coordinator.settings import Config
 from coordinator.transport.keys import access
 
 #: The pause before a restart: the first, and the longest.

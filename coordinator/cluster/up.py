@@ -34,10 +34,11 @@ from coordinator.cli.common import EXIT_CODES
 from coordinator.client.client import Client
 from coordinator.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
 from coordinator.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
-from coordinator.config import Config, pool_path, to_environ
+from coordinator.config import pool_path, to_environ
 from coordinator.errors import ConfigError, HiSparseError, Unavailable, WrongState
 from coordinator.http.api_keys import read_keys
 from coordinator.http.tls import tls_of
+from coordinator.settings import Config
 from worker.pool_file import keep_pool, remove_pool
 from worker.runners.checkpoint import read_config
 

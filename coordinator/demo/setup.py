@@ -12,9 +12,10 @@ from typing import Final
 
 import coordinator
 from coordinator.cluster.children import Child, child_environ, exit_text, stop_children
-from coordinator.config import Config, HostFacts, build
+from coordinator.config import HostFacts, build
 from coordinator.demo.plan import DemoOptions, Source, memory_for
 from coordinator.errors import BadInput, Unavailable
+from coordinator.settings import Config
 from kernels.layout import PAGE_TOKENS, pages_for
 
 #: What counts as a text file in a directory.

@@ -24,7 +24,6 @@ import msgspec
 import trio
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from coordinator.config import HttpSettings
 from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound
 from coordinator.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
 from coordinator.http.api_keys import ApiKeys
@@ -36,6 +35,7 @@ from coordinator.http.link import Link
 from coordinator.http.outputs import Output, Outputs
 from coordinator.messages import NAME_CHARS_MAX
 from coordinator.scheduling.intake import check_name
+from coordinator.settings import HttpSettings
 from metrics.logs import fields, logger
 from metrics.state import HttpCounters
 

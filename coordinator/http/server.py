@@ -29,7 +29,6 @@ import msgspec
 import trio
 
 from coordinator.client.client import Client, open_client
-from coordinator.config import Config, HttpSettings
 from coordinator.config_checks import LOOPBACK
 from coordinator.errors import ConfigError
 from coordinator.http.api_keys import ApiKeys, read_keys
@@ -37,6 +36,7 @@ from coordinator.http.front import Front
 from coordinator.http.link import RECONNECT_LIMIT_S, Link
 from coordinator.http.outputs import Outputs
 from coordinator.http.tls import Tls, tls_of
+from coordinator.settings import Config, HttpSettings
 from coordinator.transport.keys import access
 from coordinator.version import our_version
 from metrics import logs

@@ -14,9 +14,9 @@ import ssl
 from pathlib import Path
 from typing import Final, NoReturn
 
-from coordinator.config import HttpSettings
 from coordinator.errors import ConfigError
 from coordinator.http.api_keys import OTHERS
+from coordinator.settings import HttpSettings
 
 CERT_FIELD: Final = "http.tls_cert_file"
 KEY_FIELD: Final = "http.tls_key_file"

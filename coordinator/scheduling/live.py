@@ -16,7 +16,7 @@ from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.scheduling.roster import Entry
 
 if TYPE_CHECKING:
-    from coordinator.config import CoordinatorSettings
+    from coordinator.settings import CoordinatorSettings
 
 
 class RequestPort(Protocol):

@@ -20,7 +20,6 @@ import trio
 from coordinator import messages
 from coordinator.actor import Level, Reply, Supervisor
 from coordinator.arrays import Int32Array
-from coordinator.config import CoordinatorSettings
 from coordinator.errors import HiSparseError, WrongState
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.inventory import adopt
@@ -45,6 +44,7 @@ from coordinator.scheduling.roster import Drain, Entry
 from coordinator.scheduling.sizing import page_limit
 from coordinator.scheduling.steps import Send, Step
 from coordinator.scheduling.verbs import carry_out, release_quarantine
+from coordinator.settings import CoordinatorSettings
 from kernels.layout import PAGE_TOKENS
 from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters

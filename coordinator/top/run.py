@@ -23,9 +23,9 @@ import trio
 from coordinator.cli.session import connected
 from coordinator.client.client import Client
 from coordinator.client.polling import ANSWER_LIMIT_S, keep_looking
-from coordinator.config import Config
 from coordinator.errors import HiSparseError, NotFound
 from coordinator.messages import RequestDetail
+from coordinator.settings import Config
 from coordinator.top.draw import draw, page_rows
 from coordinator.top.keys import KeyDecoder
 from coordinator.top.sample import Sample

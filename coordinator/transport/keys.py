@@ -84,7 +84,7 @@ class AllowedKey(NamedTuple):
 
 
 class Guarded(Protocol):
-    """Settings that say how tcp is guarded: coordinator.config.ClusterSettings."""
+    """Settings that say how tcp is guarded: coordinator.settings.ClusterSettings."""
 
     @property
     def keys_dir(self) -> str: ...

@@ -32,13 +32,13 @@ import trio
 
 from coordinator import messages
 from coordinator.arrays import Int32Array
-from coordinator.config import CoordinatorSettings
 from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Joined
 from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from coordinator.scheduling.events import LinkStats, WorkerPort
+from coordinator.settings import CoordinatorSettings
 from coordinator.transport.dropped import Dropped
 from coordinator.transport.frames import read_frame
 from coordinator.transport.gate import Gate

@@ -16,8 +16,8 @@ import torch
 import trio
 
 from coordinator.client.client import Client
-from coordinator.config import Config
 from coordinator.messages import AUTO, DIRECT
+from coordinator.settings import Config
 from tests.cluster_rig import assert_nothing_leaked, crash_config, write_model
 from tests.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
 

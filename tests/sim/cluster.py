@@ -37,7 +37,6 @@ import coordinator.workers.worker_link
 from coordinator import messages
 from coordinator.actor import open_supervisor
 from coordinator.arrays import Int32Array
-from coordinator.config import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.errors import HiSparseError
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
@@ -47,6 +46,7 @@ from coordinator.scheduling.roster import Entry
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.suspicion import POISON_STRIKES
 from coordinator.service import Coordinator
+from coordinator.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
 from tests.sim.checker import Checker, Readers

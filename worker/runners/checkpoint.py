@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
+from coordinator.settings import WorkerSettings
 from coordinator.sizes import AUTO
 from kernels.layout import Geometry
 from kernels.row_bytes import index_key_shape, kv_row_shape

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.config import WorkerSettings
 from coordinator.errors import ConfigError
 from coordinator.messages import ModelInfo
+from coordinator.settings import WorkerSettings
 from kernels.attention import attend_rows, prepare_attention
 from kernels.encode import encode, prepare_encode
 from kernels.index_topk import index_topk, prepare_index
