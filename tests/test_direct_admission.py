@@ -12,7 +12,7 @@ from coordinator.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_T
 from coordinator.scheduling import decisions
 from coordinator.scheduling.intake import check_fits
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.roster import Drain, Phase
+from coordinator.scheduling.members import Drain, Phase
 from coordinator.scheduling.sizing import RESIDENT, Length
 from tests.fakes.coordinator import Life
 from tests.fakes.fake_cluster import FakeCluster, capacity

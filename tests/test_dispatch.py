@@ -10,7 +10,7 @@ from coordinator.memory.ledger import Ledger, Memory
 from coordinator.scheduling.decisions import Admit
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard
 from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
-from coordinator.scheduling.roster import Entry, Phase, Worker
+from coordinator.scheduling.members import Entry, Phase, Worker
 from coordinator.scheduling.steps import Step
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 

@@ -16,8 +16,8 @@ from coordinator.messages import NO_HOT_BUFFER
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.lifecycle import TERMINAL, State
+from coordinator.scheduling.members import Drain
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
-from coordinator.scheduling.roster import Drain
 from coordinator.scheduling.sizing import RESIDENT, Length, Rung, misfit
 from tests.fakes.fake_cluster import FakeCluster
 

@@ -40,6 +40,7 @@ PURE = [
     "scheduling/last_topk",
     "scheduling/lifecycle",
     "scheduling/live",
+    "scheduling/members",
     "scheduling/policy",
     "scheduling/request_state",
     "scheduling/room",

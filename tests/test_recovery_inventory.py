@@ -17,8 +17,8 @@ from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Adopted, Lost, Retract
 from coordinator.scheduling.lifecycle import State
+from coordinator.scheduling.members import Entry, Phase, Worker
 from coordinator.scheduling.request_state import RequestState, Rows
-from coordinator.scheduling.roster import Entry, Phase, Worker
 from coordinator.scheduling.sizing import NO_RUNG, Rung
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 

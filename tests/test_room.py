@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.memory.ledger import Memory
+from coordinator.scheduling.members import Entry, Worker
 from coordinator.scheduling.room import Needs, Remedy, find_remedy
-from coordinator.scheduling.roster import Entry, Roster, Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.sizing import RESIDENT, Rung
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 

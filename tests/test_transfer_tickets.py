@@ -11,8 +11,8 @@ from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from coordinator.scheduling.decisions import Admit, Demote
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Heard
 from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
+from coordinator.scheduling.members import Phase, Worker
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
-from coordinator.scheduling.roster import Phase, Worker
 from kernels.layout import PAGE_TOKENS
 from tests.fakes.fake_cluster import MODEL, FakePort, capacity
 from worker.handover import Incoming, Outgoing

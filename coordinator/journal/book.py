@@ -53,7 +53,8 @@ from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.ledger_image import epochs_of, ledger_from
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN
 from coordinator.scheduling.live import digest
-from coordinator.scheduling.roster import DRAINS_MAX, follows
+from coordinator.scheduling.members import follows
+from coordinator.scheduling.roster import DRAINS_MAX
 
 
 def no_order(slot: int) -> Ordered:

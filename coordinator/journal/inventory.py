@@ -24,7 +24,7 @@ from coordinator.memory.ledger import Ledger, Memory
 from coordinator.messages import Grant, Held, Resize, Withdraw
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Adopted, Lost, Retract, Tell, Told
-from coordinator.scheduling.roster import Entry, Phase, Ticket, Worker
+from coordinator.scheduling.members import Entry, Phase, Ticket, Worker
 from coordinator.scheduling.sizing import RESIDENT, Rung
 from coordinator.scheduling.steps import Send, Step
 

@@ -8,8 +8,8 @@ the actors that its caller makes.
                                      (coordinator.journal.inventory). Workers decode on meanwhile
     on a worker of a lost epoch      departed: what the earlier life had begun is finished
 
-What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.roster): of the request whose rows
-are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
+What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.members): of the request whose
+rows are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
 
 An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
 other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
@@ -31,8 +31,9 @@ from coordinator.messages import NO_TOKEN
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
 from coordinator.scheduling.live import Ended, Live, RequestPort, Requests
+from coordinator.scheduling.members import Drain, Entry, Ticket, Worker
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.roster import Drain, Entry, Roster, Ticket, Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.steps import Step
 from coordinator.scheduling.suspicion import POISON_STRIKES, poison_reason
 

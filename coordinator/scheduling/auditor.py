@@ -19,7 +19,8 @@ from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Wit
 from coordinator.scheduling.dispatch import Heard
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.live import Live, Requests
-from coordinator.scheduling.roster import Roster, Worker
+from coordinator.scheduling.members import Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.steps import Step
 from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters

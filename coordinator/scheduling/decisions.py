@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.memory.ledger import Memory
 from coordinator.messages import NO_TOKEN
-from coordinator.scheduling.roster import Entry, Worker
+from coordinator.scheduling.members import Entry, Worker
 from coordinator.scheduling.sizing import Rung
 
 

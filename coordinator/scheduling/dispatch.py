@@ -38,8 +38,9 @@ from coordinator.scheduling.events import (
     Stage,
     Tell,
 )
+from coordinator.scheduling.members import ON_WORKER, Drain, Entry, Phase, Ticket, Worker
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.roster import ON_WORKER, Drain, Entry, Phase, Roster, Ticket, Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.steps import Send, Step
 from coordinator.scheduling.suspicion import POISON_STRIKES, poison_reason
 from kernels.layout import PAGE_TOKENS, pages_for

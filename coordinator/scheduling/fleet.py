@@ -19,7 +19,8 @@ from coordinator.memory.ledger import Ledger
 from coordinator.messages import ROLES, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.intake import check_name
-from coordinator.scheduling.roster import ON_WORKER, Roster, Worker
+from coordinator.scheduling.members import ON_WORKER, Worker
+from coordinator.scheduling.roster import Roster
 from kernels.layout import CONTEXT_MAX_TOKENS
 
 #: Workers that are gone are listed until there are this many.

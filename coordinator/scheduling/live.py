@@ -12,8 +12,8 @@ from coordinator.errors import CapacityError, NotFound, ProtocolError, WrongStat
 from coordinator.gateway.token_log import TokenLog
 from coordinator.messages import Counters, RequestRow, Sampling, StoryLine, Submit
 from coordinator.scheduling.events import Told
+from coordinator.scheduling.members import Entry
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
-from coordinator.scheduling.roster import Entry
 
 if TYPE_CHECKING:
     from coordinator.settings import CoordinatorSettings

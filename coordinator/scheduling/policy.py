@@ -18,8 +18,8 @@ never a victim. A running request makes room only when it is URGENT, that is, ne
 
 Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
-been retracted; on another node, its rows are sent to pages there that a *ticket* holds (coordinator.scheduling.roster),
-with a seat of the worker that lets them in. The pair is admitted at once or not at all: host pages and the first
+been retracted; on another node, its rows are sent to pages there that a *ticket* holds, with a seat of the worker that
+lets them in (coordinator.scheduling.members). The pair is admitted at once or not at all: host pages and the first
 worker's memory are reserved, the second worker's are *promised* until the prompt is there, that is, subtracted at the
 request's place in the order of rank. So only a better-ranked request can come between, and a coordinator that restarts
 has no promise to look after. Asked for neither, a request goes directly while there is a worker that does nothing but
@@ -59,8 +59,9 @@ from coordinator.scheduling.decisions import (
     Retract,
     Transfer,
 )
+from coordinator.scheduling.members import Entry, Phase, Rank, Worker
 from coordinator.scheduling.room import Needs, Remedy, find_remedy, is_pinned, next_lower
-from coordinator.scheduling.roster import Entry, Phase, Rank, Roster, Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.sizing import (
     NO_RUNG,
     RESIDENT,

@@ -13,7 +13,8 @@ from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 from coordinator.messages import NO_HOT_BUFFER
-from coordinator.scheduling.roster import Entry, Phase, Roster, Worker
+from coordinator.scheduling.members import Entry, Phase, Worker
+from coordinator.scheduling.roster import Roster
 from coordinator.scheduling.sizing import Rung, can_force, ladder
 
 

@@ -38,9 +38,9 @@ from coordinator.scheduling.front import Front, Message
 from coordinator.scheduling.intake import check_deadline
 from coordinator.scheduling.last_topk import LastTopk
 from coordinator.scheduling.live import Live, Requests
+from coordinator.scheduling.members import Drain, Entry
 from coordinator.scheduling.reception import Reception
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.roster import Drain, Entry
 from coordinator.scheduling.sizing import page_limit
 from coordinator.scheduling.steps import Send, Step
 from coordinator.scheduling.verbs import carry_out, release_quarantine

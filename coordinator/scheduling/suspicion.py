@@ -22,12 +22,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from coordinator.memory.ledger import EpochKey
-
-if TYPE_CHECKING:
-    from coordinator.scheduling.roster import Entry
+from coordinator.scheduling.members import Entry
 
 #: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2

@@ -29,8 +29,8 @@ from coordinator.scheduling.events import (
     Told,
 )
 from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.members import Drain, Entry, Worker
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
-from coordinator.scheduling.roster import Drain, Entry, Worker
 from coordinator.scheduling.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 

@@ -30,7 +30,7 @@ from coordinator import messages
 from coordinator.arrays import unpack_int32
 from coordinator.errors import InternalError
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.roster import Entry, Phase
+from coordinator.scheduling.members import Entry, Phase
 from coordinator.workers.worker_link import WorkerLink
 from kernels import layout
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Ticket

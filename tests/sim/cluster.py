@@ -42,7 +42,7 @@ from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
 from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
-from coordinator.scheduling.roster import Entry
+from coordinator.scheduling.members import Entry
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.suspicion import POISON_STRIKES
 from coordinator.service import Coordinator
