@@ -162,7 +162,7 @@ class FakeWorker:
                 self._numbers[row] = unpack_int32(command.prompt, "prompt")[0]
                 self._positions[row] = 0
                 self._granted[row] = len(command.host_pages) // 4 * PAGE_TOKENS
-                self._events += [messages.Staged(admission, 1.0, 1.0, 1), messages.Started(admission)]
+                self._events += [messages.Staged(admission, 1.0, 1.0), messages.Started(admission)]
                 self._load.admitted += 1
                 if self._load.admitted == self._load.requests:
                     self._load.all_admitted.set()

@@ -103,7 +103,7 @@ async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict
     stream = await client.submit([1, 2, 3], Sampling(max_tokens=100, ignore_eos=True), request_id="victim")
     admit = await next_command(worker)
     assert isinstance(admit, messages.Admit)
-    staged, started = messages.Staged(admit.admission, 1.0, 1.0, 1), messages.Started(admit.admission)
+    staged, started = messages.Staged(admit.admission, 1.0, 1.0), messages.Started(admit.admission)
     await worker.report(events=[staged, started], command_ack=1)
     await decode(worker, admit, 0, [10, 11])
     assert list(await anext(stream)) == [10, 11]

@@ -68,7 +68,7 @@ class Story:
         return done
 
     def run(self, admission: int = 1) -> None:
-        self.tell(admit(admission), messages.Staged(admission, 1.0, 1.0, 64), messages.Started(admission))
+        self.tell(admit(admission), messages.Staged(admission, 1.0, 1.0), messages.Started(admission))
 
 
 def finish(admission: int, generated: int) -> list[object]:
@@ -111,7 +111,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     """A first token that a stop string may begin in is not said, but decoding goes on from it."""
     story = Story()
     story.tell(admit(1, prefills_only=True))
-    assert story.tell(messages.Staged(1, 1.0, 1.0, 64)) == [Progressed(3, 1, Stage.STAGED)]
+    assert story.tell(messages.Staged(1, 1.0, 1.0)) == [Progressed(3, 1, Stage.STAGED)]
     assert story.request.state is State.TRANSFERRING
     story.rows = Rows(generated, PROMPT)
     assert story.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
@@ -128,7 +128,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
 
 def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
     story = Story()
-    story.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0, 64))
+    story.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
     story.rows = Rows(0, 0)
     assert story.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
     assert story.request.state is State.QUEUED
@@ -246,7 +246,7 @@ def test_what_a_worker_says_twice_is_heard_once() -> None:
     with pytest.raises(IllegalEventError):
         story.tell(messages.Resized(1, 128, 3))
     story.tell(Retract(True, False, "GPU pressure"))
-    assert story.tell(messages.Staged(1, 1.0, 1.0, 1), messages.Started(1)) == []
+    assert story.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
 
 
 @pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])
@@ -359,7 +359,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         admission = data.draw(st.integers(max(0, self.admissions - 1), self.admissions))
         self.tell(
             {
-                "staged": lambda: messages.Staged(admission, 1.0, 1.0, 1),
+                "staged": lambda: messages.Staged(admission, 1.0, 1.0),
                 "started": lambda: messages.Started(admission),
                 "parked": lambda: messages.Parked(admission),
                 "resized": lambda: messages.Resized(admission, 0, 2),

@@ -188,7 +188,7 @@ def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expecte
     assert state.state is expected
     state.check_invariants()
     if not staged:  # the report that was not acknowledged comes again
-        state.handle(Staged(1, 1.0, 1.0, 1), Rows(0, 100), 2.0)
+        state.handle(Staged(1, 1.0, 1.0), Rows(0, 100), 2.0)
         assert state.state is State.READY
 
 
