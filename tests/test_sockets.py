@@ -399,8 +399,10 @@ async def test_who_has_hung_up_is_still_told_from_whoever_came_next(endpoint: st
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
     script = (
         "import zmq\n"
-        "dealer = zmq.Context().socket(zmq.DEALER)\n"
-        f"dealer.connect({endpoint!r}); dealer.send(b'hello'); dealer.close(2_000)"
+        "context = zmq.Context()\n"
+        "dealer = context.socket(zmq.DEALER)\n"
+        f"dealer.connect({endpoint!r}); dealer.send(b'hello'); dealer.close(2_000)\n"
+        "context.term()"  # waits until it is sent; the end of the process does not
     )
     child = subprocess.Popen([sys.executable, "-c", script])  # noqa: ASYNC220 - returns at once
     await trio.to_thread.run_sync(child.wait)

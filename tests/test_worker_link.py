@@ -416,8 +416,10 @@ async def test_a_hello_of_a_process_that_is_gone_is_proved_gone_at_once(rig: Rig
     """I2: the process is that which made the connection, and not whoever has its descriptor by the time it is read."""
     script = (
         "import sys, zmq\n"
-        "dealer = zmq.Context().socket(zmq.DEALER)\n"
-        "dealer.connect(sys.argv[1]); dealer.send(bytes.fromhex(sys.argv[2])); dealer.close(2_000)"
+        "context = zmq.Context()\n"
+        "dealer = context.socket(zmq.DEALER)\n"
+        "dealer.connect(sys.argv[1]); dealer.send(bytes.fromhex(sys.argv[2])); dealer.close(2_000)\n"
+        "context.term()"  # waits until it is sent; the end of the process does not
     )
     frame = messages.encode(hello("w0")).hex()
     child = subprocess.Popen([sys.executable, "-c", script, rig.socket.endpoint, frame])  # noqa: ASYNC220
