@@ -35,20 +35,14 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
+    clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         for unit in UNITS:
             if unit == "swap_in":
-                yield from ((unit, (*defines, ("RANKS", ranks))) for ranks in ranks_of(arch, every=place == 0))
+                yield from ((unit, (*defines, ("RANKS", ranks))) for ranks in (RANKS if clusters else RANKS[:1]))
             elif place == 0 or unit not in ROWLESS:
                 yield unit, defines
-
-
-def ranks_of(arch: str, *, every: bool) -> tuple[int, ...]:
-    """Blocks per request that swap_in is compiled for: one where there are no clusters; else all, or the ends."""
-    if int(arch.removeprefix("sm_")) < 10 * CLUSTERS_SINCE[0]:
-        return RANKS[:1]
-    return RANKS if every else (RANKS[0], RANKS[-1])
 
 
 def report(arch: str) -> Iterator[tuple[Defines, Resources]]:

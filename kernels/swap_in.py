@@ -10,6 +10,8 @@ Contract, the same for every backend:
     With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
   * A duplicate gets the row of its first occurrence, and is loaded once. `misses` counts what is loaded, `hits` every
     other entry that gets a row: together, the entries that do.
+  * `batch` is as begin_step left it, and tables are as they were then. What is changed in between may be seen, or not;
+    CUDA looks at `batch.opened` alone, and a batch that no step began with gives -1 everywhere.
   * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
 
 Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.

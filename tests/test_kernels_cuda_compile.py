@@ -16,7 +16,7 @@ from coordinator.errors import BadInput, ConfigError, InternalError
 from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
-from kernels.cuda.launch import KERNELS, check_pool
+from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import blocks_per_request, replay_misses, share_of
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
@@ -40,7 +40,7 @@ def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.Capture
         assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
 
 
-@pytest.mark.parametrize("ranks", [1, 4, 16])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
 def test_host_loads_of_swap_in_wait_for_none_of_each_other(
     row_bytes: int, index_row_bytes: int, split: int, ranks: int

@@ -1,10 +1,12 @@
 """Whom the roster lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
 
-WAITING    in `Roster.waiting`, unless held
-STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
-RUNNING    in the decode batch
-LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
-CLOSING    told to end while it waited; its Closed is awaited
+The phases of a request:
+
+    WAITING    in `Roster.waiting`, unless held
+    STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
+    RUNNING    in the decode batch
+    LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
+    CLOSING    told to end while it waited; its Closed is awaited
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ __device__ i32 find_victim(const State& s, const i32* chunks, const i32* tail, c
     return best == NEVER ? -1 : static_cast<i32>(best & 0xFFFF);
 }
 
+// What swap_in asks for first, of a row that it will resolve: also of one whose new token found no page.
 __device__ __forceinline__ void leave_tables(const BeginStep& p, int row) {
     const State& s = p.state;
     OpenedRow& to = p.opened[row];

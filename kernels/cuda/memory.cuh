@@ -195,9 +195,6 @@ __device__ __forceinline__ void await_last() {
 #endif
 }
 
-__device__ __forceinline__ void add_shared(u32* word, u32 value) {
-    asm volatile("red.shared::cta.add.u32 [%0], %1;" ::"r"(shared_address(word)), "r"(value) : "memory");
-}
 // Sets bits of a word in shared memory, without a branch.
 __device__ __forceinline__ void set_bits_if(bool condition, u32* word, u32 bits) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared::cta.or.b32 [%1], %2; }" ::"r"(

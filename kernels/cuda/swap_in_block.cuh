@@ -67,7 +67,7 @@ struct alignas(16) Shared {
     u64 readers_mail;  // all peers have read the list of slots that go next
     u64 scanned_mail;  // all peers that miss anything have read all stamps
     u64 found;         // all warps have listed what they miss, where copies begin as soon as that is so
-    u64 prepared;      // likewise: the copy warps have resolved their entries, and fetched the top-k
+    u64 prepared;      // likewise: the top-k is here, and the bits of slots that stay to begin with are set
     u64 entered;       // the hash set has all misses
     u64 chosen;        // the control warps know the victims
     uint2 sums[2][BLOCK_WARPS];
@@ -95,7 +95,7 @@ struct alignas(16) Shared {
     alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
     alignas(16) u32 hit[SLOT_WORDS];   // bits of slots that this block hit
     i32 chunk[OPENED_CHUNKS];
-    i32 old[NEXT_SLOTS];               // what the slots of leaders held
+    i32 old[NEXT_SLOTS];  // what the slots of leaders held
     Miss miss[TOPK_MAX];
     u16 order[TOPK_MAX];  // misses that lead
 };
