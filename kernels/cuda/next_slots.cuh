@@ -210,14 +210,19 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
     const u32 seat = static_cast<u32>(at.seat), ring = seat * NEXT_RING + NEXT_SLOTS;
     const u32 end = static_cast<u32>(list.reserve_end);
     const u32 room = NEXT_RESERVE - (end - static_cast<u32>(list.reserve_begin));
-    // Stamps that do not fit shared memory are read twice a round: fewer rounds then.
-    const u32 stagings = (at.limit - 1) / STAGED_SLOTS + 1, rounds = stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    const u32 stagings = (at.limit - 1) / STAGED_SLOTS + 1, held = NEXT_RESERVE - room;
+    // Stamps that do not fit shared memory are read twice a round: fewer rounds then. But a block of its own goes on while
+    // the first ring could use up what there is: where steps missed little, many stamps hold few slots.
+    const u32 rounds = stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    const auto goes_on = [&](u32 round, u32 added) {
+        return round < rounds || (THREADS == BLOCK_THREADS && round < 4 && held + added < NEXT_SLOTS);
+    };
     StagedStamps<THREADS> stamps(at, list);
     u32 added = 0;
     i32 from = list.stamp;
     if (threadIdx.x == 0) s.last = 0;
 #pragma unroll 1
-    for (u32 round = 0; round < rounds && added < room && from < at.now - 1; ++round) {
+    for (u32 round = 0; goes_on(round, added) && added < room && from < at.now - 1; ++round) {
         u32 counts = 0;
         stamps.for_each(s, at, state.stamp, [&](u32, const int4& quad) {
             const u32 classes = classes_of(quad, from);
