@@ -12,6 +12,7 @@ namespace hisparse {
 struct Entry {
     i32 token, key;  // key: index page at first, then the place in slot_of; -1 without an index page
     u32 code;        // what slot_of says; NOTHING when it was not asked
+    i32 host_page;   // if it is wanted before a miss is known
 };
 
 __device__ __forceinline__ bool none_in_warp(const SwapIn& p, int place) { return (place & ~31) >= p.k; }
@@ -21,22 +22,21 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        entry[j] = {-1, -1, NOTHING};
+        entry[j] = {-1, -1, NOTHING, -1};
         if (place + j * step < p.k) load_now(entry[j].token, p.topk + (begin + static_cast<u32>(place + j * step)));
     }
 }
 
-// Index pages of entries that lie beyond those in shared memory; the first one's host page, where it is wanted early.
+// Index pages of entries that lie beyond those in shared memory; host pages, where they are wanted early.
 __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, u32 ranks, int place, int step,
-                                           Entry (&entry)[ENTRIES], i32& host_page) {
+                                           Entry (&entry)[ENTRIES]) {
     const u32 begin = static_cast<u32>(at.seat) * static_cast<u32>(p.state.max_pages);
-    host_page = -1;
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
         if (none_in_warp(p, place + j * step)) break;
         const u32 token = entry[j].token, page = token / PAGE_TOKENS;
         if (token >= static_cast<u32>(at.length) || page >= static_cast<u32>(p.state.max_pages)) continue;
-        if (j == 0 && ranks >= SPECULATIVE) load_now(host_page, p.state.host_table + (begin + page));
+        if (ranks >= SPECULATIVE) load_now(entry[j].host_page, p.state.host_table + (begin + page));
         if (page >= OPENED_PAGES) load_now(entry[j].key, p.state.index_table + (begin + page));
     }
 }
@@ -58,11 +58,11 @@ static_assert(MISSING == SLOT_ABSENT, "what slot_of says is a code");
 
 // True, and every load of these has ended. One that nothing awaited would be awaited where its register is used again: if
 // that is the register of a host load, the wait is for the host loads ahead of it, too.
-__device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES], i32 host_page) {
+__device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES]) {
     u32 codes = 0;
 #pragma unroll
-    for (int j = 0; j < ENTRIES; ++j) codes |= entry[j].code;
-    return codes <= 0xFFFF && host_page >= -1;
+    for (int j = 0; j < ENTRIES; ++j) codes |= entry[j].code | static_cast<u32>(entry[j].host_page < -1) << 16;
+    return codes <= 0xFFFF;
 }
 
 // By the copy warps, while tables are on their way: what is needed before the next barrier.
@@ -189,10 +189,10 @@ __device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 posi
 }
 
 // Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
-// slot_of says, `host_page` is that of the first one, if it was wanted early. One piece of code for all entries of a
+// slot_of says. One piece of code for all entries of a
 // thread: fetching instructions takes longer than what is saved by having them thrice.
 __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
-                                                Entry (&entry)[ENTRIES], i32 host_page) {
+                                                Entry (&entry)[ENTRIES]) {
     i32* const out = p.out_rows + static_cast<u32>(row) * static_cast<u32>(p.k);
     const int step = BLOCK_THREADS * deal.ranks;
     const u32 begin = deal.rank * deal.share, end = begin + deal.share;
@@ -203,24 +203,19 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
         if (which == ENTRIES) {
             which = 0;
             read_tokens(p, row, place, step, entry);
-            read_pages(p, at, deal.ranks, place, step, entry, host_page);
+            read_pages(p, at, deal.ranks, place, step, entry);
             read_slots(p, at, s, place, step, entry);
         }
         u32 code = entry[0].code;
-        i32 token = entry[0].token;
+        i32 token = entry[0].token, host_page = entry[0].host_page;
 #pragma unroll
         for (u32 j = 1; j < ENTRIES; ++j)
-            if (which == j) code = entry[j].code, token = entry[j].token;
-        bool missing = false;
+            if (which == j) code = entry[j].code, token = entry[j].token, host_page = entry[j].host_page;
         const i32 found = code < at.limit ? slot_row(s, code) : -1;
         if (!__all_sync(0xFFFFFFFF, found >= 0)) {  // else the rest is not even fetched
-            if (code == MISSING) {
-                if (which > 0 || deal.ranks < SPECULATIVE)
-                    host_page =
-                        TableRow(p.state.host_table, p.state.max_pages, at.seat)[static_cast<u32>(token) / PAGE_TOKENS];
-                missing = list_missing(s, place, token, host_page);
-            }
-            if (!missing && found < 0) {
+            if (code == MISSING && deal.ranks < SPECULATIVE)
+                host_page = TableRow(p.state.host_table, p.state.max_pages, at.seat)[static_cast<u32>(token) / PAGE_TOKENS];
+            if (code == MISSING ? !list_missing(s, place, token, host_page) : found < 0) {
                 code = NOTHING;
                 if (place < p.k) out[place] = -1;
                 if (token != -1)
@@ -235,7 +230,7 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
             else atomicOr(&s.hit[code / 32], 1u << code % 32);
         }
         s.code[position] = static_cast<u16>(code);
-        send_codes(s, deal, position, missing, hit);
+        send_codes(s, deal, position, code == MISSING, hit);
     }
 }
 

@@ -272,8 +272,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     }
     Tail tail;
     NextSlots next;
-    i32 host_page = -1;
-    if (resolves) read_pages(p, at, deal.ranks, first, step, entry, host_page);
+    if (resolves) read_pages(p, at, deal.ranks, first, step, entry);
     if (copies) {
         tail.load(p, at);
         await_words();
@@ -288,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         tail.keep(p, at, s);
         prepare_misses(p, s, row, deal);
     }
-    if (resolves) resolve_managed(p, at, s, row, deal, entry, host_page);
-    const bool settled = is_settled(entry, host_page);
+    if (resolves) resolve_managed(p, at, s, row, deal, entry);
+    const bool settled = is_settled(entry);
     if (!ahead) {
         await_words();
         __syncthreads();
