@@ -311,7 +311,11 @@ __device__ __forceinline__ void leave_list(const State& state, const Seat& at, S
             state.next_stamp[to] = state.next_stamp[from];
         }
         left += moved;
-        if (threadIdx.x == TELLS) list.reserve_begin = static_cast<i32>(taken + moved), list.asks = s.list.asks + 1;
+        sync_named(CONTROL, CONTROL_THREADS);  // their places are free when all have been read
+        if (threadIdx.x == TELLS) {
+            list.asks = s.list.asks + 1;
+            store_release(&list.reserve_begin, static_cast<i32>(taken + moved));
+        }
     }
     if (threadIdx.x == TELLS) list.begin = static_cast<i32>(begin), list.count = static_cast<i32>(left);
 }
@@ -324,7 +328,11 @@ __device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
     const OpenedRow& opened = p.opened[row];
     const Seat at = seat_of(p, reinterpret_cast<const int4&>(opened));
     if (at.hot <= 0) return;
-    if (threadIdx.x == 0) s.list = p.state.next_list[at.seat];  // others may write it meanwhile: read once
+    if (threadIdx.x == 0) {  // others may write it meanwhile: read once
+        const i32 freed = load_acquire(&p.state.next_list[at.seat].reserve_begin);
+        s.list = p.state.next_list[at.seat];
+        s.list.reserve_begin = freed;
+    }
     for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = opened.chunk[i];
     for (u32 i = threadIdx.x; i <= at.limit / 32; i += BLOCK_THREADS) s.stay[i] = 0;
     __syncthreads();
