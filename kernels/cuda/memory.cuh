@@ -44,6 +44,15 @@ __device__ __forceinline__ void load_now(int4& v, const int4* at) {
 __device__ __forceinline__ void load_now(i32& v, const i32* at) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
 }
+// Loads `v` from `at` where `wanted`, without a branch.
+__device__ __forceinline__ void load_if(bool wanted, i32& v, const i32* at) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1]; }"
+                 : "+r"(v) : "l"(at), "r"(static_cast<u32>(wanted)));
+}
+__device__ __forceinline__ void load_if(bool wanted, u32& v, const u16* at) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
+                 : "+r"(v) : "l"(at), "r"(static_cast<u32>(wanted)));
+}
 
 // How rows of BYTES bytes, all at multiples of ALIGN (a power of two up to 128), split into lines.
 template <int BYTES, int ALIGN> struct RowShape {
@@ -116,7 +125,7 @@ template <class Shape, int FLIGHT> struct Lines {
         int at[END - BEGIN];
 #pragma unroll
         for (int i = BEGIN; i < END; ++i) {
-            const u32 task = min(first + i * stride, tasks - 1);
+            const u32 task = END == 1 ? first : min(first + i * stride, tasks - 1);
             from[i - BEGIN] = source(task / Shape::LINES);
             at[i - BEGIN] = Shape::offset(from[i - BEGIN], static_cast<int>(task % Shape::LINES));
         }

@@ -32,6 +32,9 @@ struct Counts {
     __device__ __forceinline__ u32 hits() const {
         return __reduce_add_sync(0xFFFFFFFF, (count[0] >> 16) + (count[1] >> 16) + (count[2] >> 16) + (count[3] >> 16));
     }
+    __device__ __forceinline__ bool any() const {
+        return __any_sync(0xFFFFFFFF, (count[0] | count[1] | count[2] | count[3]) & 0xFFFF);
+    }
     __device__ __forceinline__ Misses misses(const Deal& deal, u32 own) const {
         u32 sums = 0;  // all, and from 16 bits on those of lower ranks
 #pragma unroll

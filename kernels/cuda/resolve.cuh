@@ -10,10 +10,13 @@
 namespace hisparse {
 
 struct Entry {
-    i32 token, key;  // key: index page at first, then the place in slot_of; -1 without an index page
-    u32 code;        // what slot_of says; NOTHING when it was not asked
-    i32 host_page;   // if it is wanted before a miss is known
+    i32 token;
+    u32 page;       // of the context; NO_PAGE of none, or beyond its length
+    i32 key;        // place in slot_of; -1 without an index page
+    u32 code;       // what slot_of says; NOTHING when it was not asked
+    i32 host_page;  // if it is wanted before a miss is known
 };
+constexpr u32 NO_PAGE = ~0u;
 
 __device__ __forceinline__ bool none_in_warp(const SwapIn& p, int place) { return (place & ~31) >= p.k; }
 
@@ -22,36 +25,54 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        entry[j] = {-1, -1, NOTHING, -1};
+        entry[j] = {-1, NO_PAGE, -1, NOTHING, -1};
         if (place + j * step < p.k) load_now(entry[j].token, p.topk + (begin + static_cast<u32>(place + j * step)));
     }
 }
 
-// Index pages of entries that lie beyond those in shared memory; host pages, where they are wanted early.
-__device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, u32 ranks, int place, int step,
-                                           Entry (&entry)[ENTRIES]) {
-    const u32 begin = static_cast<u32>(at.seat) * static_cast<u32>(p.state.max_pages);
+// Waits for the tokens, in all threads alike. A use of one that might still be on its way, as far as the compiler knows,
+// would wait for all loads that its scoreboard counts by then: for slots, where the next thing to ask for are host pages.
+__device__ __forceinline__ void settle_tokens(const Seat& at, Entry (&entry)[ENTRIES]) {
+    static_assert(PAGE_TOKENS == 64, "6 bits");
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        if (none_in_warp(p, place + j * step)) break;
-        const u32 token = entry[j].token, page = token / PAGE_TOKENS;
-        if (token >= static_cast<u32>(at.length) || page >= static_cast<u32>(p.state.max_pages)) continue;
-        if (ranks >= SPECULATIVE) load_now(entry[j].host_page, p.state.host_table + (begin + page));
-        if (page >= OPENED_PAGES) load_now(entry[j].key, p.state.index_table + (begin + page));
+        asm volatile("shr.u32 %0, %1, 6;" : "=r"(entry[j].page) : "r"(entry[j].token));
+        if (static_cast<u32>(entry[j].token) >= static_cast<u32>(at.length)) entry[j].page = NO_PAGE;
     }
 }
 
+// Index pages of entries that lie beyond those in shared memory.
+__device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, Entry (&entry)[ENTRIES]) {
+    if (at.length <= OPENED_PAGES * PAGE_TOKENS) return;
+    const TableRow pages(p.state.index_table, p.state.max_pages, at.seat);
+    i32 page[ENTRIES];
+#pragma unroll
+    for (int j = 0; j < ENTRIES; ++j) page[j] = entry[j].page < OPENED_PAGES ? -1 : pages[entry[j].page];
+#pragma unroll
+    for (int j = 0; j < ENTRIES; ++j) entry[j].key = key_in(page[j], entry[j].token);
+}
+
 // Slots of the entries, by pages that are known or in shared memory.
-__device__ __forceinline__ void read_slots(const SwapIn& p, const Seat& at, Shared& s, int place, int step,
-                                           Entry (&entry)[ENTRIES]) {
+__device__ __forceinline__ void read_slots(const SwapIn& p, const Shared& s, int place, int step, Entry (&entry)[ENTRIES]) {
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        if (none_in_warp(p, place + j * step)) break;
-        const u32 token = entry[j].token;
-        if (token >= static_cast<u32>(at.length)) continue;
-        if (token / PAGE_TOKENS < OPENED_PAGES) entry[j].key = s.index[token / PAGE_TOKENS];
-        if (entry[j].key < 0) continue;
-        entry[j].code = p.state.slot_of[entry[j].key * PAGE_TOKENS + (token & (PAGE_TOKENS - 1))];
+        if (j > 0 && none_in_warp(p, place + j * step)) break;
+        const i32 page = s.index[min(entry[j].page, static_cast<u32>(OPENED_PAGES - 1))];
+        if (entry[j].page < OPENED_PAGES) entry[j].key = key_in(page, entry[j].token);
+        load_if(entry[j].key >= 0, entry[j].code, p.state.slot_of + entry[j].key);
+    }
+}
+
+// Host pages, where they are wanted before a miss is known: while slots are on their way.
+__device__ __forceinline__ void read_host_pages(const SwapIn& p, const Seat& at, int place, int step,
+                                                Entry (&entry)[ENTRIES]) {
+    if (RANKS < SPECULATIVE) return;
+    const u32 begin = static_cast<u32>(at.seat) * static_cast<u32>(p.state.max_pages);
+#pragma unroll
+    for (int j = 0; j < ENTRIES; ++j) {
+        if (j > 0 && none_in_warp(p, place + j * step)) break;
+        const u32 page = entry[j].page;
+        load_if(page < static_cast<u32>(p.state.max_pages), entry[j].host_page, p.state.host_table + (begin + page));
     }
 }
 static_assert(MISSING == SLOT_ABSENT, "what slot_of says is a code");
@@ -189,8 +210,8 @@ __device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 posi
 }
 
 // Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
-// slot_of says. One piece of code for all entries of a
-// thread: fetching instructions takes longer than what is saved by having them thrice.
+// slot_of says. One piece of code for all entries of a thread: fetching instructions takes longer than what is saved by
+// having them thrice.
 __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
                                                 Entry (&entry)[ENTRIES]) {
     i32* const out = p.out_rows + static_cast<u32>(row) * static_cast<u32>(p.k);
@@ -203,8 +224,10 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
         if (which == ENTRIES) {
             which = 0;
             read_tokens(p, row, place, step, entry);
-            read_pages(p, at, deal.ranks, place, step, entry);
-            read_slots(p, at, s, place, step, entry);
+            settle_tokens(at, entry);
+            read_pages(p, at, entry);
+            read_slots(p, s, place, step, entry);
+            read_host_pages(p, at, place, step, entry);
         }
         u32 code = entry[0].code;
         i32 token = entry[0].token, host_page = entry[0].host_page;

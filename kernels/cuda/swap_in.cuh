@@ -41,8 +41,9 @@ namespace hisparse {
 __device__ __forceinline__ bool speaks() { return threadIdx.x / 32 == CONTROL_WARPS - 1; }
 
 // Stamps of the slots that this block hit, by all other warps: neighbouring slots together, where hits came in any order.
+// Two words at a time: six take longer to fetch as instructions than three turns take.
 __device__ __forceinline__ void stamp_hits(const SwapIn& p, const Seat& at, const Shared& s) {
-    constexpr u32 TOGETHER = 6, WARPS = BLOCK_WARPS - 1;
+    constexpr u32 TOGETHER = 2, WARPS = BLOCK_WARPS - 1;
     if (speaks()) return;
     const u32 words = (at.limit + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
@@ -94,15 +95,16 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
     }
 }
 
-__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Deal& deal) {
-    copy_plane<Plane<0>>(p, s, s.misses, [&] {
+// `misses` of this block, one at least.
+__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Deal& deal, u32 misses) {
+    copy_plane<Plane<0>>(p, s, misses, [&] {
         if (deal.ranks > 1) await_gate(&s.codes_mail);
         sync_named(COPY, COPY_THREADS);  // the top-k is in shared memory
         enter_misses(s, deal);
         open_gate(&s.entered);
         await_gate(&s.chosen);
     });
-    if (PLANES == 2) copy_plane<LastPlane>(p, s, s.misses, [] {});
+    if (PLANES == 2) copy_plane<LastPlane>(p, s, misses, [] {});
 }
 
 // ---- managed requests: control warps
@@ -161,23 +163,35 @@ __device__ __forceinline__ void tell_scanned(Shared& s, const Deal& deal, u32 wh
     else open_gate(&s.scanned_mail);
 }
 
+// What this block hit, while the peers' mail is on its way.
+__device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, const Shared& s, const Deal& deal) {
+    const u32 begin = deal.rank * deal.share / 32;
+    u32 hits = 0;
+#pragma unroll 1
+    for (u32 i = threadIdx.x % 32; i < deal.share / 32; i += 32) hits += s.count[begin + i] >> 16;
+    hits = __reduce_add_sync(0xFFFFFFFF, hits);
+    if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
+}
+
 // All control warps, `next` being on its way already where entries are SCATTERED.
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
                                        NextSlots& next) {
     constexpr bool ahead = Deal::ranks >= SCATTERED;
     if (!ahead && s.misses == 0 && !speaks()) return;
+    if (!ahead && speaks()) count_own_hits(p, at, s, deal);
     if (deal.ranks > 1) await_gate(&s.codes_mail);
     if (ahead && s.misses == 0 && !speaks()) return;
     const Counts counts(s, deal);
-    Misses misses = counts.misses(deal, s.misses);
+    const bool any = counts.any();
     if (deal.rank == 0 && speaks()) {
-        const u32 hits = counts.hits();
-        if (threadIdx.x % 32 == 0) {
-            add_to_seat(p, at, p.state.hits, hits);
-            if (misses.total == 0) p.plan.count[row] = 0;
+        if (!any && threadIdx.x % 32 == 0) p.plan.count[row] = 0;
+        if (ahead) {  // of all blocks: an atomic of each would be waited for at the end
+            const u32 hits = counts.hits();
+            if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
         }
     }
-    if (misses.total == 0) return;
+    if (!any) return;
+    Misses misses = counts.misses(deal, s.misses);
     if (misses.own == 0) {
         tell_read(s, deal);
         if (deal.ranks > 1) await_gate(&s.readers_mail);  // peers knock here
@@ -270,24 +284,27 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         if (deal.ranks > 1) cluster_wait();
         return;
     }
-    Tail tail;
+    settle_tokens(at, entry);
     NextSlots next;
-    if (resolves) read_pages(p, at, deal.ranks, first, step, entry);
-    if (copies) {
-        tail.load(p, at);
-        await_words();
-    } else if (ahead) {
-        next.load(p.state, at, s);
-    }
+    if (resolves) read_pages(p, at, entry);
+    if (copies) await_words();
+    else if (Deal::ranks >= LIST_FIRST) next.load(p.state, at, s);
     if (deal.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
     __syncthreads();
 
-    if (resolves) read_slots(p, at, s, first, step, entry);
+    if (resolves) {
+        read_slots(p, s, first, step, entry);
+        read_host_pages(p, at, first, step, entry);
+    }
+    Tail tail;
     if (copies) {
-        tail.keep(p, at, s);
+        tail.load(p, at);
         prepare_misses(p, s, row, deal);
+    } else if (ahead && Deal::ranks < LIST_FIRST) {
+        next.load(p.state, at, s);
     }
     if (resolves) resolve_managed(p, at, s, row, deal, entry);
+    if (copies) tail.keep(p, at, s);
     const bool settled = is_settled(entry);
     if (!ahead) {
         await_words();
@@ -300,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         next.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
     let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
-    if (copies && s.misses > 0 && settled) copy_misses(p, s, deal);
+    const u32 misses = copies ? s.misses : 0;
+    if (misses > 0 && settled) copy_misses(p, s, deal, misses);
     if (!ahead) stamp_hits(p, at, s);
     if (copies) return;
     decide(p, at, s, row, deal, next);

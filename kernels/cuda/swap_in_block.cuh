@@ -17,6 +17,7 @@ constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
 constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours; some
                                 // warps have no entries, read the list of next slots ahead, or begin to copy at once
+constexpr int LIST_FIRST = 8;   // from so many on, warps without entries read the list of next slots before all else
 constexpr int RANKS_MAX = 16;
 static_assert(RANKS >= 1 && RANKS <= RANKS_MAX && (RANKS & (RANKS - 1)) == 0, "blocks of a request: a compile-time constant");
 constexpr u32 STAGED_SLOTS = 9216;  // whose stamps it has room for where the top-k is no longer needed
@@ -129,11 +130,14 @@ struct TableRow {
     }
 };
 
-// Where slot_of has a token; -1 without an index page.
+// Where slot_of has a token of an index page; -1 without one.
+__device__ __forceinline__ i32 key_in(i32 page, u32 token) {
+    return page < 0 ? -1 : page * PAGE_TOKENS + static_cast<i32>(token % PAGE_TOKENS);
+}
 __device__ __forceinline__ i32 key_of(const SwapIn& p, const Seat& at, const Shared& s, u32 token) {
     const u32 held = token / PAGE_TOKENS;
     const i32 page = held < OPENED_PAGES ? s.index[held] : TableRow(p.state.index_table, p.state.max_pages, at.seat)[held];
-    return page < 0 ? -1 : page * PAGE_TOKENS + static_cast<i32>(token % PAGE_TOKENS);
+    return key_in(page, token);
 }
 
 __device__ __forceinline__ i32 slot_row(const Shared& s, u32 slot) {
@@ -151,10 +155,11 @@ __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
     return value;
 }
 
-// The next number of a counter in shared memory. Few threads of a warp ask: combining their requests would take longer.
+// The next number, below 65,536, of a counter in shared memory. Few threads of a warp ask: combining their requests, as the
+// compiler does where it finds an addition, would take longer.
 __device__ __forceinline__ u32 take(u32* counter) {
     u32 number;
-    asm volatile("atom.shared::cta.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(shared_address(counter)) : "memory");
+    asm volatile("atom.shared::cta.inc.u32 %0, [%1], 0xFFFF;" : "=r"(number) : "r"(shared_address(counter)) : "memory");
     return number;
 }
 
