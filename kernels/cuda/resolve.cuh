@@ -33,10 +33,9 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
 // Waits for the tokens, in all threads alike. A use of one that might still be on its way, as far as the compiler knows,
 // would wait for all loads that its scoreboard counts by then: for slots, where the next thing to ask for are host pages.
 __device__ __forceinline__ void settle_tokens(const Seat& at, Entry (&entry)[ENTRIES]) {
-    static_assert(PAGE_TOKENS == 64, "6 bits");
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
-        asm volatile("shr.u32 %0, %1, 6;" : "=r"(entry[j].page) : "r"(entry[j].token));
+        entry[j].page = used_page_of(entry[j].token);
         if (static_cast<u32>(entry[j].token) >= static_cast<u32>(at.length)) entry[j].page = NO_PAGE;
     }
 }

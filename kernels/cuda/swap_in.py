@@ -44,13 +44,36 @@ def swap_in(
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     `keepers`: blocks of their own keep the lists of slots that go next, where the device has room for them.
     """
-    rows, k = topk.shape
+    rows = topk.shape[0]
     ranks = ranks or ranks_of(state, rows)
+    keeping = keepers_of(state, rows, ranks) if keepers else 0  # clusters
+    swap_in_of(state, ranks).launch(
+        (ranks, rows + keeping),
+        block_of(state, group, topk, batch, out_rows, plan, ranks, keepers=keeping > 0),
+        stream_of(state),
+        cluster=ranks,
+        shared_bytes=parameters.SWAP_IN_SHARED_BYTES,
+        early=early and has_clusters(state),
+    )
+
+
+def block_of(
+    state: DeviceState,
+    group: int,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
+    ranks: int,
+    *,
+    keepers: bool,
+) -> parameters.SwapIn:
+    """The parameter block of a swap_in."""
+    rows, k = topk.shape
     geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
     arena = state.rows.shape[1]
-    keeping = keepers_of(state, rows, ranks) if keepers else 0  # clusters
     before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
-    block = parameters.SwapIn(
+    return parameters.SwapIn(
         state=parameters.group_parameters(state, group),
         opened=batch.opened.data_ptr(),
         plan=parameters.plan_parameters(plan),
@@ -62,17 +85,9 @@ def swap_in(
         share=share_of(k, ranks),
         copies=_copies.get(),
         page_bytes=geometry.page_bytes,
-        keepers=keeping > 0,
+        keepers=keepers,
         host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
         device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
-    )
-    swap_in_of(state, ranks).launch(
-        (ranks, rows + keeping),
-        block,
-        stream_of(state),
-        cluster=ranks,
-        shared_bytes=parameters.SWAP_IN_SHARED_BYTES,
-        early=early and has_clusters(state),
     )
 
 

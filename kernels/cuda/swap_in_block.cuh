@@ -155,14 +155,6 @@ __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
     return value;
 }
 
-// The next number, below 65,536, of a counter in shared memory. Few threads of a warp ask: combining their requests, as the
-// compiler does where it finds an addition, would take longer.
-__device__ __forceinline__ u32 take(u32* counter) {
-    u32 number;
-    asm volatile("atom.shared::cta.inc.u32 %0, [%1], 0xFFFF;" : "=r"(number) : "r"(shared_address(counter)) : "memory");
-    return number;
-}
-
 __device__ __forceinline__ void add_to_seat(const SwapIn& p, const Seat& at, i64* counters, u32 count) {
     if (count) atomicAdd(reinterpret_cast<u64*>(counters + at.seat), static_cast<u64>(count));
 }

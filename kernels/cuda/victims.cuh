@@ -22,12 +22,6 @@ struct Cut {
     __device__ __forceinline__ u32 chosen(u32 sofar) const { return (sofar >> 16) + min(sofar & 0xFFFF, ties); }
 };
 
-__device__ __forceinline__ u32 shift_left(u32 value, u32 by) {  // 0 from 32 on, unlike C++
-    u32 shifted;
-    asm("shl.b32 %0, %1, %2;" : "=r"(shifted) : "r"(value), "r"(by));
-    return shifted;
-}
-
 // Stamps of one control thread: quads of neighbouring slots, MUST_STAY for those that are no candidates. QUADS of them
 // are held at a time. Threads follow each other in slot order, so that one prefix sum over threads ranks all.
 struct Stamps {

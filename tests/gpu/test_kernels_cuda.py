@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ if not torch.cuda.is_available():
 from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
+from tests.gpu.lists import TOPK, goes_round, small_sizes, uses_a_list_for_long  # noqa: E402
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 
@@ -117,36 +117,9 @@ def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> 
 
 @pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (4, False), (4, True), (16, True)])
 def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool) -> None:
-    """Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
-    Exact LRU all the while, by the sets of tokens held; then steps that use most of a list up, or more than it has."""
-    twin = Twin(
-        20 + ranks, groups=(0,), row_bytes=16, topk=512, hot_max=1088, max_tokens=4096, ranks=ranks, keepers=keepers
-    )
-    twin.open(0, 3000, 1088, 1088)
-    twin.open(1, 3000, 1000, 700)
-    lists, lengths = [], []
-    window = [torch.randperm(2900, generator=twin.torch) for _ in range(2)]
-    places = [0, 0]
-    for step in range(70):
-        batches = twin.begin([1, 0])
-        twin.write_new_rows(batches[0])
-        rows = []
-        for seat in (1, 0):
-            fresh = (0, 7, 13, 40, 150, 400)[step % 4 if step < 60 else 4 + step % 2]
-            places[seat] += fresh
-            near = window[seat][(places[seat] + torch.arange(512)) % 2900]
-            behind = window[seat][(places[seat] - torch.randint(1, 500, (8,), generator=twin.torch)) % 2900]
-            near[torch.randint(0, 512, (8,), generator=twin.torch)] = behind
-            rows.append(near[torch.randperm(512, generator=twin.torch)])
-        padding = torch.full((512,), -1)
-        twin.swap_in(0, batches, torch.stack([*rows, padding, padding]).int())
-        twin.check()
-        if step < 60:
-            lists.append(twin.gpu.next_stamp[0, :2, :512].cpu().clone())
-            lengths.append(twin.gpu.next_list[0, :2, 1].tolist())
-    changes = sum(not torch.equal(old, new) for old, new in pairwise(lists))
-    assert 2 < changes < 30, "of 59 steps, how many added to a list"
-    assert min(min(pair) for pair in lengths[4:]) > 40, "and no list ran out"
+    """Exact LRU from a list, and when it ends."""
+    twin = Twin(20 + ranks, groups=(0,), ranks=ranks, keepers=keepers, **small_sizes(1088))
+    uses_a_list_for_long(twin, steps=70)
 
 
 @pytest.mark.parametrize("keepers", [False, True])
@@ -163,20 +136,11 @@ def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool)
 def test_a_list_goes_on_where_a_step_leaves_it(
     ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
 ) -> None:
-    """A window over a permutation of the context: what falls out of it goes in that order, and comes round again."""
-    twin = Twin(
-        ranks, groups=(0,), row_bytes=16, topk=512, hot_max=9472, max_tokens=16384, ranks=ranks, keepers=keepers
-    )
-    twin.open(0, 14000, hot_slots, tokens)
-    window, place = torch.randperm(13_900, generator=twin.torch), 0
-    for step in range(90):
-        batches = twin.begin([0])
-        twin.write_new_rows(batches[0])
-        place += misses[step % len(misses)]
-        near = window[(place + torch.randperm(512, generator=twin.torch)) % len(window)]
-        padding = torch.full((512,), -1)
-        twin.swap_in(0, batches, torch.stack([near, padding, padding, padding]).int())
-        twin.check()
+    """Lists of many steps, and of none."""
+    sizes = {"hot_max": 9472, "max_tokens": 16384}
+    twin = Twin(ranks, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
+    twin.open(0, 14_000, hot_slots, tokens)
+    goes_round(twin, 14_000, misses, steps=90)
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])

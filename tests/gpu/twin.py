@@ -31,6 +31,8 @@ GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots")
 class Twin:
     """Seats of any mode over both states; `batch` rows a step, of which some are padding."""
 
+    device = "cuda"
+
     def __init__(
         self,
         seed: int,
@@ -66,8 +68,8 @@ class Twin:
             "tail_slots": tail_slots,
         }
         self.cpu = DeviceState.allocate(self.geometry, host=host, **sizes)
-        self.gpu = DeviceState.allocate(self.geometry, host=host.clone().pin_memory(), device="cuda", **sizes)
-        prepare(self.gpu)
+        self.gpu = DeviceState.allocate(self.geometry, host=self.pinned(host), device=self.device, **sizes)
+        self.prepare()
         self.cpu.rows.random_(0, 256, generator=self.torch)
         self.cpu.index_keys.random_(0, 256, generator=self.torch)
         self.lengths = [0] * seats
@@ -75,6 +77,22 @@ class Twin:
         self.pages = torch.randperm(seats * pages, generator=self.torch).int().view(seats, pages)
         self.host_pages = torch.randperm(seats * pages, generator=self.torch).int().view(seats, pages)
         self.upload()
+
+    # -- what another device than a GPU does differently
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy of a host pool that the device reads."""
+        return host.clone().pin_memory()
+
+    def prepare(self) -> None:
+        prepare(self.gpu)
+
+    def launch(self, group: int, topk: torch.Tensor, batch: StepBatch, out_rows: torch.Tensor, plan: MissPlan) -> None:
+        """swap_in on the device."""
+        cuda_swap_in(self.gpu, group, topk, batch, out_rows, plan, ranks=self.ranks, keepers=self.keepers)
+
+    def leave_opened(self, batch: StepBatch) -> None:
+        """What begin_step leaves to swap_in: it has done so."""
 
     # -- states
 
@@ -137,6 +155,8 @@ class Twin:
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
             begin_step(state, batch, plan)
+            if state is self.gpu:
+                self.leave_opened(batch)
             batches.append(batch)
             plans.append(plan)
         for name in ("new_rows", "new_index_rows"):
@@ -181,12 +201,12 @@ class Twin:
         """swap_in and every replay on both, compared: sets, counters, bytes (I6)."""
         real = int(batches[0].num_real)
         outs, plans = [], []
-        for state, batch, cuda in ((self.cpu, batches[0], False), (self.gpu, batches[1], True)):
+        for state, batch in zip((self.cpu, self.gpu), batches, strict=True):
             table = topk.to(state.rows.device)
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
-            if cuda:
-                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, keepers=self.keepers)
+            if state is self.gpu:
+                self.launch(group, table, batch, out, plan)
             else:
                 swap_in(state, group, table, batch, out, plan)
             for layer in self.geometry.layers_of_group(group)[1:]:

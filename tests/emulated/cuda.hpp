@@ -1,0 +1,263 @@
+// CUDA C++ on a CPU, as far as swap_in goes: every thread is a fiber. Who goes on is drawn at random, some warps and blocks
+// far more seldom than others, so that a wait that was left out shows. Memory is sequentially consistent: what a fence
+// forgets does not show.
+//
+//    blocks of a launch    all at work at once; shared memory begins as random bytes
+//    warps                 collectives of all 32 lanes; a warp of which some never come is reported as stuck
+//    ptx.cuh               what the kernel writes as PTX
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) int2 { int x, y; };
+struct dim3 { unsigned x, y, z; };
+
+namespace emulated {
+
+constexpr unsigned LANES = 32;
+constexpr std::size_t STACK_BYTES = 64 << 10;
+
+struct Warp {
+    double idles = 0;  // how often it does nothing in its turn
+    uint64_t said[2][LANES];  // by each lane, in this collective and the one before
+    unsigned came = 0, turn = 0;
+};
+struct Barrier { unsigned came = 0, turn = 0; };
+struct Cluster { unsigned arrived = 0; };
+struct Block {
+    dim3 at;
+    unsigned threads;
+    Cluster* cluster;
+    std::vector<Block*>* peers;
+    Barrier barriers[16];
+    uint8_t* shared;
+};
+struct Copy { void* to; const void* from; unsigned bytes; };
+struct Fiber {
+    ucontext_t context;
+    dim3 thread;
+    Block* block;
+    Warp* warp;
+    std::vector<Copy> copies;  // on their way to shared memory
+    bool (*may_go_on)(const Fiber&) = nullptr;
+    const void* on = nullptr;  // what it waits for, and how that is now
+    uint64_t while_it_is = 0;
+    bool done = false;
+    std::unique_ptr<uint8_t[]> stack;
+};
+
+inline Fiber* self;
+inline std::mt19937 random;
+inline ucontext_t scheduler;
+inline dim3 grid;
+inline std::string wrong;  // what a kernel must not do, the first time
+
+inline void complain(const char* what) {
+    if (wrong.empty()) wrong = what;
+}
+
+inline void wait(bool (*may_go_on)(const Fiber&), const void* on, uint64_t while_it_is) {
+    self->may_go_on = may_go_on, self->on = on, self->while_it_is = while_it_is;
+    if (!may_go_on(*self)) swapcontext(&self->context, &scheduler);
+    self->may_go_on = nullptr;
+}
+
+// Lets others go first, now and then: where memory that others see is read or written.
+inline void may_be_overtaken() {
+    if (random() % 4 == 0) swapcontext(&self->context, &scheduler);
+}
+
+inline bool has_turned(const Fiber& f) { return *static_cast<const unsigned*>(f.on) != f.while_it_is; }
+
+// All lanes' values of one collective.
+inline const uint64_t* exchange(uint64_t value) {
+    Warp& warp = *self->warp;
+    const unsigned turn = warp.turn;
+    warp.said[turn % 2][self->thread.x % LANES] = value;
+    if (++warp.came == LANES) warp.came = 0, ++warp.turn;
+    else wait(has_turned, &warp.turn, turn);
+    return warp.said[turn % 2];
+}
+
+inline void meet(int number, unsigned threads) {
+    Barrier& barrier = self->block->barriers[number];
+    const unsigned turn = barrier.turn;
+    if (++barrier.came == threads) barrier.came = 0, ++barrier.turn;
+    else wait(has_turned, &barrier.turn, turn);
+}
+
+template <class T> T* at_peer(T* here, int peer) {
+    const auto offset = reinterpret_cast<const uint8_t*>(here) - self->block->shared;
+    return reinterpret_cast<T*>((*self->block->peers)[peer]->shared + offset);
+}
+
+// Runs `kernel()` in every thread of `extent` blocks of `threads`, in clusters of extent.x. Returns what went wrong.
+template <class Kernel>
+std::string launch(Kernel kernel, dim3 extent, unsigned threads, std::size_t shared_bytes, unsigned seed) {
+    static Kernel* running;
+    running = &kernel;
+    grid = extent;
+    wrong.clear();
+    random.seed(seed);
+    const double paces[] = {0, 0, 0, 0.9, 0.99};
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<std::unique_ptr<Cluster>> clusters;
+    std::vector<std::unique_ptr<std::vector<Block*>>> peers;
+    std::vector<std::unique_ptr<uint8_t[]>> memory;
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    for (unsigned y = 0; y < extent.y; ++y) {
+        clusters.push_back(std::make_unique<Cluster>());
+        peers.push_back(std::make_unique<std::vector<Block*>>());
+        for (unsigned x = 0; x < extent.x; ++x) {
+            memory.push_back(std::make_unique<uint8_t[]>(shared_bytes + 128));
+            auto* shared = memory.back().get();
+            for (std::size_t i = 0; i < shared_bytes + 128; ++i) shared[i] = static_cast<uint8_t>(random());
+            shared += 128 - reinterpret_cast<uintptr_t>(shared) % 128;
+            blocks.push_back(std::make_unique<Block>());
+            Block& block = *blocks.back();
+            block.at = {x, y, 0}, block.threads = threads, block.shared = shared;
+            block.cluster = clusters.back().get(), block.peers = peers.back().get();
+            peers.back()->push_back(&block);
+            const double idles = paces[random() % 5];
+            for (unsigned t = 0; t < threads; ++t) {
+                if (t % LANES == 0) {
+                    warps.push_back(std::make_unique<Warp>());
+                    warps.back()->idles = std::max(idles, paces[random() % 5]);
+                }
+                fibers.push_back(std::make_unique<Fiber>());
+                Fiber& fiber = *fibers.back();
+                fiber.thread = {t, 0, 0}, fiber.block = &block, fiber.warp = warps.back().get();
+            }
+        }
+    }
+    std::vector<unsigned> order(warps.size());
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+    std::size_t left = fibers.size();
+    while (left > 0) {
+        bool moved = false;
+        std::shuffle(order.begin(), order.end(), random);
+        for (const unsigned warp : order) {
+            const bool idles = random() < warps[warp]->idles * std::mt19937::max();
+            for (unsigned lane = 0; lane < LANES; ++lane) {
+                Fiber& fiber = *fibers[warp * LANES + lane];
+                if (fiber.done || (fiber.may_go_on && !fiber.may_go_on(fiber))) continue;
+                moved = true;
+                if (idles) break;
+                self = &fiber;
+                if (!fiber.stack) {
+                    fiber.stack.reset(new uint8_t[STACK_BYTES]);
+                    getcontext(&fiber.context);
+                    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+                    fiber.context.uc_stack.ss_size = STACK_BYTES;
+                    fiber.context.uc_link = &scheduler;
+                    makecontext(&fiber.context, +[] {
+                        (*running)();
+                        self->done = true;
+                    }, 0);
+                }
+                swapcontext(&scheduler, &fiber.context);
+                if (fiber.done) --left, fiber.stack.reset();
+            }
+        }
+        if (!moved) {
+            complain("stuck: threads wait for what never comes");
+            break;
+        }
+    }
+    return wrong;
+}
+
+}  // namespace emulated
+
+#define threadIdx (emulated::self->thread)
+#define blockIdx (emulated::self->block->at)
+#define gridDim (emulated::grid)
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b)); }
+inline unsigned min(int a, unsigned b) { return min(static_cast<unsigned>(a), b); }
+inline unsigned max(unsigned a, int b) { return max(a, static_cast<unsigned>(b)); }
+inline unsigned max(int a, unsigned b) { return max(static_cast<unsigned>(a), b); }
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __clzll(unsigned long long v) { return v ? __builtin_clzll(v) : 64; }
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __ffsll(unsigned long long v) { return __builtin_ffsll(static_cast<long long>(v)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+    unsigned v = 0;
+    for (unsigned i = 0; i < 4; ++i) v |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+    return v;
+}
+template <class Of> unsigned of_halves(unsigned a, unsigned b, Of of) {
+    return of(a & 0xFFFF, b & 0xFFFF) | of(a >> 16, b >> 16) << 16;
+}
+inline unsigned __vsub2(unsigned a, unsigned b) {
+    return of_halves(a, b, [](unsigned x, unsigned y) { return (x - y) & 0xFFFF; });
+}
+inline unsigned __vminu2(unsigned a, unsigned b) {
+    return of_halves(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
+}
+inline unsigned __vcmpeq2(unsigned a, unsigned b) {
+    return of_halves(a, b, [](unsigned x, unsigned y) { return x == y ? 0xFFFFu : 0u; });
+}
+
+inline void __syncthreads() { emulated::meet(0, emulated::self->block->threads); }
+inline void __syncwarp() { emulated::exchange(0); }
+
+// Collectives name all lanes.
+inline unsigned __ballot_sync(unsigned, bool value) {
+    const uint64_t* said = emulated::exchange(value);
+    unsigned bits = 0;
+    for (unsigned i = 0; i < emulated::LANES; ++i) bits |= static_cast<unsigned>(said[i]) << i;
+    return bits;
+}
+inline bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
+inline bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
+template <class T, class Fold> T reduced(T value, Fold fold) {
+    const uint64_t* said = emulated::exchange(static_cast<uint32_t>(value));
+    T result = static_cast<T>(static_cast<uint32_t>(said[0]));
+    for (unsigned i = 1; i < emulated::LANES; ++i) result = fold(result, static_cast<T>(static_cast<uint32_t>(said[i])));
+    return result;
+}
+template <class T> T __reduce_add_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return static_cast<T>(a + b); }); }
+template <class T> T __reduce_min_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return a < b ? a : b; }); }
+template <class T> T __reduce_or_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return a | b; }); }
+template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
+    const uint64_t* said = emulated::exchange(value);
+    const unsigned lane = emulated::self->thread.x % emulated::LANES;
+    return static_cast<T>(said[lane >= by ? lane - by : lane]);
+}
+
+template <class T, class V> T atomicAdd(T* at, V v) { const T old = *at; *at = static_cast<T>(old + v); return old; }
+template <class T, class V> T atomicOr(T* at, V v) { const T old = *at; *at = static_cast<T>(old | v); return old; }
+template <class T> T atomicMin(T* at, T v) { const T old = *at; *at = old < v ? old : v; return old; }
+template <class T> T atomicMax(T* at, T v) { const T old = *at; *at = old > v ? old : v; return old; }
+template <class T> T atomicCAS(T* at, T was, T v) { const T old = *at; if (old == was) *at = v; return old; }

@@ -1,0 +1,75 @@
+// What kernels/cuda/ptx.cuh has, on a CPU (cuda.hpp). Words on their way to shared memory get there when they are awaited.
+#pragma once
+
+#include "layout.cuh"
+
+namespace hisparse {
+
+template <class T> void load_once(T& v, const void* at) { std::memcpy(&v, at, sizeof v); }
+inline void load_now(int4& v, const int4* at) { v = *at; }
+inline void load_now(i32& v, const i32* at) { v = *at; }
+inline void load_if(bool wanted, i32& v, const i32* at) { if (wanted) v = *at; }
+inline void load_if(bool wanted, u32& v, const u16* at) {
+    emulated::may_be_overtaken();
+    if (wanted) v = *at;
+}
+inline i32 load_acquire(const i32* at) {
+    emulated::may_be_overtaken();
+    return *at;
+}
+inline void store_release(i32* at, i32 v) {
+    emulated::may_be_overtaken();
+    *at = v;
+}
+template <int WORDS> void fetch_words(i32* to, const i32* from) { emulated::self->copies.push_back({to, from, 4 * WORDS}); }
+inline void await_words() {
+    for (const auto& copy : emulated::self->copies) std::memcpy(copy.to, copy.from, copy.bytes);
+    emulated::self->copies.clear();
+}
+inline u32 used_page_of(i32 token) { return static_cast<u32>(token) / PAGE_TOKENS; }
+inline u32 shift_left(u32 value, u32 by) { return by < 32 ? value << by : 0; }
+inline u32 take(u32* counter) {
+    emulated::may_be_overtaken();
+    return (*counter)++;
+}
+inline void sync_named(int barrier, int threads) { emulated::meet(barrier, static_cast<unsigned>(threads)); }
+inline void* settled(void* shared) { return shared; }
+inline void let_next_begin() { emulated::may_be_overtaken(); }
+inline void await_last() {}
+inline void set_bits_if(bool condition, u32* word, u32 bits) { if (condition) *word |= bits; }
+
+// A gate is calls that are wanted, and from 32 bits on bytes: open when it is 0, for good.
+inline void close_gate(u64* gate, u32 calls) {
+    emulated::may_be_overtaken();
+    *gate = calls;
+}
+inline void open_gate(u64* gate) {
+    emulated::may_be_overtaken();
+    if ((*gate & 0xFFFFFFFF) == 0) emulated::complain("a gate was opened more often than it was to be");
+    --*gate;
+}
+inline void await_gate(u64* gate) {
+    emulated::wait([](const emulated::Fiber& f) { return *static_cast<const u64*>(f.on) == 0; }, gate, 0);
+}
+
+inline u32 cluster_rank() { return blockIdx.x; }
+inline void cluster_arrive() { ++emulated::self->block->cluster->arrived; }
+inline void cluster_wait() {
+    emulated::wait([](const emulated::Fiber& f) { return f.block->cluster->arrived == f.while_it_is; }, nullptr,
+                   emulated::self->block->peers->size() * emulated::self->block->threads);
+}
+inline void publish_mailboxes() {}
+inline void expect_bytes(u64* mailbox, u32 bytes) {
+    *mailbox += static_cast<u64>(bytes) << 32;
+    open_gate(mailbox);
+}
+inline void knock(u64* mailbox, int peer) { open_gate(emulated::at_peer(mailbox, peer)); }
+template <class T> void send(T* at, const T& v, u64* mailbox, int peer) {
+    emulated::may_be_overtaken();
+    u64& box = *emulated::at_peer(mailbox, peer);
+    if (box >> 32 < sizeof v) emulated::complain("more bytes came by mail than were expected");
+    *emulated::at_peer(at, peer) = v;
+    box -= static_cast<u64>(sizeof v) << 32;
+}
+
+}  // namespace hisparse

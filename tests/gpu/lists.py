@@ -1,0 +1,65 @@
+"""Lives of lists of next slots, on a Twin: exact LRU all the while, by the sets of tokens held after each step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from tests.gpu.twin import Twin
+
+TOPK = 512
+
+
+def small_sizes(hot_slots: int) -> dict[str, int]:
+    """Of a Twin for `uses_a_list_for_long`."""
+    return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}
+
+
+def uses_a_list_for_long(twin: Twin, steps: int) -> None:
+    """Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
+
+    Then steps that use most of a list up, or more than it has.
+    """
+    twin.open(0, 3000, 1088, 1088)
+    twin.open(1, 3000, 1000, 700)
+    lists, lengths = [], []
+    window = [torch.randperm(2900, generator=twin.torch) for _ in range(2)]
+    places = [0, 0]
+    few = steps - 10
+    for step in range(steps):
+        batches = twin.begin([1, 0])
+        twin.write_new_rows(batches[0])
+        rows = []
+        for seat in (1, 0):
+            fresh = (0, 7, 13, 40, 150, 400)[step % 4 if step < few else 4 + step % 2]
+            places[seat] += fresh
+            near = window[seat][(places[seat] + torch.arange(TOPK)) % 2900]
+            behind = window[seat][(places[seat] - torch.randint(1, 500, (8,), generator=twin.torch)) % 2900]
+            near[torch.randint(0, TOPK, (8,), generator=twin.torch)] = behind
+            rows.append(near[torch.randperm(TOPK, generator=twin.torch)])
+        step_with(twin, batches, torch.stack(rows))
+        if step < few:
+            lists.append(twin.gpu.next_stamp[0, :2, :TOPK].cpu().clone())
+            lengths.append(twin.gpu.next_list[0, :2, 1].tolist())
+    changes = sum(not torch.equal(old, new) for old, new in pairwise(lists))
+    assert 2 < changes < few // 2, "how many steps added to a list"
+    assert min(min(pair) for pair in lengths[4:]) > 40, "and no list ran out"
+
+
+def goes_round(twin: Twin, length: int, misses: tuple[int, ...], steps: int) -> None:
+    """A window over a permutation of the context: what falls out of it goes in that order, and comes round again."""
+    window, place = torch.randperm(length - 100, generator=twin.torch), 0
+    for step in range(steps):
+        batches = twin.begin([0])
+        twin.write_new_rows(batches[0])
+        place += misses[step % len(misses)]
+        near = window[(place + torch.randperm(TOPK, generator=twin.torch)) % len(window)]
+        step_with(twin, batches, near[None])
+
+
+def step_with(twin: Twin, batches: tuple, topk: torch.Tensor) -> None:
+    """One step of group 0, padding behind `topk`."""
+    padding = torch.full((twin.size - len(topk), topk.shape[1]), -1)
+    twin.swap_in(0, batches, torch.cat([topk, padding]).int())
+    twin.check()
