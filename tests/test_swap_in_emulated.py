@@ -28,6 +28,32 @@ def test_steps_of_managed_and_resident_requests(ranks: int) -> None:
         twin.check()
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("    await_gate(&s.chosen);\n    if", "    if"), "differ"),
+        (("    open_gate(&s.chosen);", "    "), "stuck: threads wait for what never comes"),
+    ],
+    ids=["no wait for victims", "no word of victims"],
+)
+def test_what_is_left_out_shows(edit: tuple[str, str], said: str) -> None:
+    class Edited(EmulatedTwin):
+        edits = (edit,)
+
+    twin = Edited(4, groups=(0,), topk=100, hot_max=128, ranks=2)
+    twin.open(0, 300, 128, 64)
+    twin.open(1, 250, 100)
+
+    def steps() -> None:
+        for _ in range(5):
+            batches = twin.begin([1, 0])
+            twin.write_new_rows(batches[0])
+            twin.swap_in(0, batches, torch.randint(0, 250, (4, 100), generator=twin.torch, dtype=torch.int32))
+
+    with pytest.raises(AssertionError, match=said):
+        steps()
+
+
 @pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (2, True)])
 def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool) -> None:
     """Exact LRU from a list, and when it ends; with a block of its own that keeps it while others use it."""

@@ -24,21 +24,22 @@ from tests.gpu.twin import Twin
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
-SHARED: Final = "extern __shared__ uint4 dynamic[];"
+Edit = tuple[str, str]  # of swap_in.cuh: what is there once, and what comes in its place
+SHARED: Final = ("extern __shared__ uint4 dynamic[];", "void* const dynamic = emulated::self->block->shared;")
 SAID_BYTES: Final = 200
 
 
 @lru_cache
-def library(defines: Defines) -> ctypes.CDLL:
+def library(defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes.CDLL:
     """Headers of the kernel and of this folder, compiled together. AssertionError with the compiler's words if not."""
     assert COMPILER, "needs g++"
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         for header in SOURCE_DIR.glob("*.cuh"):
             text = header.read_text()
-            if header.name == "swap_in.cuh":
-                assert text.count(SHARED) == 1
-                text = text.replace(SHARED, "void* const dynamic = emulated::self->block->shared;")
+            for old, new in (SHARED, *edits) if header.name == "swap_in.cuh" else ():
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
             (place / header.name).write_text(text)
         for own in ("cuda.hpp", "ptx.cuh", "swap_in.cpp"):
             shutil.copy(HERE / own, place / own)
@@ -53,6 +54,7 @@ class EmulatedTwin(Twin):
     """`clusters` more than rows: so many of blocks that keep lists."""
 
     device = "cpu"
+    edits: tuple[Edit, ...] = ()
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
@@ -60,7 +62,7 @@ class EmulatedTwin(Twin):
     def prepare(self) -> None:
         assert self.ranks is not None, "the launcher's choice asks a device"
         row = row_defines(self.geometry, self.gpu.host.data_ptr())
-        self.library = library((*row, ("RANKS", self.ranks)))
+        self.library = library((*row, ("RANKS", self.ranks)), self.edits)
 
     def launch(self, group: int, topk: torch.Tensor, batch: StepBatch, out_rows: torch.Tensor, plan: MissPlan) -> None:
         assert self.ranks is not None
