@@ -47,7 +47,9 @@ def library(defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes.CDLL:
         command = [COMPILER, *flags, "swap_in.cpp", "-o", "swap_in.so"]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(place / "swap_in.so"))
+        built = ctypes.CDLL(str(place / "swap_in.so"))
+        built.emulate.restype = ctypes.c_bool  # else bits that the function left undefined count as true
+        return built
 
 
 class EmulatedTwin(Twin):
