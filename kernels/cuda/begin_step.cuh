@@ -113,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
     i32 retiring = -1;
     if (hot > 0) {
         retiring = tail[ring];
+        __syncthreads();  // the first thread writes it: the others have read it, and go the same way
         slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
     }
     if (threadIdx.x > 0) return;

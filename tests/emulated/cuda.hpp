@@ -1,8 +1,9 @@
-// CUDA C++ on a CPU, as far as swap_in goes: every thread is a fiber. Who goes on is drawn at random, some warps and blocks
+// CUDA C++ on a CPU, as far as the kernels go that move rows: every thread is a fiber. Who goes on is drawn at random, some warps and blocks
 // far more seldom than others, so that a wait that was left out shows. Memory is sequentially consistent: what a fence
 // forgets does not show.
 //
-//    blocks of a launch    all at work at once; shared memory begins as random bytes
+//    blocks of a launch    eight clusters of them at work at once, in any order, or one block that forms none
+//    shared memory         begins as random bytes, or as the block before left it (static: one block at a time has it)
 //    warps                 collectives of all 32 lanes; a warp of which some never come is reported as stuck
 //    ptx.cuh               what the kernel writes as PTX
 #pragma once
@@ -20,7 +21,7 @@
 
 #define __device__
 #define __global__
-#define __shared__
+#define __shared__ static
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
@@ -37,6 +38,7 @@ namespace emulated {
 
 constexpr unsigned LANES = 32;
 constexpr std::size_t STACK_BYTES = 64 << 10;
+constexpr std::size_t CLUSTERS_AT_ONCE = 8;
 
 struct Warp {
     double idles = 0;  // how often it does nothing in its turn
@@ -51,6 +53,7 @@ struct Block {
     Cluster* cluster;
     std::vector<Block*>* peers;
     Barrier barriers[16];
+    int all;  // of __syncthreads_and
     uint8_t* shared;
 };
 struct Copy { void* to; const void* from; unsigned bytes; };
@@ -70,7 +73,7 @@ struct Fiber {
 inline Fiber* self;
 inline std::mt19937 random;
 inline ucontext_t scheduler;
-inline dim3 grid;
+inline dim3 grid, block;
 inline std::string wrong;  // what a kernel must not do, the first time
 
 inline void complain(const char* what) {
@@ -112,14 +115,11 @@ template <class T> T* at_peer(T* here, int peer) {
     return reinterpret_cast<T*>((*self->block->peers)[peer]->shared + offset);
 }
 
-// Runs `kernel()` in every thread of `extent` blocks of `threads`, in clusters of extent.x. Returns what went wrong.
+// Runs `kernel()` in every thread of `places`, blocks of `threads` in clusters of `cluster`.
 template <class Kernel>
-std::string launch(Kernel kernel, dim3 extent, unsigned threads, std::size_t shared_bytes, unsigned seed) {
+void run_together(Kernel kernel, const std::vector<dim3>& places, unsigned threads, unsigned cluster, std::size_t shared_bytes) {
     static Kernel* running;
     running = &kernel;
-    grid = extent;
-    wrong.clear();
-    random.seed(seed);
     const double paces[] = {0, 0, 0, 0.9, 0.99};
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::unique_ptr<Cluster>> clusters;
@@ -127,17 +127,17 @@ std::string launch(Kernel kernel, dim3 extent, unsigned threads, std::size_t sha
     std::vector<std::unique_ptr<uint8_t[]>> memory;
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    for (unsigned y = 0; y < extent.y; ++y) {
+    for (std::size_t begin = 0; begin < places.size(); begin += cluster) {
         clusters.push_back(std::make_unique<Cluster>());
         peers.push_back(std::make_unique<std::vector<Block*>>());
-        for (unsigned x = 0; x < extent.x; ++x) {
+        for (unsigned x = 0; x < cluster; ++x) {
             memory.push_back(std::make_unique<uint8_t[]>(shared_bytes + 128));
             auto* shared = memory.back().get();
             for (std::size_t i = 0; i < shared_bytes + 128; ++i) shared[i] = static_cast<uint8_t>(random());
             shared += 128 - reinterpret_cast<uintptr_t>(shared) % 128;
             blocks.push_back(std::make_unique<Block>());
             Block& block = *blocks.back();
-            block.at = {x, y, 0}, block.threads = threads, block.shared = shared;
+            block.at = places[begin + x], block.threads = threads, block.shared = shared;
             block.cluster = clusters.back().get(), block.peers = peers.back().get();
             peers.back()->push_back(&block);
             const double idles = paces[random() % 5];
@@ -186,6 +186,30 @@ std::string launch(Kernel kernel, dim3 extent, unsigned threads, std::size_t sha
             break;
         }
     }
+}
+
+// One launch of `kernel` with the parameter block at `p`. Returns what went wrong.
+template <class Block>
+std::string run(void (*kernel)(Block), const void* p, dim3 extent, unsigned threads, unsigned cluster,
+                std::size_t shared_bytes, unsigned seed) {
+    grid = extent, block = {threads, 1, 1};
+    wrong.clear();
+    random.seed(seed);
+    std::vector<dim3> places;
+    for (unsigned y = 0; y < extent.y; ++y)
+        for (unsigned x = 0; x < extent.x; ++x) places.push_back({x, y, 0});
+    const auto body = [=] { kernel(*static_cast<const Block*>(p)); };
+    std::vector<std::vector<dim3>> clusters;
+    for (std::size_t i = 0; i < places.size(); i += cluster)
+        clusters.emplace_back(places.begin() + i, places.begin() + i + cluster);
+    std::shuffle(clusters.begin(), clusters.end(), random);
+    const std::size_t at_once = cluster > 1 ? CLUSTERS_AT_ONCE : 1;
+    for (std::size_t i = 0; i < clusters.size() && wrong.empty(); i += at_once) {
+        std::vector<dim3> now;
+        for (std::size_t j = i; j < clusters.size() && j < i + at_once; ++j)
+            now.insert(now.end(), clusters[j].begin(), clusters[j].end());
+        run_together(body, now, threads, cluster, shared_bytes);
+    }
     return wrong;
 }
 
@@ -194,6 +218,7 @@ std::string launch(Kernel kernel, dim3 extent, unsigned threads, std::size_t sha
 #define threadIdx (emulated::self->thread)
 #define blockIdx (emulated::self->block->at)
 #define gridDim (emulated::grid)
+#define blockDim (emulated::block)
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -203,6 +228,10 @@ inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b))
 inline unsigned min(int a, unsigned b) { return min(static_cast<unsigned>(a), b); }
 inline unsigned max(unsigned a, int b) { return max(a, static_cast<unsigned>(b)); }
 inline unsigned max(int a, unsigned b) { return max(static_cast<unsigned>(a), b); }
+
+inline unsigned long long min(unsigned long long a, unsigned long long b) { return a < b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
 
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
@@ -230,6 +259,15 @@ inline unsigned __vcmpeq2(unsigned a, unsigned b) {
 }
 
 inline void __syncthreads() { emulated::meet(0, emulated::self->block->threads); }
+inline bool __syncthreads_and(bool value) {
+    int& all = emulated::self->block->all;
+    __syncthreads();
+    if (emulated::self->thread.x == 0) all = 1;
+    __syncthreads();
+    if (!value) all = 0;
+    __syncthreads();
+    return all != 0;
+}
 inline void __syncwarp() { emulated::exchange(0); }
 
 // Collectives name all lanes.
@@ -255,6 +293,11 @@ template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
     const unsigned lane = emulated::self->thread.x % emulated::LANES;
     return static_cast<T>(said[lane >= by ? lane - by : lane]);
 }
+
+template <class T> T __shfl_xor_sync(unsigned, T value, unsigned mask) {
+    return static_cast<T>(emulated::exchange(value)[emulated::self->thread.x % emulated::LANES ^ mask]);
+}
+template <class T> T __shfl_sync(unsigned, T value, int lane) { return static_cast<T>(emulated::exchange(value)[lane]); }
 
 template <class T, class V> T atomicAdd(T* at, V v) { const T old = *at; *at = static_cast<T>(old + v); return old; }
 template <class T, class V> T atomicOr(T* at, V v) { const T old = *at; *at = static_cast<T>(old | v); return old; }

@@ -87,13 +87,6 @@ class Twin:
     def prepare(self) -> None:
         prepare(self.gpu)
 
-    def launch(self, group: int, topk: torch.Tensor, batch: StepBatch, out_rows: torch.Tensor, plan: MissPlan) -> None:
-        """swap_in on the device."""
-        cuda_swap_in(self.gpu, group, topk, batch, out_rows, plan, ranks=self.ranks, keepers=self.keepers)
-
-    def leave_opened(self, batch: StepBatch) -> None:
-        """What begin_step leaves to swap_in: it has done so."""
-
     # -- states
 
     def upload(self) -> None:
@@ -155,8 +148,6 @@ class Twin:
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
             begin_step(state, batch, plan)
-            if state is self.gpu:
-                self.leave_opened(batch)
             batches.append(batch)
             plans.append(plan)
         for name in ("new_rows", "new_index_rows"):
@@ -206,7 +197,7 @@ class Twin:
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
             if state is self.gpu:
-                self.launch(group, table, batch, out, plan)
+                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, keepers=self.keepers)
             else:
                 swap_in(state, group, table, batch, out, plan)
             for layer in self.geometry.layers_of_group(group)[1:]:

@@ -1,0 +1,146 @@
+"""A device that runs the CUDA kernels' own sources on a CPU (cuda.hpp), behind the launchers of kernels/cuda.
+
+    with Device().installed() as device:
+        device.adopt(state)     # on the CPU; from here on every kernel of that state is the emulated one
+        begin_step(state, ...)
+
+The compiler is g++ or $CXX. A library is built once in a process for each unit and its defines. Triton kernels, tensor
+cores and the indexer are not emulated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+from unittest import mock
+
+from coordinator.errors import InternalError
+from kernels import cuda, reference
+from kernels.cuda import launch
+from kernels.cuda.jit import SOURCE_DIR, Defines
+from kernels.state import DeviceState
+
+COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
+HERE: Final = Path(__file__).parent
+SHARED: Final = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")  # dynamic: of the block that runs
+SAID_BYTES: Final = 200
+PROCESSORS: Final = 2
+
+Edit = tuple[str, str]  # of a source: what is there once, and what comes in its place
+
+SOURCE: Final = """
+extern "C" bool emulate_{kernel}(const void* p, unsigned x, unsigned y, unsigned threads, unsigned cluster,
+                                 unsigned shared_bytes, unsigned seed, char* said, int room) {{
+    const std::string wrong = emulated::run({kernel}, p, {{x, y, 1}}, threads, cluster, shared_bytes, seed);
+    std::snprintf(said, static_cast<std::size_t>(room), "%s", wrong.c_str());
+    return wrong.empty();
+}}
+"""
+UNITS: Final = (*launch.KERNELS, ("swap_in", "swap_in"))
+
+
+@lru_cache
+def library(unit: str, defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes.CDLL:
+    """Headers of the kernels and of this folder, compiled together. InternalError with the compiler's words if not."""
+    assert COMPILER, "needs g++"
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        for header in SOURCE_DIR.glob("*.cuh"):
+            text = header.read_text()
+            for old, new in edits if header.stem == unit else ():
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+            text = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
+            (place / header.name).write_text(text)
+        for own in ("cuda.hpp", "ptx.cuh"):
+            shutil.copy(HERE / own, place / own)
+        includes = f'#include "cuda.hpp"\n#include "{unit}.cuh"\n'
+        entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
+        (place / "unit.cpp").write_text("".join([includes, *entries]))
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *(f"-D{key}={value}" for key, value in defines)]
+        command = [COMPILER, *flags, "unit.cpp", "-o", "unit.so"]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise InternalError(done.stderr, field="unit", value=unit)
+        return ctypes.CDLL(str(place / "unit.so"))
+
+
+class Emulated:
+    """What kernels.cuda.jit.Kernel is, but for streams: a launch has ended when it returns."""
+
+    def __init__(self, unit: str, kernel: str, defines: Defines, device: Device) -> None:
+        self.name, self._device = kernel, device
+        built = library(unit, defines, device.edits if unit == "swap_in" else ())
+        self._emulate = getattr(built, f"emulate_{kernel}")
+        self._emulate.restype = ctypes.c_bool
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        parameters: ctypes.Structure,
+        stream: int,
+        *,
+        threads: int = 0,
+        cluster: int = 1,
+        shared_bytes: int = 0,
+        early: bool = False,
+    ) -> None:
+        """Raises AssertionError with what the emulation found wrong."""
+        said = ctypes.create_string_buffer(SAID_BYTES)
+        self._device.launches += 1
+        seed = hash((self._device.seed, self._device.launches)) & 0xFFFF_FFFF
+        numbers = (*grid, threads or THREADS[self.name], cluster, shared_bytes, seed)
+        fine = self._emulate(ctypes.byref(parameters), *numbers, said, SAID_BYTES)
+        assert fine, f"{self.name}: {said.value.decode()}"
+
+    def clusters_at_once(self, cluster: int, shared_bytes: int) -> int:
+        return self._device.at_once if cluster <= self._device.largest else 0
+
+
+THREADS: Final = {"swap_in": 768}  # launch bounds, where the launcher names no number
+
+
+class Device:
+    """`at_once` clusters, of `largest` blocks at most, have room; `edits` of swap_in.cuh; launches differ by `seed`."""
+
+    def __init__(self, seed: int = 0, at_once: int = 100, largest: int = 16, edits: tuple[Edit, ...] = ()) -> None:
+        self.seed, self.at_once, self.largest, self.edits = seed, at_once, largest, edits
+        self.launches = 0
+        self.states: list[DeviceState] = []
+
+    def adopt(self, state: DeviceState) -> None:
+        """From here on `state`, on the CPU, is run by the emulated kernels."""
+        self.states.append(state)
+
+    def load(self, unit: str, kernel: str, defines: Defines, device: int) -> Emulated:
+        return Emulated(unit, kernel, defines, self)
+
+    def backend(self, state: DeviceState) -> ModuleType:
+        return cuda if any(state is ours for ours in self.states) else reference
+
+    @contextmanager
+    def installed(self) -> Iterator[Device]:
+        """In here launchers and public functions know of this device."""
+        with ExitStack() as stack:
+            for name, ours in (
+                ("load", self.load),
+                ("backend", self.backend),
+                ("has_clusters", lambda state: True),
+                ("stream_of", lambda state: 0),
+                ("processors", lambda device: PROCESSORS),
+            ):
+                for path, module in list(sys.modules.items()):
+                    if path.startswith("kernels.") and callable(vars(module).get(name)):
+                        stack.enter_context(mock.patch.object(module, name, ours))
+            yield self

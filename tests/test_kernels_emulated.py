@@ -1,0 +1,119 @@
+"""Sources of the CUDA kernels on a CPU against the reference: threads are fibers, in an order drawn for each launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.emulated.device import COMPILER, Device, Edit
+from tests.emulated.twin import EmulatedTwin
+from tests.gpu import lives, run_cases
+from tests.gpu.compare import check
+from tests.gpu.lists import TOPK, goes_round, small_sizes, uses_a_list_for_long
+from tests.gpu.program import Machine, uploaded
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with Device().installed() as here:
+        yield here
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> None:
+    """Hits, misses, duplicates, padding, positions out of range; two groups, one of two layers."""
+    sizes = {"groups": (0, 0, 1), "topk": 100, "tail_slots": 3, "hot_max": 128, "ranks": ranks}
+    twin = EmulatedTwin(ranks, device, **sizes)
+    twin.open(0, 300, 128, 64)
+    twin.open(1, 300, 0)
+    twin.open(2, 250, 100)
+    for _ in range(3):
+        batches = twin.begin([2, 0, 1])
+        twin.write_new_rows(batches[0])
+        for group in range(2):
+            topk = torch.randint(-2, 300, (4, 100), generator=twin.torch, dtype=torch.int32)
+            topk[:, 50:] = topk[:, :50]
+            twin.swap_in(group, batches, topk)
+        twin.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_contexts_beyond_the_tables_that_a_step_brings_along(device: Device, ranks: int) -> None:
+    """Index pages of tokens from 65,536 on are looked up one by one."""
+    sizes = {"seats": 1, "batch": 1, "hot_max": 192, "max_tokens": 66_560}
+    twin = EmulatedTwin(7, device, groups=(0,), row_bytes=16, topk=64, ranks=ranks, **sizes)
+    twin.open(0, 66_000, 192)
+    for _ in range(4):
+        batches = twin.begin([0])
+        twin.write_new_rows(batches[0])
+        far, near = (torch.randint(low, low + 60, (1, 32), generator=twin.torch) for low in (65_900, 0))
+        twin.swap_in(0, batches, torch.cat([far, near], 1).int())
+        twin.check()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_drawn_lives_of_requests(number: int) -> None:
+    """Two of those that tests/gpu has by thousands: every verb on rows and seats, in rows of one plane and of two."""
+    (shape,) = run_cases.draw_examples(lives.WORLDS, 1, number)
+    cases = run_cases.draw_examples(lives.CASES, 2, number)
+    program = lives.small(f"emulated:{number}", shape, cases)
+    device = Device(seed=number, largest=2)
+    with device.installed():
+        machine = Machine(program, run_cases.host_of(program, "cpu"), "cpu")
+        device.adopt(machine.state)
+        results = [machine.run(op) for op in uploaded(program.ops, "cpu")]
+    assert device.launches > 10
+    check(program, run_cases.host_of(program, "cpu"), results)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("    await_gate(&s.chosen);\n    if", "    if"), "differ"),
+        (("    open_gate(&s.chosen);", "    "), "stuck: threads wait for what never comes"),
+    ],
+    ids=["no wait for victims", "no word of victims"],
+)
+def test_what_is_left_out_shows(edit: Edit, said: str) -> None:
+    def steps() -> None:
+        for _ in range(5):
+            batches = twin.begin([1, 0])
+            twin.write_new_rows(batches[0])
+            twin.swap_in(0, batches, torch.randint(0, 250, (4, 100), generator=twin.torch, dtype=torch.int32))
+
+    with Device(edits=(edit,)).installed() as device:
+        twin = EmulatedTwin(4, device, groups=(0,), topk=100, hot_max=128, ranks=2)
+        twin.open(0, 300, 128, 64)
+        twin.open(1, 250, 100)
+        with pytest.raises(AssertionError, match=said):
+            steps()
+
+
+@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (2, True)])
+def test_victims_come_in_order_from_a_list_that_lasts(device: Device, ranks: int, keepers: bool) -> None:
+    """Exact LRU from a list, and when it ends; with a block of its own that keeps it while others use it."""
+    sizes = {"seats": 2, "batch": 2, **small_sizes(1088)}
+    twin = EmulatedTwin(20 + ranks, device, groups=(0,), ranks=ranks, keepers=keepers, **sizes)
+    uses_a_list_for_long(twin, steps=50)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hot_slots", "tokens", "misses", "keepers"),
+    [
+        (2, 4096, 4096, (20,), True),  # slots of more steps than are added at once
+        (1, 9400, 9000, (150, 0, 0, 3), False),  # more slots than are held at once, steps apart
+        (4, 600, 600, (1,) * 15 + (60,), True),  # a stamp of each slot
+    ],
+)
+def test_a_list_goes_on_where_a_step_leaves_it(
+    device: Device, ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
+) -> None:
+    """Lists of many steps, and of none."""
+    sizes = {"hot_max": 9472, "max_tokens": 16384, "seats": 1, "batch": 1}
+    twin = EmulatedTwin(ranks, device, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
+    twin.open(0, 14_000, hot_slots, tokens)
+    goes_round(twin, 14_000, misses, steps=30)
