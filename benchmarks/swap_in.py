@@ -233,7 +233,7 @@ def main() -> None:
                 "hot_slots": hot,
                 "batch": batch,
                 "misses": misses,
-                "blocks": options.ranks or ranks_of(setup.state, batch),
+                "blocks": options.ranks or ranks_of(setup.state, batch, setup.topk.shape[2]),
                 "null_us": null,
                 "floor_us": batch * misses * row_bytes / LINK_GB_PER_S / 1000 + null,
                 **measure(setup, misses, options.ranks, options.replays, flush_us),

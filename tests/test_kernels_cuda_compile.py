@@ -17,7 +17,7 @@ from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
-from kernels.cuda.swap_in import blocks_per_request, replay_misses, share_of
+from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 
@@ -171,10 +171,19 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
 
 
 def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> None:
-    at_once = {16: 7, 8: 15, 4: 32, 2: 66}
-    assert [blocks_per_request(n, at_once.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [16, 16, 8, 8, 4, 2, 1]
-    fewer = {16: 0, 8: 3, 4: 3, 2: 66}
-    assert [blocks_per_request(n, fewer.__getitem__) for n in (1, 2, 4, 8, 16, 64, 67)] == [8, 8, 2, 2, 2, 2, 1]
+    rows = (1, 3, 4, 13, 14, 18, 19, 24, 25, 44, 45, 66, 67)
+    at_once = {16: 7, 8: 15, 5: 22, 4: 30, 2: 66}  # an H200
+    assert [blocks_per_request(n, 2048, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 5, 5, 4, 4, 2, 2, 2, 2, 1]
+    assert [blocks_per_request(n, 4096, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 1]
+    fewer = {16: 0, 8: 3, 5: 3, 4: 3, 2: 66}
+    assert [blocks_per_request(n, 2048, fewer.__getitem__) for n in (1, 2, 3, 4)] == [8, 8, 2, 2]
+    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no blocks of their own for lists then"
+
+
+def test_blocks_that_keep_lists_have_room_beside_the_others_or_there_are_none() -> None:
+    assert [keepers_of(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
+    assert keepers_of(44, 2, 66) == 22
+    assert keepers_of(45, 2, 66) == 0
 
 
 def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +200,11 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
 
 def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
     assert parameters.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
-    for k, ranks in product((1, 33, 2048, 2049, 4096), (1, 2, 4, 8, 16)):
+    for k, ranks in product((1, 33, 2048, 2049, 2560, 2561, 4096), RANKS):
         share = share_of(k, ranks)
-        assert k <= share * ranks <= 4096
+        assert k <= share * ranks
+        assert has_room(k, ranks) == (share * ranks <= 4096)
+        assert has_room(k, ranks) or (ranks == 5 and k > 2560)
         assert share & (share - 1) == 0
 
 

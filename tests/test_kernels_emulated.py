@@ -23,7 +23,7 @@ def device() -> Iterator[Device]:
         yield here
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> None:
     """Hits, misses, duplicates, padding, positions out of range; two groups, one of two layers."""
     sizes = {"groups": (0, 0, 1), "topk": 100, "tail_slots": 3, "hot_max": 128, "ranks": ranks}
@@ -105,7 +105,9 @@ def test_victims_come_in_order_from_a_list_that_lasts(device: Device, ranks: int
     ("ranks", "hot_slots", "tokens", "misses", "keepers"),
     [
         (2, 4096, 4096, (20,), True),  # slots of more steps than are added at once
-        (1, 9400, 9000, (150, 0, 0, 3), False),  # more slots than are held at once, steps apart
+        (1, 9400, 9000, (150, 0, 0, 3), False),  # steps apart
+        (1, 20_000, 12_000, (150, 20), False),  # more slots than a block has room for
+        (2, 20_000, 12_000, (150, 20), True),  # unless it does nothing else
         (4, 600, 600, (1,) * 15 + (60,), True),  # a stamp of each slot
     ],
 )
@@ -113,7 +115,8 @@ def test_a_list_goes_on_where_a_step_leaves_it(
     device: Device, ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
 ) -> None:
     """Lists of many steps, and of none."""
-    sizes = {"hot_max": 9472, "max_tokens": 16384, "seats": 1, "batch": 1}
+    length = max(14_000, hot_slots + 5_000)
+    sizes = {"hot_max": hot_slots + 72, "max_tokens": length + 200, "seats": 1, "batch": 1}
     twin = EmulatedTwin(ranks, device, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
-    twin.open(0, 14_000, hot_slots, tokens)
-    goes_round(twin, 14_000, misses, steps=30)
+    twin.open(0, length, hot_slots, tokens)
+    goes_round(twin, length, misses, steps=30)

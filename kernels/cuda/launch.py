@@ -28,7 +28,7 @@ KERNELS = (
     ("seat", "close_change"),
 )
 CLUSTERS_SINCE = (9, 0)  # compute capability
-RANKS = (1, 2, 4, 8, 16)  # blocks of a cluster, with the non-portable size allowed
+RANKS = (1, 2, 4, 5, 8, 16)  # blocks of a cluster, with the non-portable size allowed
 
 
 def prepare(state: DeviceState) -> None:

@@ -149,7 +149,7 @@ __device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Sh
     sync_named(CONTROL, CONTROL_THREADS);  // leaders have their outputs
     for_all_misses(s, deal, [&](u32 entry, u32) {
         const u32 leader = leader_of(s, entry), place = leader & ((1 << ENTRY_BITS) - 1);
-        if (leader == entry || (place / 32 & (deal.ranks - 1)) != deal.rank) return;
+        if (leader == entry || place / 32 % deal.ranks != deal.rank) return;
         const i32 device_row = out[place];
         out[entry & ((1 << ENTRY_BITS) - 1)] = device_row;
         trip(p.state, VICTIMS, device_row < 0);

@@ -37,9 +37,10 @@ static_assert(NEXT_THREADS <= CONTROL_THREADS && NEXT_THREADS % 32 == 0, "whole 
 constexpr u32 FEW = NEXT_SLOTS / 2;               // in the first ring: more are moved
 constexpr u32 FEW_IN_RESERVE = NEXT_RESERVE / 8;  // more are added, if no block of its own does it
 constexpr u32 MANY_IN_RESERVE = NEXT_RESERVE / 4 * 3;  // a block of its own adds none
-constexpr u32 ROUNDS = 16;     // of four stamps each, that a step adds at most
-constexpr i32 NOT_LOADED = -2; // in place of a token
-constexpr i32 NO_STAMP = -2;   // of nobody
+constexpr u32 ROUNDS = 16;      // of four stamps each, that a step adds at most
+constexpr u32 KEPT_ROUNDS = 1;  // that a block of its own adds while a step could not use up what there is
+constexpr i32 NOT_LOADED = -2;  // in place of a token
+constexpr i32 NO_STAMP = -2;    // of nobody
 
 struct NextSlots {
     u32 slots = ~0u;  // two of 16 bits
@@ -123,22 +124,32 @@ __device__ __forceinline__ u32 take_next(Shared& s, const NextSlots& next, const
     return all;
 }
 
-// Stamps of slots to list, shared out over THREADS threads in slot order, in shared memory: less code than Stamps, where
-// none is in the instruction cache. They take the place of what the step is done with; no thread reads another one's.
-template <u32 THREADS> struct StagedStamps {
-    static constexpr u32 TOGETHER = STAGED_SLOTS / 4 / THREADS;  // quads of four that a thread holds at a time
+// Ages of slots to list, stamps counted from that of the list on, 16 bits each, in shared memory: of all of them in a block
+// that has nothing else there. Shared out over THREADS threads in slot order; no thread reads another one's.
+constexpr u32 NOT_LISTED = 0xFFFF;  // in place of an age: is listed, stays, or was used last step or in this one
+constexpr u32 FAR = 0xFFFE;         // so old or older: told apart when the list has got on
 
-    const NextList& list;  // whatever is listed, stays, or was used last step or in this one, is as MUST_STAY
-    u32 begin, own;        // the thread's first quad, and how many it has
-    u32 held = ~0u;        // of them, the first one held
+template <u32 THREADS> struct Ages {
+    // Quads of four slots that a thread holds at a time.
+    static constexpr u32 TOGETHER = THREADS == BLOCK_THREADS ? KEPT_QUADS : STAGED_SLOTS / 4 / THREADS;
+    static constexpr u32 LOADS = 4;  // of stamps, in flight
 
-    __device__ __forceinline__ StagedStamps(const Seat& at, const NextList& list) : list(list) {
+    const NextList& list;
+    u32 begin, own;  // the thread's first quad, and how many it has
+    u32 held = ~0u;  // of them, the first one held
+
+    __device__ __forceinline__ Ages(const Seat& at, const NextList& list) : list(list) {
         const u32 quads = (at.limit + 3) / 4, each = quads / THREADS, more = quads % THREADS;
         begin = threadIdx.x * each + min(threadIdx.x, more);
         own = each + (threadIdx.x < more);
     }
 
-    // Calls `visit(slot, stamps)` for four slots at a time, in order.
+    // How often all threads together fill the room that there is.
+    __device__ __forceinline__ static u32 stagings(const Seat& at) {
+        return ((at.limit + 3) / 4 - 1) / (TOGETHER * THREADS) + 1;
+    }
+
+    // Calls `visit(slot, ages)` for four slots at a time, in order.
     template <class Visit>
     __device__ __forceinline__ void for_each(Shared& s, const Seat& at, const i32* stamp, Visit visit) {
 #pragma unroll 1
@@ -152,48 +163,53 @@ template <u32 THREADS> struct StagedStamps {
     }
 
    private:
-    __device__ __forceinline__ static int4& place(Shared& s, u32 j) { return s.stamps[j * THREADS + threadIdx.x]; }
+    __device__ __forceinline__ static uint2& place(Shared& s, u32 j) { return s.ages[j * THREADS + threadIdx.x]; }
 
     __device__ __forceinline__ void stage(Shared& s, const Seat& at, const i32* stamp, u32 from, u32 quads) const {
 #pragma unroll 1
-        for (u32 j = 0; j < quads; ++j) {
-            const i32 device_row = slot_row(s, (from + j) * 4);
-            if (device_row < 0) place(s, j) = {MUST_STAY, MUST_STAY, MUST_STAY, MUST_STAY};
-            else fetch_words<4>(&place(s, j).x, stamp + device_row);
-        }
-        await_words();
-#pragma unroll 1
-        for (u32 j = 0; j < quads; ++j) {
-            const i32 slot = static_cast<i32>(from + j) * 4;
-            const u32 stays = s.stay[slot / 32] >> slot % 32;
-            const int4 quad = place(s, j);
-            i32 of[4] = {quad.x, quad.y, quad.z, quad.w};
+        for (u32 first = 0; first < quads; first += LOADS) {
+            int4 quad[LOADS];
 #pragma unroll
-            for (i32 i = 0; i < 4; ++i)
-                if (stays >> i & 1 || of[i] >= at.now - 1 || (of[i] == list.stamp && slot + i <= list.slot))
-                    of[i] = MUST_STAY;
-            place(s, j) = {of[0], of[1], of[2], of[3]};
+            for (u32 j = 0; j < LOADS; ++j) {
+                quad[j] = {MUST_STAY, MUST_STAY, MUST_STAY, MUST_STAY};
+                const i32 device_row = first + j < quads ? slot_row(s, (from + first + j) * 4) : -1;
+                if (device_row >= 0) quad[j] = *reinterpret_cast<const int4*>(stamp + device_row);
+            }
+#pragma unroll
+            for (u32 j = 0; j < LOADS; ++j) {
+                if (first + j >= quads) break;
+                const u32 slot = (from + first + j) * 4, stays = s.stay[slot / 32] >> slot % 32;
+                place(s, first + j) = {
+                    age_of(at, quad[j].x, slot, stays) | age_of(at, quad[j].y, slot + 1, stays >> 1) << 16,
+                    age_of(at, quad[j].z, slot + 2, stays >> 2) | age_of(at, quad[j].w, slot + 3, stays >> 3) << 16,
+                };
+            }
         }
     }
-};
 
-// Which of four stamps from `from` on each of four slots has, a byte each; 4: none of them.
-__device__ __forceinline__ u32 classes_of(const int4& stamps, i32 from) {
-    return min(static_cast<u32>(stamps.x - from), 4u) | min(static_cast<u32>(stamps.y - from), 4u) << 8 |
-           min(static_cast<u32>(stamps.z - from), 4u) << 16 | min(static_cast<u32>(stamps.w - from), 4u) << 24;
+    __device__ __forceinline__ u32 age_of(const Seat& at, i32 stamp, u32 slot, u32 stays) const {
+        const i32 age = stamp - list.stamp;
+        const bool listed = age < 0 || (age == 0 && static_cast<i32>(slot) <= list.slot);
+        return stays & 1 || listed || stamp >= at.now - 1 ? NOT_LISTED : min(static_cast<u32>(age), FAR);
+    }
+};
+static_assert(Ages<CONTROL_THREADS>::TOGETHER * CONTROL_THREADS * 4 == STAGED_SLOTS, "whole turns of all threads");
+
+// Which of four ages from `from` on each of four slots has, a byte each; 4: none of them.
+__device__ __forceinline__ u32 classes_of(const uint2& ages, u32 from) {
+    const u32 pair = from << 16 | from, none = 0x00040004;
+    return __byte_perm(__vminu2(__vsub2(ages.x, pair), none), __vminu2(__vsub2(ages.y, pair), none), 0x6420);
 }
 
-// From the first of four stamps that no slot to list has to one that some has, or beyond all. All of THREADS.
+// From the first of four ages that no slot to list has to one that some has, or beyond all. All of THREADS.
 template <u32 THREADS>
-__device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, StagedStamps<THREADS>& stamps, i32 from) {
+__device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, Ages<THREADS>& ages, u32 from) {
     u32 least = MUST_STAY;
-    stamps.for_each(s, at, stamp, [&](u32, const int4& quad) {
-        const i32 of[4] = {quad.x, quad.y, quad.z, quad.w};
+    ages.for_each(s, at, stamp, [&](u32, const uint2& quad) {
+        const u32 of[4] = {quad.x & 0xFFFF, quad.x >> 16, quad.y & 0xFFFF, quad.y >> 16};
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 since = static_cast<u32>(of[i] - from);
-            if (since >= 4) least = min(least, since);
-        }
+        for (u32 i = 0; i < 4; ++i)
+            if (of[i] != NOT_LISTED && of[i] - from >= 4) least = min(least, of[i] - from);
     });
     least = __reduce_min_sync(0xFFFFFFFF, least);
     if (threadIdx.x % 32 == 0) s.listed[threadIdx.x / 32] = least;
@@ -210,21 +226,23 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
     const u32 seat = static_cast<u32>(at.seat), ring = seat * NEXT_RING + NEXT_SLOTS;
     const u32 end = static_cast<u32>(list.reserve_end);
     const u32 room = NEXT_RESERVE - (end - static_cast<u32>(list.reserve_begin));
-    const u32 stagings = (at.limit - 1) / STAGED_SLOTS + 1, held = NEXT_RESERVE - room;
-    // Stamps that do not fit shared memory are read twice a round: fewer rounds then. But a block of its own goes on while
-    // the first ring could use up what there is: where steps missed little, many stamps hold few slots.
-    const u32 rounds = stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    constexpr bool keeps = THREADS == BLOCK_THREADS;
+    const u32 stagings = keeps ? 1 : Ages<THREADS>::stagings(at), held = NEXT_RESERVE - room;
+    // Ages that do not fit shared memory are read twice a round: fewer rounds then. A block of its own should not be waited
+    // for, and goes on next time, but not while the first ring could use up what there is: where steps missed little, many
+    // stamps hold few slots.
+    const u32 rounds = keeps ? KEPT_ROUNDS : stagings == 1 ? ROUNDS : max(4 / stagings, 1);
     const auto goes_on = [&](u32 round, u32 added) {
-        return round < rounds || (THREADS == BLOCK_THREADS && round < 4 && held + added < NEXT_SLOTS);
+        return round < rounds || (keeps && round < ROUNDS && held + added < NEXT_SLOTS);
     };
-    StagedStamps<THREADS> stamps(at, list);
-    u32 added = 0;
-    i32 from = list.stamp;
+    Ages<THREADS> ages(at, list);
+    u32 added = 0, from = 0;
+    const u32 until = static_cast<u32>(max(at.now - 1 - list.stamp, 0));
     if (threadIdx.x == 0) s.last = 0;
 #pragma unroll 1
-    for (u32 round = 0; goes_on(round, added) && added < room && from < at.now - 1; ++round) {
+    for (u32 round = 0; goes_on(round, added) && added < room && from < min(until, FAR - 4); ++round) {
         u32 counts = 0;
-        stamps.for_each(s, at, state.stamp, [&](u32, const int4& quad) {
+        ages.for_each(s, at, state.stamp, [&](u32, const uint2& quad) {
             const u32 classes = classes_of(quad, from);
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) counts += shift_left(1, (classes >> 8 * i & 0xFF) * 8);
@@ -244,7 +262,7 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
             }
             sync_first<THREADS>();
         }
-        stamps.for_each(s, at, state.stamp, [&](u32 slot, const int4& quad) {
+        ages.for_each(s, at, state.stamp, [&](u32 slot, const uint2& quad) {
             const u32 classes = classes_of(quad, from);
 #pragma unroll 1
             for (u32 left = ~classes & 0x04040404; left != 0; left &= left - 1) {
@@ -254,24 +272,24 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
                 next_even += which & 1 ? 0 : one;
                 if (number >= room) continue;
                 const u32 place = ring + (end + number) % NEXT_RESERVE;
-                const i32 its = from + static_cast<i32>(which);
+                const i32 its = list.stamp + static_cast<i32>(from + which);
                 state.next_slot[place] = static_cast<u16>(slot + i);
                 state.next_stamp[place] = its;
                 if (number + 1 == room || stagings > 1) atomicMax(&s.last, static_cast<u64>(its + 2) << 32 | (slot + i));
             }
         });
         added += in_all;
-        const u32 steps = in_all > 0 ? 4 : steps_to_next(at, s, state.stamp, stamps, from);
-        from += static_cast<i32>(min(steps, static_cast<u32>(at.now - 1 - from)));
+        const u32 steps = in_all > 0 ? 4 : steps_to_next(at, s, state.stamp, ages, from);
+        from += min(steps, until - from);
     }
     sync_first<THREADS>();
     if (threadIdx.x == 0) {
-        int2 last = {from, -1};
+        int2 last = {list.stamp + static_cast<i32>(from), -1};
         if (added >= room) last = {static_cast<i32>(s.last >> 32) - 2, static_cast<i32>(s.last & 0xFFFF)};
-        if (from == list.stamp || (added >= room && s.last == 0)) last = {list.stamp, list.slot};  // none was added
+        if (from == 0 || (added >= room && s.last == 0)) last = {list.stamp, list.slot};  // none was added
         NextList& told = state.next_list[seat];
         told.stamp = last.x, told.slot = last.y;
-        if (added >= room || from >= at.now - 1) told.answered = list.asks;  // else it goes on next time
+        if (added >= room || from >= until) told.answered = list.asks;  // else it goes on next time
         store_release(&told.reserve_end, static_cast<i32>(end + min(added, room)));
     }
     return min(added, room);
@@ -328,10 +346,12 @@ __device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
     const OpenedRow& opened = p.opened[row];
     const Seat at = seat_of(p, reinterpret_cast<const int4&>(opened));
     if (at.hot <= 0) return;
-    if (threadIdx.x == 0) {  // others may write it meanwhile: read once
-        const i32 freed = load_acquire(&p.state.next_list[at.seat].reserve_begin);
-        s.list = p.state.next_list[at.seat];
-        s.list.reserve_begin = freed;
+    i32 tail = -1;  // asked for with all else
+    if (threadIdx.x < p.state.tail_slots) tail = p.state.tail[at.seat * p.state.tail_slots + threadIdx.x];
+    if (threadIdx.x == BLOCK_THREADS - 1) {  // others may write it meanwhile: read once
+        NextList list = p.state.next_list[at.seat];
+        list.reserve_begin = load_acquire(&p.state.next_list[at.seat].reserve_begin);
+        s.list = list;
     }
     for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = opened.chunk[i];
     for (u32 i = threadIdx.x; i <= at.limit / 32; i += BLOCK_THREADS) s.stay[i] = 0;
@@ -339,7 +359,6 @@ __device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
     const u32 held = static_cast<u32>(s.list.reserve_end) - static_cast<u32>(s.list.reserve_begin);
     if (held >= MANY_IN_RESERVE || (s.list.answered == s.list.asks && s.list.stamp >= 0)) return;
     if (threadIdx.x < p.state.tail_slots) {
-        const i32 tail = p.state.tail[at.seat * p.state.tail_slots + threadIdx.x];
         const u32 slot = tail < 0 ? at.hot + threadIdx.x : tail;
         atomicOr(&s.stay[slot / 32], 1u << slot % 32);
     }

@@ -1,10 +1,10 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: as many as a cluster may have while all clusters run at once and what they
-write to each other stays little. Fewer at large batches than there are multiprocessors, because clusters of many
-blocks leave some unused: a second wave of blocks costs more than larger blocks do (batch 16 without misses, a kernel of
-before: 6.4 us in clusters of 8, 3.4 in clusters of 4). At batch 8, 20 misses take 7.6 us in clusters of 8, 7.9 in
-clusters of 4; at batch 4, 6.5 in clusters of 8 or 16.
+How many thread blocks share a request: as many as a cluster may have while all clusters run at once, with a block more
+for each request's list of slots that go next, and what they write to each other stays little. Fewer at large batches
+than there are multiprocessors, because clusters of many blocks leave some unused: a second wave of blocks costs more
+than larger blocks do (batch 16 without misses, a kernel of before: 6.4 us in clusters of 8, 3.4 in clusters of 4). 20
+misses take 7.6, 7.8 and 8.0 us in clusters of 8, 6 and 4 at batch 12, 9.0 and 9.2 in clusters of 5 and 4 at batch 16.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from coordinator.errors import BadInput
 from kernels.cuda import parameters
 from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slots_limit, stream_of, swap_in_of
-from kernels.layout import PAGE_TOKENS
+from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-MAIL_MAX = 2 * RANKS[-1] ** 2  # messages in a step: every block of a request writes to every other
+MAIL_MAX = 4 * 16**2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -44,9 +45,11 @@ def swap_in(
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     `keepers`: blocks of their own keep the lists of slots that go next, where the device has room for them.
     """
-    rows = topk.shape[0]
-    ranks = ranks or ranks_of(state, rows)
-    keeping = keepers_of(state, rows, ranks) if keepers else 0  # clusters
+    rows, k = topk.shape
+    ranks = ranks or ranks_of(state, rows, k)
+    if not has_room(k, ranks):
+        raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
+    keeping = keepers_of(rows, ranks, clusters_at_once(state, ranks)) if keepers and ranks > 1 else 0  # clusters
     swap_in_of(state, ranks).launch(
         (ranks, rows + keeping),
         block_of(state, group, topk, batch, out_rows, plan, ranks, keepers=keeping > 0),
@@ -120,20 +123,21 @@ def without_copies() -> Iterator[None]:
         _copies.reset(token)
 
 
-def ranks_of(state: DeviceState, rows: int) -> int:
-    """Blocks that share a request in a step of `rows` rows."""
+def ranks_of(state: DeviceState, rows: int, k: int) -> int:
+    """Blocks that share a request in a step of `rows` rows of top-k `k`."""
     if not has_clusters(state):
         return 1
-    return blocks_per_request(rows, lambda ranks: clusters_at_once(state, ranks))
+    return blocks_per_request(rows, k, lambda ranks: clusters_at_once(state, ranks))
 
 
-def keepers_of(state: DeviceState, rows: int, ranks: int) -> int:
-    """Clusters of `ranks` blocks that keep the lists of slots that go next, a block each: as many as `rows` rows need,
-    if the device holds them beside those of the rows; else none, and the rows' own blocks do it."""
+def keepers_of(rows: int, ranks: int, at_once: int) -> int:
+    """Clusters of `ranks` blocks that keep the lists of slots that go next, each block one of them.
+
+    As many as `rows` rows need, if the device, which holds `at_once`, has room for them beside theirs. Else none: the
+    rows' own blocks do it.
+    """
     keepers = -(-rows // ranks)
-    if ranks == 1:
-        return 0
-    return keepers if rows + keepers <= clusters_at_once(state, ranks) else 0
+    return keepers if rows + keepers <= at_once else 0
 
 
 def clusters_at_once(state: DeviceState, ranks: int) -> int:
@@ -141,14 +145,25 @@ def clusters_at_once(state: DeviceState, ranks: int) -> int:
     return swap_in_of(state, ranks).clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES)
 
 
-def blocks_per_request(rows: int, clusters_at_once: Callable[[int], int]) -> int:
-    """The largest power of two whose clusters the device holds all at once, with little enough mail; it may be 1."""
-    ranks = RANKS[-1]
-    while ranks > 1 and (rows * ranks * ranks > MAIL_MAX or rows > clusters_at_once(ranks)):
-        ranks //= 2
-    return ranks
+def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]) -> int:
+    """The most of RANKS that run at once beside blocks for lists; if there are none such, the most that run at once.
+
+    Of those that have room for a top-k of `k`, and write little enough to each other. It may be 1.
+    """
+    fit = [
+        ranks
+        for ranks in RANKS[1:]
+        if rows * ranks**2 <= MAIL_MAX and has_room(k, ranks) and rows <= clusters_at_once(ranks)
+    ]
+    kept = [ranks for ranks in fit if keepers_of(rows, ranks, clusters_at_once(ranks))]
+    return max(kept or fit or RANKS[:1])
 
 
 def share_of(k: int, ranks: int) -> int:
     """Room for the top-k entries of one block: a power of two. Whole warps are dealt out in turn."""
     return 32 << (-(-k // (32 * ranks)) - 1).bit_length()
+
+
+def has_room(k: int, ranks: int) -> bool:
+    """Whether a block has room for the shares of all: not always where they are no power of two together."""
+    return ranks * share_of(k, ranks) <= TOPK_MAX

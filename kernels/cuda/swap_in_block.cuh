@@ -19,9 +19,9 @@ constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own h
                                 // warps have no entries, read the list of next slots ahead, or begin to copy at once
 constexpr int LIST_FIRST = 8;   // from so many on, warps without entries read the list of next slots before all else
 constexpr int RANKS_MAX = 16;
-static_assert(RANKS >= 1 && RANKS <= RANKS_MAX && (RANKS & (RANKS - 1)) == 0, "blocks of a request: a compile-time constant");
-constexpr u32 STAGED_SLOTS = 9216;  // whose stamps it has room for where the top-k is no longer needed
-
+static_assert(RANKS >= 1 && RANKS <= RANKS_MAX, "blocks of a request: a compile-time constant");
+constexpr u32 STAGED_SLOTS = 18432;  // whose ages it has room for where the top-k is no longer needed
+constexpr u32 KEPT_QUADS = (SLOTS_MAX / 4 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of four slots, to a thread of a block
 constexpr u32 SEEN = TOPK_MAX;
 constexpr u32 SLOT_WORDS = (SLOTS_MAX + 127) / 128 * 4;
 constexpr u32 VECTOR_CODES = sizeof(uint4) / sizeof(u16);
@@ -85,22 +85,23 @@ struct alignas(16) Shared {
     alignas(16) u32 count[TOPK_MAX / 32];
     alignas(16) u16 code[TOPK_MAX];
 
+    alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
+    i32 chunk[OPENED_CHUNKS];
     union {
         struct {
             alignas(16) i32 token[TOPK_MAX];  // the top-k
             alignas(16) u32 seen[SEEN];       // hash set of entries by token
             i32 index[OPENED_PAGES];          // index pages
+            alignas(16) u32 hit[SLOT_WORDS];  // bits of slots that this block hit
+            i32 old[NEXT_SLOTS];              // what the slots of leaders held
+            Miss miss[TOPK_MAX];
+            u16 order[TOPK_MAX];  // misses that lead
         };
-        int4 stamps[STAGED_SLOTS / 4];  // when all that is done with
+        uint2 ages[KEPT_QUADS * BLOCK_THREADS];  // of slots: in a block that keeps lists, or where the first three are done
     };
-    alignas(16) u32 stay[SLOT_WORDS];  // bits of slots that are no victims: tail, beyond the limit; later also hits
-    alignas(16) u32 hit[SLOT_WORDS];   // bits of slots that this block hit
-    i32 chunk[OPENED_CHUNKS];
-    i32 old[NEXT_SLOTS];  // what the slots of leaders held
-    Miss miss[TOPK_MAX];
-    u16 order[TOPK_MAX];  // misses that lead
 };
 static_assert(sizeof(Shared) == SWAP_IN_SHARED_BYTES, "as the launcher has it");
+static_assert((TOPK_MAX + SEEN + OPENED_PAGES) * sizeof(u32) >= STAGED_SLOTS * sizeof(u16), "while rows are copied");
 
 struct Seat {
     i32 seat, length, hot, now;  // as begin_step left them

@@ -44,7 +44,7 @@ WORLDS = st.fixed_dictionaries(
         "rows": st.sampled_from(ROWS),
         "topk": st.sampled_from([1, 3, 8, 31, 64, 100]),
         "tail_slots": st.integers(1, 16),
-        "ranks": st.sampled_from([None, 1, 2, 4, 8, 16]),
+        "ranks": st.sampled_from([None, 1, 2, 4, 5, 8, 16]),
         "ids": st.sampled_from([np.int32, np.int64]),
     }
 )

@@ -1,6 +1,6 @@
 """The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
 
-Every path of every kernel once or twice, at small sizes: clusters of one, two and sixteen blocks; hits, misses,
+Every path of every kernel once or twice, at small sizes: clusters of one, two, five and sixteen blocks; hits, misses,
 duplicates, padding, resident requests, old stamps, both directions of copies.
 """
 
@@ -67,7 +67,7 @@ def scripts() -> None:
 
 
 if __name__ == "__main__":
-    for ranks in (1, 2, 16):
+    for ranks in (1, 2, 5, 16):
         lives(ranks, ranks)
     copies()
     scripts()

@@ -99,7 +99,7 @@ def test_a_batch_that_no_step_began_with_gives_minus_one() -> None:
     twin.check()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 16])
 @pytest.mark.parametrize("hot", [0, 128])
 def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> None:
     """One token at many places, in one block and in several, loaded and counted once."""
@@ -115,7 +115,7 @@ def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> 
         twin.check()
 
 
-@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (4, False), (4, True), (16, True)])
+@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (4, False), (4, True), (5, True), (16, True)])
 def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool) -> None:
     """Exact LRU from a list, and when it ends."""
     twin = Twin(20 + ranks, groups=(0,), ranks=ranks, keepers=keepers, **small_sizes(1088))
@@ -128,7 +128,8 @@ def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool)
     [
         (16, 4096, 4096, (410,)),  # nearly all of a list in a step
         (2, 4096, 4096, (20,)),  # slots of more steps than are added at once
-        (8, 9400, 9000, (150, 0, 0, 3)),  # more slots than are held at once, steps apart
+        (8, 9400, 9000, (150, 0, 0, 3)),  # steps apart
+        (5, 20_000, 12_000, (150, 20)),  # more slots than a block has room for, unless it does nothing else
         (2, 700, 700, (512, 100, 30)),  # more than a list has left, and all that may go
         (4, 600, 600, (1,) * 40 + (60,)),  # a stamp of each slot
     ],
@@ -137,10 +138,11 @@ def test_a_list_goes_on_where_a_step_leaves_it(
     ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
 ) -> None:
     """Lists of many steps, and of none."""
-    sizes = {"hot_max": 9472, "max_tokens": 16384}
+    length = max(14_000, hot_slots + 5_000)
+    sizes = {"hot_max": hot_slots + 72, "max_tokens": length + 200}
     twin = Twin(ranks, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
-    twin.open(0, 14_000, hot_slots, tokens)
-    goes_round(twin, 14_000, misses, steps=90)
+    twin.open(0, length, hot_slots, tokens)
+    goes_round(twin, length, misses, steps=90)
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])
