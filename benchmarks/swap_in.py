@@ -2,8 +2,8 @@
 
 One cell is (row bytes, hot slots, batch, misses per request and step). A CUDA graph holds 16 launches: 16 steps of one
 layer, so that its tables lie in L2. Top-k is 2048 tokens in random order out of a context of 65,536, another per
-request; each step misses exactly `misses` of them (swap_in_setup.py). Times are medians of --replays replays, per
-launch:
+request; each step misses exactly `misses` of them (swap_in_setup.py). Times are medians of --replays replays in each
+of --passes passes through all cells, since others may load a shared machine's link for seconds; per launch:
 
     us             swap_in, each launch after the one before has ended
     overlapped_us  swap_in, launches that may begin while the one before is at work (programmatic dependent launch):
@@ -20,8 +20,8 @@ the hot buffer is full and WARM_UP replays have gone ahead, so that no list is e
 starts behind a kernel that holds the GPU until the host has queued all of it.
 
 How much host memory the rows of a step are scattered over decides the link's rate (RESULTS.md), so that --pool-gib
-belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. Cells already in
---out are kept, unless only one way was measured.
+belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. Cells of as many
+passes already in --out are kept.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ from kernels.cuda.parameters import Plan
 from kernels.cuda.swap_in import ranks_of, replay_misses, swap_in, without_copies
 from kernels.state import DeviceState
 
+KEY = ("row_bytes", "hot_slots", "batch", "misses")  # of a cell
 REPLAYS = 13
+PASSES = 3
 WARM_UP = 3
 HELD_CYCLES = 1_000_000  # half a millisecond, for the host to queue a replay in
 LINK_GB_PER_S = 55.6  # PCIe 5 x16 as copies reach it; KERNEL figures use the same
@@ -81,8 +85,8 @@ def timed(graph: torch.cuda.CUDAGraph, replays: int, before: Callable[[], None] 
     return times
 
 
-def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us: float) -> dict[str, float]:
-    """Figures of one cell. Raises SystemExit when swap_in did anything but what it must."""
+def measure(setup: Setup, misses: int, ranks: int | None, replays: int) -> dict[str, list[float]]:
+    """us per launch of each replay of one cell, by name. Raises SystemExit when swap_in did what it must not."""
 
     def swap(step: int, early: bool = False) -> None:
         state, batch = setup.steps[step]
@@ -108,25 +112,22 @@ def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us
     cold = stepped(flush_and_swap)
     with without_copies():
         resolve = stepped(swap)
-    copied_bytes = setup.topk.shape[1] * misses * setup.state.geometry.row_bytes
-    return {
-        **figures(times),
-        **figures(overlapped, OVERLAPPED),
-        "copy_only_us": statistics.median(copies),
-        "resolve_us": statistics.median(resolve),
-        "cold_us": statistics.median(cold) - flush_us,
-        "gb_per_s": copied_bytes / statistics.median(times) / 1000,
-    }
+    null = null_times(setup.state, replays)
+    return {"": times, OVERLAPPED: overlapped, "copy_only": copies, "cold": cold, "resolve": resolve, "null": null}
 
 
-def figures(times: list[float], way: str = "") -> dict[str, float]:
-    """What is kept of one way's replays."""
-    return {
-        f"{way}us": statistics.median(times),
-        f"{way}us_min": min(times),
-        f"{way}us_max": max(times),
-        f"{way}mean_us": statistics.mean(times),
-    }
+def figures(times: dict[str, list[float]], flush_us: float, copied_bytes: int) -> dict[str, float]:
+    """What is kept of a cell's replays."""
+    kept = {}
+    for way in ("", OVERLAPPED):
+        here = times[way]
+        kept[f"{way}us"], kept[f"{way}mean_us"] = statistics.median(here), statistics.mean(here)
+        kept[f"{way}us_min"], kept[f"{way}us_max"] = min(here), max(here)
+    kept |= {f"{name}_us": statistics.median(times[name]) for name in ("copy_only", "resolve", "cold", "null")}
+    kept["cold_us"] -= flush_us
+    kept["floor_us"] = copied_bytes / LINK_GB_PER_S / 1000 + kept["null_us"]
+    kept["gb_per_s"] = copied_bytes / kept["us"] / 1000
+    return kept
 
 
 def flush_time(replays: int) -> float:
@@ -134,10 +135,10 @@ def flush_time(replays: int) -> float:
     return statistics.median(timed(capture(junk.fill_), replays))
 
 
-def null_time(state: DeviceState, replays: int) -> float:
+def null_times(state: DeviceState, replays: int) -> list[float]:
     kernel = load("copy_rows", "null_kernel", defines_of(state), state.rows.device.index or 0)
     graph = capture(lambda _: kernel.launch((1, 1), Plan(), stream_of(state), threads=32))
-    return statistics.median(timed(graph, replays))
+    return timed(graph, replays)
 
 
 def make_pool(size: int) -> torch.Tensor:
@@ -186,14 +187,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--replays", type=int, default=REPLAYS, help=f"of each graph, after {WARM_UP} that do not count"
     )
+    parser.add_argument("--passes", type=int, default=PASSES, help="through all cells")
     parser.add_argument("--batch", type=int, nargs="*", help="only these batch sizes")
     parser.add_argument("--row-bytes", type=int, nargs="*", help="only these row sizes")
     parser.add_argument("--hot", type=int, nargs="*", help="only these numbers of hot slots")
     parser.add_argument("--misses", type=int, nargs="*", help="only these numbers of misses")
     parser.add_argument("--extra", action="store_true", help="the cells that have no peer figures instead")
     options = parser.parse_args()
-    if options.replays < 1:
-        parser.error("--replays: at least 1")
+    for name in ("replays", "passes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: at least 1")
     options.cells = select(options)
     if not options.cells:
         parser.error("no cell has these rows, slots, batches and misses")
@@ -209,39 +212,41 @@ def select(options: argparse.Namespace) -> dict[tuple[int, int, int], tuple[int,
     return dict.fromkeys(fit, misses) if misses else {}
 
 
+def kept_cells(held: list[dict[str, Any]], passes: int) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Cells of an earlier run that need not be measured again, by row bytes, hot slots, batch and misses."""
+    return {tuple(cell[name] for name in KEY): cell for cell in held if cell.get("passes", 0) >= passes}
+
+
 def main() -> None:
     options = arguments()
     began = time.monotonic()
-    held = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    done = [cell for cell in held if f"{OVERLAPPED}us" in cell]
-    result = {"machine": machine(), "pool_gib": options.pool_gib, "rows": done}
+    kept = kept_cells(json.loads(options.out.read_text())["rows"] if options.out.exists() else [], options.passes)
+    cells = dict(kept)
+    times: dict[tuple[int, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     pool = make_pool(int(options.pool_gib * (1 << 30)))
     flush_us = flush_time(options.replays)
-    for (row_bytes, hot, batch), wanted in options.cells.items():
-        keys = [(cell["row_bytes"], cell["hot_slots"], cell["batch"], cell["misses"]) for cell in done]
-        missing = [m for m in wanted if (row_bytes, hot, batch, m) not in keys]
+    for turn, ((row_bytes, hot, batch), wanted) in product(range(options.passes), options.cells.items()):
+        missing = [misses for misses in wanted if (row_bytes, hot, batch, misses) not in kept]
         if not missing:
             continue
         if time.monotonic() - began > options.budget_seconds:
             print("out of budget; run again with the same --out for the other cells")
             break
         setup = build(pool, row_bytes, hot, batch)
-        null = null_time(setup.state, options.replays)
         for misses in missing:
-            cell = {
-                "row_bytes": row_bytes,
-                "hot_slots": hot,
-                "batch": batch,
-                "misses": misses,
+            key = (row_bytes, hot, batch, misses)
+            for name, more in measure(setup, misses, options.ranks, options.replays).items():
+                times[key][name] += more
+            cells[key] = {
+                **dict(zip(KEY, key, strict=True)),
                 "blocks": options.ranks or ranks_of(setup.state, batch, setup.topk.shape[2]),
-                "null_us": null,
-                "floor_us": batch * misses * row_bytes / LINK_GB_PER_S / 1000 + null,
-                **measure(setup, misses, options.ranks, options.replays, flush_us),
-                **peers(row_bytes, hot, batch, misses),
+                "passes": turn + 1,
+                **figures(times[key], flush_us, batch * misses * row_bytes),
+                **peers(*key),
             }
-            print(show(cell), flush=True)
-            done.append(cell)
+            print(show(cells[key]), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
+            result = {"machine": machine(), "pool_gib": options.pool_gib, "rows": list(cells.values())}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
         del setup
         torch.cuda.empty_cache()

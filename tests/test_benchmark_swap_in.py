@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.swap_in import figures, select
+from benchmarks.swap_in import figures, kept_cells, select
 from benchmarks.swap_in_cells import EXTRA, MISSES, PEERS
 from benchmarks.swap_in_setup import STEPS, TOPK, Setup, build, check
 from kernels.swap_in import swap_in
@@ -95,10 +95,21 @@ def test_a_kernel_that_is_wrong_is_not_timed(damage: Callable[[Setup], None], sa
         check(setup, before, FRESH, GRAPHS * STEPS)
 
 
-def test_figures_of_both_ways_stand_beside_each_other() -> None:
-    alone, overlapped = figures([1.0, 2.0, 6.0]), figures([1.0], "overlapped_")
-    assert alone == {"us": 2.0, "us_min": 1.0, "us_max": 6.0, "mean_us": 3.0}
-    assert not alone.keys() & overlapped.keys()
+def test_figures_are_medians_of_all_replays() -> None:
+    names = {name: [7.0, 1.0, 3.0] for name in ("copy_only", "resolve", "cold", "null")}
+    found = figures({"": [6.0, 1.0, 2.0], "overlapped_": [1.0], **names}, flush_us=2.0, copied_bytes=55_600)
+    assert {name: of for name, of in found.items() if not name.startswith("overlapped_")} == {
+        **{"us": 2.0, "us_min": 1.0, "us_max": 6.0, "mean_us": 3.0, "copy_only_us": 3.0, "resolve_us": 3.0},
+        **{"cold_us": 1.0, "null_us": 3.0, "floor_us": 4.0, "gb_per_s": 27.8},
+    }
+    assert found["overlapped_us"] == found["overlapped_us_max"] == 1.0
+
+
+def test_cells_of_fewer_passes_are_measured_again() -> None:
+    cell = {"row_bytes": 656, "hot_slots": 4096, "misses": 20}
+    cells = [{**cell, "batch": 1, "passes": 3}, {**cell, "batch": 4, "passes": 2}, {**cell, "batch": 16}]
+    assert list(kept_cells(cells, 3)) == [(656, 4096, 1, 20)]
+    assert list(kept_cells(cells, 1)) == [(656, 4096, 1, 20), (656, 4096, 4, 20)]
 
 
 def options(**chosen: Any) -> Namespace:

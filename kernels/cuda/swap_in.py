@@ -21,7 +21,7 @@ from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slot
 from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-MAIL_MAX = 4 * 16**2  # messages in a step: every block of a request writes to every other
+MAIL_MAX = 13 * 8**2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
