@@ -11,8 +11,8 @@ from tests.emulated.device import COMPILER, Device, Edit
 from tests.emulated.twin import EmulatedTwin
 from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
-from tests.gpu.lists import TOPK, goes_round, small_sizes, uses_a_list_for_long
 from tests.gpu.program import Machine, uploaded
+from tests.gpu.stories import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_list_for_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -25,20 +25,7 @@ def device() -> Iterator[Device]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> None:
-    """Hits, misses, duplicates, padding, positions out of range; two groups, one of two layers."""
-    sizes = {"groups": (0, 0, 1), "topk": 100, "tail_slots": 3, "hot_max": 128, "ranks": ranks}
-    twin = EmulatedTwin(ranks, device, **sizes)
-    twin.open(0, 300, 128, 64)
-    twin.open(1, 300, 0)
-    twin.open(2, 250, 100)
-    for _ in range(3):
-        batches = twin.begin([2, 0, 1])
-        twin.write_new_rows(batches[0])
-        for group in range(2):
-            topk = torch.randint(-2, 300, (4, 100), generator=twin.torch, dtype=torch.int32)
-            topk[:, 50:] = topk[:, :50]
-            twin.swap_in(group, batches, topk)
-        twin.check()
+    goes_mixed_steps(EmulatedTwin(ranks, device, ranks=ranks, **MIXED_SIZES), steps=3)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

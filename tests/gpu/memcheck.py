@@ -12,25 +12,8 @@ import torch
 from tests.gpu import run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.lives import small
+from tests.gpu.stories import MIXED_SIZES, goes_mixed_steps
 from tests.gpu.twin import Twin
-
-
-def lives(ranks: int, seed: int) -> None:
-    twin = Twin(seed, groups=(0, 0, 1), row_bytes=656, topk=100, tail_slots=3, hot_max=128, ranks=ranks)
-    twin.open(0, 300, 128, 64)
-    twin.open(1, 300, 0)
-    twin.open(2, 250, 100)
-    for turn in range(4):
-        batches = twin.begin([2, 0, 1])
-        twin.write_new_rows(batches[0])
-        for group in range(2):
-            topk = torch.randint(-2, 300, (4, 100), generator=twin.torch, dtype=torch.int32)
-            topk[:, 50:] = topk[:, :50]
-            twin.swap_in(group, batches, topk)
-        if turn == 1:
-            twin.cpu.now[0] += 5000
-            twin.upload()
-        twin.check()
 
 
 def copies() -> None:
@@ -68,7 +51,7 @@ def scripts() -> None:
 
 if __name__ == "__main__":
     for ranks in (1, 2, 5, 16):
-        lives(ranks, ranks)
+        goes_mixed_steps(Twin(ranks, ranks=ranks, **MIXED_SIZES), steps=4)
     copies()
     scripts()
     indexes()

@@ -1,4 +1,4 @@
-"""Lives of lists of next slots, on a Twin: exact LRU all the while, by the sets of tokens held after each step."""
+"""What happens to a Twin: steps of all kinds, and those which lists of next slots live through."""
 
 from __future__ import annotations
 
@@ -11,14 +11,39 @@ from tests.gpu.twin import Twin
 TOPK = 512
 
 
+MIXED_SIZES = {"groups": (0, 0, 1), "row_bytes": 656, "topk": 100, "tail_slots": 3, "hot_max": 128}
+
+
+def goes_mixed_steps(twin: Twin, steps: int) -> None:
+    """Hits, misses, duplicates, padding, positions out of range; managed and resident requests, clocks that jump.
+
+    `twin` has MIXED_SIZES: two groups, one of two layers.
+    """
+    twin.open(0, 300, 128, 64)
+    twin.open(1, 300, 0)
+    twin.open(2, 250, 100)
+    for step in range(steps):
+        batches = twin.begin([2, 0, 1])
+        twin.write_new_rows(batches[0])
+        for group in range(2):
+            topk = torch.randint(-2, 300, (4, 100), generator=twin.torch, dtype=torch.int32)
+            topk[:, 50:] = topk[:, :50]
+            twin.swap_in(group, batches, topk)
+        if step == 1:
+            twin.cpu.now[0] += 5000
+            twin.upload()
+        twin.check()
+
+
 def small_sizes(hot_slots: int) -> dict[str, int]:
     """Of a Twin for `uses_a_list_for_long`."""
     return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}
 
 
 def uses_a_list_for_long(twin: Twin, steps: int) -> None:
-    """Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
+    """Exact LRU all the while, by the sets of tokens held after each step.
 
+    Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
     Then steps that use most of a list up, or more than it has.
     """
     twin.open(0, 3000, 1088, 1088)
