@@ -16,6 +16,7 @@ import trio.testing
 import zmq
 
 from coordinator.errors import BadInput, ConfigError, Unavailable
+from coordinator.transport import sockets
 from coordinator.transport.sockets import (
     BATCH_MESSAGES_MAX,
     HARD_LIMIT_FACTOR,
@@ -55,6 +56,16 @@ def raw_dealer(router: RouterSocket) -> zmq.Socket[bytes]:
 async def introduce(router: RouterSocket, dealer: DealerSocket) -> bytes:
     await dealer.send(b"hello")
     return (await router.recv_batch())[0].peer
+
+
+async def test_a_dealer_needs_no_address_that_an_earlier_one_may_still_have(router: RouterSocket) -> None:
+    """pyzmq names a monitor by its socket's descriptor, which is free before libzmq lets go of the name."""
+    with sockets._context("dealer").socket(zmq.PAIR) as earlier:
+        for descriptor in range(1000):
+            earlier.bind(f"inproc://monitor.s-{descriptor}")
+        dealer = await connect(router)
+        await introduce(router, dealer)
+        dealer.close()
 
 
 async def test_messages_go_both_ways_in_order(router: RouterSocket) -> None:

@@ -54,6 +54,7 @@ from coordinator.transport.guards import (
 )
 from coordinator.transport.keys import Insecure, PeerKey
 from coordinator.transport.lobby import Lobby
+from coordinator.transport.monitor import monitor_of
 from coordinator.transport.visits import Visits
 
 #: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
@@ -362,8 +363,7 @@ class DealerSocket(Watched):
         socket = _context("dealer").socket(zmq.DEALER)
         _set_options(socket, endpoint, queue_messages, bytes_max=-1)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
-        monitor = socket.get_monitor_socket(DEALER_EVENTS)
-        dealer = cls(socket, monitor, endpoint, message_bytes_max)
+        dealer = cls(socket, monitor_of(socket, DEALER_EVENTS), endpoint, message_bytes_max)
         if isinstance(key, PeerKey) and not endpoint.startswith("ipc://"):
             dealer._key = key
             show_key(socket, key)

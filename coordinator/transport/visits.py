@@ -11,20 +11,16 @@ peer comes back.
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket as std_socket
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from coordinator.transport.lobby import Lobby
-
-#: Numbers for the addresses of events.
-_NUMBERS: Final = itertools.count()
+from coordinator.transport.monitor import monitor_of
 
 
 class Visits:
@@ -33,11 +29,7 @@ class Visits:
     def __init__(self, door: zmq.Socket[bytes], lobby: Lobby) -> None:
         self.lobby = lobby
         self._door = door
-        address = f"inproc://visits-{next(_NUMBERS)}"
-        door.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._events = door.context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # libzmq would wait for room, and with it every connection
-        self._events.connect(address)
+        self._events = monitor_of(door, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def introduce(self, descriptor: int, user: str, now: float) -> None:
         """Raises CapacityError when there are too many."""
