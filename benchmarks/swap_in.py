@@ -20,8 +20,8 @@ the hot buffer is full and WARM_UP replays have gone ahead, so that no list is e
 starts behind a kernel that holds the GPU until the host has queued all of it.
 
 How much host memory the rows of a step are scattered over decides the link's rate (RESULTS.md), so that --pool-gib
-belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. Cells of as many
-passes already in --out are kept.
+belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. A run goes on
+where the one before it that wrote --out was out of budget: a cell that lacks passes keeps its replays there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -85,7 +84,7 @@ def timed(graph: torch.cuda.CUDAGraph, replays: int, before: Callable[[], None] 
     return times
 
 
-def measure(setup: Setup, misses: int, ranks: int | None, replays: int) -> dict[str, list[float]]:
+def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us: float) -> dict[str, list[float]]:
     """us per launch of each replay of one cell, by name. Raises SystemExit when swap_in did what it must not."""
 
     def swap(step: int, early: bool = False) -> None:
@@ -109,14 +108,14 @@ def measure(setup: Setup, misses: int, ranks: int | None, replays: int) -> dict[
         junk.fill_(step)
         swap(step)
 
-    cold = stepped(flush_and_swap)
+    cold = [us - flush_us for us in stepped(flush_and_swap)]
     with without_copies():
         resolve = stepped(swap)
     null = null_times(setup.state, replays)
     return {"": times, OVERLAPPED: overlapped, "copy_only": copies, "cold": cold, "resolve": resolve, "null": null}
 
 
-def figures(times: dict[str, list[float]], flush_us: float, copied_bytes: int) -> dict[str, float]:
+def figures(times: dict[str, list[float]], copied_bytes: int) -> dict[str, float]:
     """What is kept of a cell's replays."""
     kept = {}
     for way in ("", OVERLAPPED):
@@ -124,7 +123,6 @@ def figures(times: dict[str, list[float]], flush_us: float, copied_bytes: int) -
         kept[f"{way}us"], kept[f"{way}mean_us"] = statistics.median(here), statistics.mean(here)
         kept[f"{way}us_min"], kept[f"{way}us_max"] = min(here), max(here)
     kept |= {f"{name}_us": statistics.median(times[name]) for name in ("copy_only", "resolve", "cold", "null")}
-    kept["cold_us"] -= flush_us
     kept["floor_us"] = copied_bytes / LINK_GB_PER_S / 1000 + kept["null_us"]
     kept["gb_per_s"] = copied_bytes / kept["us"] / 1000
     return kept
@@ -212,38 +210,47 @@ def select(options: argparse.Namespace) -> dict[tuple[int, int, int], tuple[int,
     return dict.fromkeys(fit, misses) if misses else {}
 
 
-def kept_cells(held: list[dict[str, Any]], passes: int) -> dict[tuple[int, ...], dict[str, Any]]:
-    """Cells of an earlier run that need not be measured again, by row bytes, hot slots, batch and misses."""
-    return {tuple(cell[name] for name in KEY): cell for cell in held if cell.get("passes", 0) >= passes}
+def passes_of(cell: dict[str, Any], passes: int) -> int:
+    """How many of `passes` a cell of an earlier run has, or passes can be added to: none of one without its replays."""
+    held = int(cell.get("passes", 0))
+    return held if held >= passes or "replays_us" in cell else 0
+
+
+def with_pass(cell: dict[str, Any], times: dict[str, list[float]], passes: int) -> dict[str, Any]:
+    """`cell` after one more pass, whose replays are `times`. They are kept in it until it has `passes` of them."""
+    replays = {name: [*cell.get("replays_us", {}).get(name, ()), *more] for name, more in times.items()}
+    key = tuple(cell[name] for name in KEY)
+    row_bytes, _, batch, misses = key
+    after = {
+        **{name: of for name, of in cell.items() if name != "replays_us"},
+        "passes": passes_of(cell, passes) + 1,
+        **figures(replays, batch * misses * row_bytes),
+        **peers(*key),
+    }
+    return after if after["passes"] >= passes else {**after, "replays_us": replays}
 
 
 def main() -> None:
     options = arguments()
     began = time.monotonic()
-    kept = kept_cells(json.loads(options.out.read_text())["rows"] if options.out.exists() else [], options.passes)
-    cells = dict(kept)
-    times: dict[tuple[int, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    held = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    cells = {tuple(cell[name] for name in KEY): cell for cell in held}
     pool = make_pool(int(options.pool_gib * (1 << 30)))
     flush_us = flush_time(options.replays)
     for turn, ((row_bytes, hot, batch), wanted) in product(range(options.passes), options.cells.items()):
-        missing = [misses for misses in wanted if (row_bytes, hot, batch, misses) not in kept]
+        keys = [(row_bytes, hot, batch, misses) for misses in wanted]
+        missing = [key for key in keys if passes_of(cells.get(key, {}), options.passes) <= turn]
         if not missing:
             continue
         if time.monotonic() - began > options.budget_seconds:
             print("out of budget; run again with the same --out for the other cells")
             break
         setup = build(pool, row_bytes, hot, batch)
-        for misses in missing:
-            key = (row_bytes, hot, batch, misses)
-            for name, more in measure(setup, misses, options.ranks, options.replays).items():
-                times[key][name] += more
-            cells[key] = {
-                **dict(zip(KEY, key, strict=True)),
-                "blocks": options.ranks or ranks_of(setup.state, batch, setup.topk.shape[2]),
-                "passes": turn + 1,
-                **figures(times[key], flush_us, batch * misses * row_bytes),
-                **peers(*key),
-            }
+        for key in missing:
+            blocks = options.ranks or ranks_of(setup.state, batch, setup.topk.shape[2])
+            cell = {**cells.get(key, {}), **dict(zip(KEY, key, strict=True)), "blocks": blocks}
+            times = measure(setup, key[-1], options.ranks, options.replays, flush_us)
+            cells[key] = with_pass(cell, times, options.passes)
             print(show(cells[key]), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             result = {"machine": machine(), "pool_gib": options.pool_gib, "rows": list(cells.values())}

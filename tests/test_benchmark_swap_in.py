@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.swap_in import figures, kept_cells, select
+from benchmarks import swap_in as swap_in_benchmark
+from benchmarks.swap_in import figures, select
 from benchmarks.swap_in_cells import EXTRA, MISSES, PEERS
 from benchmarks.swap_in_setup import STEPS, TOPK, Setup, build, check
 from kernels.swap_in import swap_in
@@ -96,20 +101,59 @@ def test_a_kernel_that_is_wrong_is_not_timed(damage: Callable[[Setup], None], sa
 
 
 def test_figures_are_medians_of_all_replays() -> None:
-    names = {name: [7.0, 1.0, 3.0] for name in ("copy_only", "resolve", "cold", "null")}
-    found = figures({"": [6.0, 1.0, 2.0], "overlapped_": [1.0], **names}, flush_us=2.0, copied_bytes=55_600)
+    found = figures({"": [6.0, 1.0, 2.0], "overlapped_": [1.0], **OTHERS}, copied_bytes=55_600)
     assert {name: of for name, of in found.items() if not name.startswith("overlapped_")} == {
         **{"us": 2.0, "us_min": 1.0, "us_max": 6.0, "mean_us": 3.0, "copy_only_us": 3.0, "resolve_us": 3.0},
-        **{"cold_us": 1.0, "null_us": 3.0, "floor_us": 4.0, "gb_per_s": 27.8},
+        **{"cold_us": 3.0, "null_us": 3.0, "floor_us": 4.0, "gb_per_s": 27.8},
     }
     assert found["overlapped_us"] == found["overlapped_us_max"] == 1.0
 
 
-def test_cells_of_fewer_passes_are_measured_again() -> None:
-    cell = {"row_bytes": 656, "hot_slots": 4096, "misses": 20}
-    cells = [{**cell, "batch": 1, "passes": 3}, {**cell, "batch": 4, "passes": 2}, {**cell, "batch": 16}]
-    assert list(kept_cells(cells, 3)) == [(656, 4096, 1, 20)]
-    assert list(kept_cells(cells, 1)) == [(656, 4096, 1, 20), (656, 4096, 4, 20)]
+def test_a_run_out_of_budget_goes_on_in_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run measures one batch of cells and is out of budget: passes add up, and none is measured twice."""
+    out, measured, now = tmp_path / "out.json", list[tuple[int, int]](), [0.0]
+
+    def fake_measure(batch: int, misses: int, *_: object) -> dict[str, list[float]]:
+        measured.append((batch, misses))
+        now[0] += 10.0
+        return {"": [float(len(measured))], "overlapped_": [1.0], **OTHERS}
+
+    for name, fake in (
+        ("build", lambda pool, row_bytes, hot, batch: FakeSetup(batch)),
+        ("measure", lambda setup, *rest: fake_measure(setup.batch, *rest)),
+        ("make_pool", lambda size: None),
+        ("flush_time", lambda replays: 0.0),
+        ("machine", dict),
+    ):
+        monkeypatch.setattr(swap_in_benchmark, name, fake)
+    monkeypatch.setattr(swap_in_benchmark.time, "monotonic", lambda: now[0])
+    arguments = "--passes 2 --budget-seconds 5 --ranks 4 --row-bytes 656 --hot 8192 --batch 1 16 --misses 0 20"
+    monkeypatch.setattr(sys, "argv", ["swap_in", "--out", str(out), *arguments.split()])
+    kept = []
+    for _ in range(5):
+        swap_in_benchmark.main()
+        kept.append([(cell["passes"], "replays_us" in cell) for cell in json.loads(out.read_text())["rows"]])
+    assert measured == [(1, 0), (1, 20), (16, 0), (16, 20)] * 2
+    assert kept[:3] == [[(1, True)] * 2, [(1, True)] * 4, [(2, False)] * 2 + [(1, True)] * 2]
+    assert kept[3] == kept[4] == [(2, False)] * 4
+    cells = json.loads(out.read_text())["rows"]
+    assert [(cell["us_min"], cell["us_max"]) for cell in cells] == [(1, 5), (2, 6), (3, 7), (4, 8)]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--passes", "3"])
+    swap_in_benchmark.main()
+    assert measured[8:] == [(1, 0), (1, 20)], "whose replays are no longer there: from the first pass on"
+    after = json.loads(out.read_text())["rows"]
+    assert [cell["passes"] for cell in after] == [1, 1, 2, 2]
+    assert after[2:] == cells[2:], "none is lost"
+
+
+OTHERS = {name: [7.0, 1.0, 3.0] for name in ("copy_only", "resolve", "cold", "null")}
+
+
+@dataclass
+class FakeSetup:
+    batch: int
+    state: None = None
+    topk: torch.Tensor = field(default_factory=lambda: torch.empty(1, 1, TOPK))
 
 
 def options(**chosen: Any) -> Namespace:

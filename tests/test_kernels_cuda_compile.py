@@ -8,16 +8,17 @@ import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
 from coordinator.errors import BadInput, ConfigError, InternalError
 from kernels import compile as kernels_compile
 from kernels.cuda import jit, parameters
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
-from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of
+from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of, swap_in
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 
@@ -206,6 +207,9 @@ def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
         assert has_room(k, ranks) == (share * ranks <= 4096)
         assert has_room(k, ranks) or (ranks == 5 and k > 2560)
         assert share & (share - 1) == 0
+    with pytest.raises(BadInput) as caught:
+        swap_in(cast("DeviceState", None), 0, torch.empty(1, 4096), *cast("Any", (None,) * 3), ranks=5)
+    assert (caught.value.field, caught.value.value) == ("ranks", "5")
 
 
 def test_a_pool_that_32_bits_do_not_name_is_refused() -> None:

@@ -9,8 +9,6 @@ import torch
 from tests.gpu.twin import Twin
 
 TOPK = 512
-
-
 MIXED_SIZES = {"groups": (0, 0, 1), "row_bytes": 656, "topk": 100, "tail_slots": 3, "hot_max": 128}
 
 
