@@ -31,6 +31,7 @@ from tests.progress import Entry, progress
 #: Tests of silence use the short limit; the long one is out of reach of a busy machine.
 SHORT_LIMIT_S = 0.4
 SETTINGS = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=30.0, command_ack_limit_s=0.1)
+PATIENT = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=30.0, command_ack_limit_s=30.0)
 IMPATIENT = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=SHORT_LIMIT_S, command_ack_limit_s=0.1)
 INCARNATION = 10
 
@@ -200,22 +201,23 @@ async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) ->
     worker.close()
 
 
-async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(rig: Rig) -> None:
-    worker = await rig.joined()
-    slot = rig.admitted()
-    await worker.hear()
-    await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
-    await worker.report(number=3)
-    assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
-    assert await worker.silence(), "asked once, not per report"
-    assert tokens_of(rig, slot) == []
-    assert rig.counters.report_gaps == 2
-    await worker.report(number=1)
-    await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
-    while await worker.hear() != ReportAck(INCARNATION, 2):
-        pass
-    assert tokens_of(rig, slot) == [5]
-    worker.close()
+async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_path: Path) -> None:
+    async with running(Rig(tmp_path, settings=PATIENT)) as rig:
+        worker = await rig.joined()
+        slot = rig.admitted()
+        await worker.hear()
+        await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
+        await worker.report(number=3)
+        assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
+        assert await worker.silence(), "asked once, not per report"
+        assert tokens_of(rig, slot) == []
+        assert rig.counters.report_gaps == 2
+        await worker.report(number=1)
+        await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
+        while await worker.hear() != ReportAck(INCARNATION, 2):
+            pass
+        assert tokens_of(rig, slot) == [5]
+        worker.close()
 
 
 async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
