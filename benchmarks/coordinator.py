@@ -39,11 +39,11 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from coordinator import messages
-from coordinator.arrays import pack_int32, pack_int64, unpack_int32
-from coordinator.errors import HiSparseError
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
-from coordinator.transport.sockets import DealerSocket
+from protocol import messages
+from protocol.arrays import pack_int32, pack_int64, unpack_int32
+from protocol.errors import HiSparseError
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
+from protocol.transport.dealer import DealerSocket
 
 WORKERS: Final = 16
 PROMPT_TOKENS: Final = 64
@@ -443,7 +443,7 @@ def running_coordinator(directory: Path, core: int | None, journal: str) -> Iter
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
     }
     with confined_to(core):
-        process = subprocess.Popen([sys.executable, "-m", "coordinator.cli", "coordinator"], env=environ)
+        process = subprocess.Popen([sys.executable, "-m", "hisparse.cli", "coordinator"], env=environ)
     endpoints = {role: f"ipc://{directory}/{role}.sock" for role in ("client", "admin", "worker")}
     try:
         give_up_at = time.monotonic() + START_LIMIT_S

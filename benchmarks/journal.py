@@ -26,28 +26,20 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator import garbage
-from coordinator.arrays import pack_int32, pack_int64
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book
+from coordinator import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import (
-    Accepted,
-    Admission,
-    Changed,
-    Joined,
-    Ordered,
-    PoolOpened,
-    Record,
-    SummaryEnded,
-)
+from coordinator.journal.records import Accepted, Admission, Changed, Joined, Ordered, PoolOpened, Record, SummaryEnded
+from coordinator.journal.state import Book
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
-from coordinator.memory.ledger import Ledger, Memory
-from coordinator.messages import ModelInfo, Progress, Sampling, WorkerCapacity
+from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.scheduler import TICK_S
-from kernels.layout import PAGE_TOKENS
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
+from protocol.arrays import pack_int32, pack_int64
+from protocol.messages import ModelInfo, Progress, Sampling, WorkerCapacity
+from protocol.sizing import Memory
+from protocol.units import PAGE_TOKENS
 
 WORKERS: Final = 16
 PROMPT_TOKENS: Final = 2_048

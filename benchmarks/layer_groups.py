@@ -34,25 +34,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode import Clock, sizing_of
-from coordinator.arrays import pack_int32
-from coordinator.messages import NO_HOT_BUFFER, Admit, ModelInfo, Released, Sampling, Staged
-from coordinator.settings import WorkerSettings
-from coordinator.sizes import parse_size
-from kernels.layout import Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
 from kernels.rows import write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch
-from worker.executor import Executor
-from worker.host_pool import HostPool
-from worker.layer_groups import LayerGroups
-from worker.pool_file import HEADER_BYTES
-from worker.registration import CudaRegistrar
+from protocol.arrays import pack_int32
+from protocol.byte_sizes import parse_size
+from protocol.messages import NO_HOT_BUFFER, Admit, ModelInfo, Released, Sampling, Staged
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.pool.file import HEADER_BYTES
+from worker.pool.host_pool import HostPool
+from worker.pool.registration import CudaRegistrar
 from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, nobody
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.streams import Streams, make_streams
 from worker.transfer import Layout, PoolMemory, open_receiver, open_sender
+from worker.transfer.layer_groups import LayerGroups
 from worker.transfer.sender import PageSender
-from worker.transfers import Transfers
+from worker.transfer.transfers import Transfers
 
 RESULTS: Final = Path(__file__).with_name("results")
 MODEL: Final = "synthetic"

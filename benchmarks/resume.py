@@ -27,17 +27,17 @@ import torch
 
 from benchmarks.decode import LOOKAHEAD, TAIL_SLOTS, Clock, make_pool, sizing_of
 from benchmarks.swap_in import machine
-from coordinator.arrays import pack_int32
-from coordinator.messages import Admit, Event, Released, Sampling, Staged, Withdraw
-from coordinator.settings import WorkerSettings
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.state import DeviceState
-from worker.executor import Executor
+from protocol.arrays import pack_int32
+from protocol.messages import Admit, Event, Released, Sampling, Staged, Withdraw
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.loop.swap import PIECE_TOKENS
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.streams import make_streams
-from worker.swap import PIECE_TOKENS
 
 NEW_TOKENS: Final = 64
 REPEATS: Final = 7

@@ -43,13 +43,13 @@ from typing import Any, Final
 import torch
 import trio
 
-from coordinator.client.client import Client
-from coordinator.config import HostFacts, build
-from coordinator.messages import DIRECT, STAGED, Sampling
-from coordinator.settings import Config, WorkerSettings
-from kernels.layout import PAGE_TOKENS, pages_for
-from tests.netns_rig import Namespace, namespaces
-from tests.nodes_rig import Nodes, Spot, running_nodes
+from hisparse.client.client import Client
+from protocol.config import HostFacts, build
+from protocol.messages import DIRECT, STAGED, Sampling
+from protocol.settings import Config, WorkerSettings
+from protocol.units import PAGE_TOKENS, pages_for
+from tests.support.netns_rig import Namespace, namespaces
+from tests.support.nodes_rig import Nodes, Spot, running_nodes
 from worker.runners.tiny import BOS, EOS, PAD, VOCAB, write_tiny_checkpoint
 
 RESULTS: Final = Path(__file__).with_name("results")

@@ -31,11 +31,11 @@ from torch import Tensor
 from benchmarks.transfer import GEOMETRY, Process, say
 from benchmarks.transfer_report import PAIRS, links
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState
-from worker.host_pool import HostPool
-from worker.registration import CudaRegistrar
-from worker.swap import PIECE_TOKENS
+from protocol.units import PAGE_TOKENS
+from worker.loop.swap import PIECE_TOKENS
+from worker.pool.host_pool import HostPool
+from worker.pool.registration import CudaRegistrar
 
 RESULTS: Final = Path(__file__).with_name("results")
 

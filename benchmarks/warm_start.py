@@ -33,16 +33,17 @@ from torch import Tensor
 
 from benchmarks.decode import TAIL_SLOTS, make_pool, sizing_of
 from benchmarks.swap_in import machine
-from coordinator.arrays import Int32Array, pack_int32
-from coordinator.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
-from coordinator.settings import WorkerSettings
-from kernels.layout import Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
 from kernels.state import StepBatch
-from worker.executor import Executor
-from worker.last_topk import unpack
+from protocol.arrays import Int32Array, pack_int32
+from protocol.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.loop.warm_start import unpack
 from worker.runners.base import Runner
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams

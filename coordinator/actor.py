@@ -28,8 +28,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import outcome
 import trio
 
-from coordinator.errors import CapacityError, InternalError, Unavailable
-from metrics.logs import fields, logger
+from protocol.errors import CapacityError, InternalError, Unavailable
+from protocol.logs import fields, logger
 
 #: Longest that one level of actors may take to drain its mailboxes at shutdown; then it is cancelled.
 SHUTDOWN_LEVEL_S: Final = 5.0

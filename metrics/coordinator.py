@@ -16,11 +16,11 @@ import trio
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from coordinator.errors import Unavailable
-from coordinator.messages import PoolRow, WorkerRow
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
 from metrics.state import CoordinatorCounters
+from protocol.errors import Unavailable
+from protocol.messages import PoolRow, WorkerRow
 
 #: Longest that a healthy trio loop takes to run a callback; a turn of it is bounded by batches of messages.
 LOOP_LIMIT_S: Final = 5.0

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.errors import CapacityError
-from coordinator.transport.sockets import Sent
+from coordinator.listener.router import Sent
+from protocol.errors import CapacityError
 
 #: Replies that wait for a client whose socket is full.
 OUTBOX_MESSAGES_MAX: Final = 4_096
@@ -27,7 +27,7 @@ ADMIN: Final = "admin"
 
 
 class Router(Protocol):
-    """What connections need of coordinator.transport.sockets.RouterSocket."""
+    """What connections need of coordinator.listener.router.RouterSocket."""
 
     def send(self, peer: bytes, frame: bytes) -> Sent: ...
 

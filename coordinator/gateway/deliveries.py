@@ -16,13 +16,13 @@ from typing import Final
 
 import trio
 
-from coordinator import messages
 from coordinator.gateway.connections import Connection, Connections
 from coordinator.gateway.subscriptions import Subscriptions
-from coordinator.gateway.token_log import TokenLog
 from coordinator.scheduling.events import Ending
-from metrics.logs import fields, logger
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.logs import fields, logger
 
 #: How soon a connection whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.05

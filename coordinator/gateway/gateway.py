@@ -18,19 +18,19 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import trio
 
-from coordinator import messages
-from coordinator.errors import BadInput, CapacityError, HiSparseError, ProtocolError
 from coordinator.gateway.connections import ADMIN, CLIENT, Connection
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.gateway.token_log import TokenLog
-from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.flood_control import Gate
+from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import Handle
-from coordinator.transport.dropped import Dropped
-from coordinator.transport.frames import read_frame
-from coordinator.transport.gate import Gate
-from coordinator.transport.meter import Meter
-from coordinator.transport.sockets import Received, RouterSocket
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
+from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from protocol.transport.frames import read_frame
 
 #: Verbs of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096

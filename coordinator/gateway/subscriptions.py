@@ -21,10 +21,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.arrays import Int32Array, pack_int32
-from coordinator.errors import InternalError, WrongState
-from coordinator.gateway.token_log import TokenLog
-from coordinator.messages import Delivery
+from coordinator.tokens.token_log import TokenLog
+from protocol.arrays import Int32Array, pack_int32
+from protocol.errors import InternalError, WrongState
+from protocol.messages import Delivery
 
 #: Most tokens in one Delivery: what a client that attaches to a long output gets at a time (256 KiB).
 DELIVERY_TOKENS_MAX: Final = 65_536

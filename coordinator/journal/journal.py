@@ -32,13 +32,14 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from coordinator.actor import Reply
-from coordinator.errors import InternalError, Unavailable
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book
-from coordinator.journal.records import Record, Tokens
+from coordinator.journal.records import Changed, Record, tokens_of
+from coordinator.journal.state import Book
 from coordinator.journal.summary import Summarizing
-from metrics.logs import fields, logger
+from coordinator.memory.changes import Change
+from coordinator.tokens.token_log import News, TokenLog
 from metrics.state import JournalCounters
+from protocol.errors import InternalError, Unavailable
+from protocol.logs import fields, logger
 
 #: Least time between the beginnings of two groups.
 INTERVAL_S: Final = 0.002
@@ -160,6 +161,9 @@ class Journal(Protocol):
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
 
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        """Write the changes of a node's ledger, and `notes` behind them, in one commit."""
+
     def tokens_arrived(self) -> None:
         """The token log has news."""
 
@@ -178,6 +182,9 @@ class NoJournal:
         return
 
     def append(self, records: Sequence[Record]) -> Commit:
+        return DONE
+
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return DONE
 
     def tokens_arrived(self) -> None:
@@ -234,6 +241,9 @@ class GroupCommit:
         self._news.set()
         return Commit(pending)
 
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        return self.append([Changed(node, tuple(changes)), *notes])
+
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
             self._summarizing = Summarizing(self.book, self._token_log)
@@ -288,13 +298,13 @@ class GroupCommit:
             self._token_log.commit(news)
             self._on_tokens()
 
-    def _cut(self) -> Tokens | None:
+    def _cut(self) -> News | None:
         """End the pending group, with the tokens that it returns ahead of its records."""
         group, self._pending = self._pending, _Group()
         self._writing = group
         news = self._token_log.take_news()
         if news is not None:
-            group.records.insert(0, news)
+            group.records.insert(0, tokens_of(news))
         if self._summarizing is not None:
             group.records += self._summarizing.more()
             if self._summarizing.is_over:

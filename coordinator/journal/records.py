@@ -6,7 +6,7 @@
     of all         Tokens                                                       one row of arrays per group commit
     of a summary   SummaryBegun, NodePart, Output, SummaryEnded                 what came before, in fewer words
 
-Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.book): records are
+Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.state): records are
 appended in the order in which they became true, and a group takes every token that has arrived before the records that
 may depend on it. Nothing in here is a rate, a guess or a wish that may be lost: how far an admission has come on its
 worker is the worker's to say (its inventory), and what policy wants it decides anew.
@@ -19,14 +19,19 @@ run the whole policy again, and any change of policy would change the past).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from hashlib import blake2b
+from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.arrays import pack_int32
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
-from coordinator.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
+from coordinator.tokens.token_log import News
+from protocol.arrays import pack_int32, unpack_int32
+from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
+
+#: Names of workers that are drained, or were when they went.
+DRAINS_MAX: Final = 1_024
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,7 +105,7 @@ class Departed(JournalEntry, frozen=True):
 
 
 class Struck(JournalEntry, frozen=True):
-    """`worker` died with these on it (coordinator.scheduling.suspicion): how many strikes each has by now, and at how
+    """`worker` died with these on it (coordinator.scheduling.poison): how many strikes each has by now, and at how
     many generated tokens. Parallel int32 arrays."""
 
     worker: str
@@ -257,6 +262,22 @@ class Summary(JournalEntry, frozen=True):
     ordered: tuple[Ordered, ...] = ()
     stays: tuple[Admission, ...] = ()
     departed: tuple[Departed, ...] = ()
+
+
+def digest_of(prompt: bytes) -> bytes:
+    """Tells one prompt from another, once it is only in the journal."""
+    return blake2b(prompt, digest_size=16).digest()
+
+
+def tokens_of(news: News) -> Tokens:
+    """What the token log has to write down, as a record."""
+    return Tokens(*(part.tobytes() for part in news))
+
+
+def news_of(tokens: Tokens) -> News:
+    """A record, as the token log takes it in. Raises ProtocolError when an array's bytes do not divide by 4."""
+    parts = (tokens.slots, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
+    return News(*(unpack_int32(part, "tokens") for part in parts))
 
 
 def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> Struck:

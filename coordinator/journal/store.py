@@ -34,11 +34,11 @@ from typing import Final, NamedTuple, TypeVar
 
 import trio
 
-from coordinator.arrays import unpack_int32
-from coordinator.errors import ConfigError
 from coordinator.journal.journal import JournalError
 from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode_all, encode
 from metrics.state import JournalCounters
+from protocol.arrays import unpack_int32
+from protocol.errors import ConfigError
 
 #: The form of the file; a journal of a later one is refused.
 VERSION: Final = 2

@@ -9,8 +9,8 @@
 So no commit waits for a summary: each carries at most REQUESTS_EACH requests, one part of a ledger and TOKENS_EACH
 tokens of output, and a summary of 10,000 requests takes some 800 of them, a few seconds. What happens meanwhile
 is written as ever, between its records. A request is said as it is when its turn comes, which overrides whatever was
-written of it before (coordinator.journal.book); one that comes later needs no saying again. A ledger does not work like
-that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
+written of it before (coordinator.journal.state); one that comes later needs no saying again. A ledger does not
+work like that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
 
 A crash in the middle leaves a beginning without an end: the journal is read from where the summary before it began, in
 which what this one said is only repeated. The next life begins one anew.
@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final
 
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book, Known, no_order
+from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded, struck_of
-from coordinator.memory.ledger_image import parts_of
+from coordinator.journal.state import Book, Known, no_order
+from coordinator.tokens.token_log import TokenLog
 
 #: Requests said again in one group.
 REQUESTS_EACH: Final = 64
@@ -72,9 +72,10 @@ class Summarizing:
             known = self._book.requests.get(self._slots[0])
             if known is not None:
                 facts += _facts_of(known)
-                output = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
-                outputs += [output] if output else []
-                room -= len(output.tokens) // 4 if output else 0
+                part = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
+                if part is not None:
+                    outputs.append(Output(part.slot, part.start, part.tokens.tobytes(), part.durable_tokens))
+                    room -= len(part.tokens)
                 if not room:
                     break  # there may be more of it
             self._slots.popleft()

@@ -28,22 +28,17 @@ agree with the first in what both get wrong); stopping the world to compare.
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from coordinator.arrays import Int32Array, unpack_int32, unpack_int64
-from coordinator.errors import ProtocolError
-from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import Inventory, WorkerCapacity
+from coordinator.memory.ledger import EpochKey, Ledger
+from protocol.arrays import unpack_int32, unpack_int64
+from protocol.errors import ProtocolError
+from protocol.inventory import LEAVING, UNCHECKED, digest_of
+from protocol.messages import Inventory, WorkerCapacity
+from protocol.sizing import Memory
 
-#: Host pages whose ids one inventory checks; of requests beyond it only the number.
-PAGES_MAX: Final = 8_192
-#: `Inventory.digests` of a request whose ids were not looked at.
-UNCHECKED: Final = -1
-#: Of a request that is leaving: what it was granted since, the ledger counts and the worker does not take any more.
-LEAVING: Final = -2
 #: An audit that was not answered for this long is asked anew: its worker is in a very long step, or gone.
 ANSWER_LIMIT_S: Final = 10.0
 #: Differences of one worker that are told.
@@ -72,10 +67,6 @@ class _Row(NamedTuple):
     index_pages: int
     hot_chunks: int
     slab_pages: int
-
-
-def digest_of(pages: Int32Array) -> int:
-    return zlib.crc32(pages.astype("<i4", copy=False).tobytes())
 
 
 # ---------------------------------------------------------------- comparing

@@ -6,9 +6,10 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from coordinator.arrays import Int32Array
-from coordinator.memory.ledger import NO_PAGES, Ledger, Memory
-from coordinator.messages import WorkerCapacity
+from coordinator.memory.ledger import NO_PAGES, Ledger
+from protocol.arrays import Int32Array
+from protocol.messages import WorkerCapacity
+from protocol.sizing import Memory
 
 
 class LedgerChange(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -26,9 +26,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from coordinator.arrays import Int32Array
-from coordinator.errors import CapacityError, InternalError, WrongState
-from coordinator.messages import WorkerCapacity
+from protocol.arrays import Int32Array
+from protocol.errors import CapacityError, InternalError, WrongState
+from protocol.messages import WorkerCapacity
+from protocol.sizing import Memory
 
 #: (worker, epoch)
 EpochKey = tuple[str, int]
@@ -37,13 +38,10 @@ NO_PAGES: Final[Int32Array] = np.zeros(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
 
 
-class Memory(NamedTuple):
-    """What one admission needs or holds, beside its seat. Unit: 64 tokens each."""
-
-    host_pages: int = 0
-    hot_chunks: int = 0
-    index_pages: int = 0
-    slab_pages: int = 0
+def follows(epoch: int, before: int) -> bool:
+    """Whether `epoch` is of the process that `before` was of, which has begun anew: the numbers of another process's
+    begin at another moment, in milliseconds (worker/process.py)."""
+    return epoch == before + 1
 
 
 @dataclass(slots=True)

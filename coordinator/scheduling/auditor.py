@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.actor import Reply
-from coordinator.errors import ProtocolError
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal
 from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
 from coordinator.memory.changes import Release
-from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
+from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling.dispatch import Heard
+from coordinator.scheduling.effects import Step
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
-from coordinator.scheduling.live import Live, Requests
-from coordinator.scheduling.members import Worker
-from coordinator.scheduling.roster import Roster
-from coordinator.scheduling.steps import Step
-from metrics.logs import fields, logger
+from coordinator.scheduling.placements import Worker
+from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.scheduling_state import Roster
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol.errors import ProtocolError
+from protocol.logs import fields, logger
+from protocol.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
+from protocol.sizing import Memory
 
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0

@@ -7,10 +7,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.memory.ledger import Memory
-from coordinator.messages import NO_TOKEN
-from coordinator.scheduling.members import Entry, Worker
-from coordinator.scheduling.sizing import Rung
+from coordinator.scheduling.placements import Entry, Worker
+from protocol.messages import NO_TOKEN
+from protocol.sizing import Memory, Rung
 
 
 class Transfer(msgspec.Struct, frozen=True):

@@ -19,12 +19,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from coordinator.arrays import Int32Array
 from coordinator.journal import records as journal
 from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
-from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
+from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling import decisions
+from coordinator.scheduling.effects import Send, Step
 from coordinator.scheduling.events import (
     Demoted,
     Departed,
@@ -38,12 +37,14 @@ from coordinator.scheduling.events import (
     Stage,
     Tell,
 )
-from coordinator.scheduling.members import ON_WORKER, Drain, Entry, Phase, Ticket, Worker
+from coordinator.scheduling.placements import ON_WORKER, Drain, Entry, Phase, Ticket, Worker
+from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.roster import Roster
-from coordinator.scheduling.steps import Send, Step
-from coordinator.scheduling.suspicion import POISON_STRIKES, poison_reason
-from kernels.layout import PAGE_TOKENS, pages_for
+from coordinator.scheduling.scheduling_state import Roster
+from protocol.arrays import Int32Array
+from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
+from protocol.sizing import Memory
+from protocol.units import PAGE_TOKENS, pages_for
 
 
 class Heard(NamedTuple):

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from coordinator import messages
-from coordinator.arrays import Int32Array
+from protocol import messages
+from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.scheduling.steps import Send, Step
+    from coordinator.scheduling.effects import Send, Step
 
 
 class Handle(NamedTuple):

@@ -19,7 +19,7 @@ never a victim. A running request makes room only when it is URGENT, that is, ne
 Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
 been retracted; on another node, its rows are sent to pages there that a *ticket* holds, with a seat of the worker that
-lets them in (coordinator.scheduling.members). The pair is admitted at once or not at all: host pages and the first
+lets them in (coordinator.scheduling.placements). The pair is admitted at once or not at all: host pages and the first
 worker's memory are reserved, the second worker's are *promised* until the prompt is there, that is, subtracted at the
 request's place in the order of rank. So only a better-ranked request can come between, and a coordinator that restarts
 has no promise to look after. Asked for neither, a request goes directly while there is a worker that does nothing but
@@ -46,25 +46,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from coordinator.memory.ledger import Ledger, Memory
-from coordinator.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
-from coordinator.scheduling.decisions import (
-    DISPLACING,
-    Admit,
-    Cause,
-    Decision,
-    Demote,
-    Grow,
-    Resize,
-    Retract,
-    Transfer,
-)
-from coordinator.scheduling.members import Entry, Phase, Rank, Worker
-from coordinator.scheduling.room import Needs, Remedy, find_remedy, is_pinned, next_lower
-from coordinator.scheduling.roster import Roster
-from coordinator.scheduling.sizing import (
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract, Transfer
+from coordinator.scheduling.free_memory import HostSpace, Space
+from coordinator.scheduling.placements import Entry, Phase, Rank, Worker
+from coordinator.scheduling.preemption import Needs, Remedy, find_remedy, is_pinned, next_lower
+from coordinator.scheduling.scheduling_state import Roster
+from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
+from protocol.sizing import (
     NO_RUNG,
     RESIDENT,
+    Memory,
     Rung,
     first_memory,
     forced_rung,
@@ -75,8 +67,7 @@ from coordinator.scheduling.sizing import (
     page_limit,
     pages_wanted,
 )
-from coordinator.scheduling.space import HostSpace, Space
-from kernels.layout import PAGE_TOKENS, pages_for
+from protocol.units import PAGE_TOKENS, pages_for
 
 #: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
 GRANT_STEP_PAGES: Final = 2

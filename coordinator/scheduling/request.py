@@ -13,9 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator import messages
 from coordinator.actor import Actor
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Ended
 from coordinator.scheduling.events import (
@@ -32,8 +30,10 @@ from coordinator.scheduling.events import (
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
 from coordinator.scheduling.waits import WaitFor, Waits
-from metrics.logs import fields, logger
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.logs import fields, logger
 
 #: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
 MAILBOX_MAX: Final = 256

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from coordinator import messages
-from coordinator.errors import InternalError, ProtocolError, WrongState
 from coordinator.scheduling.events import (
     Admitted,
     Adopted,
@@ -43,7 +41,9 @@ from coordinator.scheduling.lifecycle import (
     State,
     Target,
 )
-from kernels.layout import PAGE_TOKENS
+from protocol import messages
+from protocol.errors import InternalError, ProtocolError, WrongState
+from protocol.units import PAGE_TOKENS
 
 #: Lines of a request's story; older ones are dropped, the first (how it came) stays.
 STORY_LINES_MAX: Final = 64

@@ -17,37 +17,37 @@ from typing import Final
 
 import trio
 
-from coordinator import messages
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.arrays import Int32Array
-from coordinator.errors import HiSparseError, WrongState
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.inventory import adopt
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal.records import Departed, Drained, PoolOpened, Undrained
-from coordinator.journal.recovery import Place, restore
+from coordinator.journal.records import Departed, Drained, PoolOpened, Record, Undrained
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.scheduling import decisions, events
+from coordinator.scheduling.api import Front, Message
 from coordinator.scheduling.auditor import Auditor
+from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.effects import Send, Step
 from coordinator.scheduling.events import Listener, Tell, Verb, WorkerPort
-from coordinator.scheduling.fleet import Fleet
-from coordinator.scheduling.front import Front, Message
-from coordinator.scheduling.intake import check_deadline
-from coordinator.scheduling.last_topk import LastTopk
-from coordinator.scheduling.live import Live, Requests
-from coordinator.scheduling.members import Drain, Entry
-from coordinator.scheduling.reception import Reception
+from coordinator.scheduling.placements import Drain, Entry
+from coordinator.scheduling.reconciliation import adopt
+from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.sizing import page_limit
-from coordinator.scheduling.steps import Send, Step
-from coordinator.scheduling.verbs import carry_out, release_quarantine
-from coordinator.settings import CoordinatorSettings
-from kernels.layout import PAGE_TOKENS
-from metrics.logs import fields, logger
+from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.submission import Reception
+from coordinator.scheduling.validation import check_deadline
+from coordinator.scheduling.warm_start import LastTopk
+from coordinator.scheduling.worker_registry import Fleet
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import HiSparseError, WrongState
+from protocol.logs import fields, logger
+from protocol.settings import CoordinatorSettings
+from protocol.sizing import page_limit
+from protocol.units import PAGE_TOKENS
 
 #: Messages handled in one turn.
 BATCH_MAX: Final = 1_024
@@ -119,7 +119,7 @@ class Scheduler(Front):
         self._journal = journal or NoJournal()
         self._clock = clock
         self._wall_offset_s = wall_offset_s
-        self._pools: dict[str, HostPool] = {}
+        self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._roster = self._dispatch.roster
@@ -338,7 +338,11 @@ class Scheduler(Front):
 
     def _start_pool(self, node: str) -> None:
         self._pools[node] = HostPool(
-            node, self._ledgers[node], self._journal, lifetimes=self._counters.host_page_s, clock=self._clock
+            node,
+            self._ledgers[node],
+            self._journal.append_changes,
+            lifetimes=self._counters.host_page_s,
+            clock=self._clock,
         )
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
@@ -394,7 +398,7 @@ class Scheduler(Front):
             await commit.wait()
         return given
 
-    async def _transact_node(self, node: str, steps: Sequence[Step]) -> Applied:
+    async def _transact_node(self, node: str, steps: Sequence[Step]) -> Applied[Commit]:
         notes = [step.note for step in steps if step.note is not None]
         return await self._pools[node].transact([step.change for step in steps], notes)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
-from coordinator.errors import CapacityError, InternalError, ProtocolError
-from coordinator.messages import (
+from protocol.errors import CapacityError, InternalError, ProtocolError
+from protocol.messages import (
     CLIENT_MESSAGE_BYTES_MAX,
     LAST_TOPK_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,

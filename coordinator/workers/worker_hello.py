@@ -21,8 +21,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from coordinator.errors import BadInput, ProtocolError, Unavailable, WrongState
-from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, WorkerHello
+from protocol.errors import BadInput, ProtocolError, Unavailable, WrongState
+from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, WorkerHello
 
 
 class Course(Enum):

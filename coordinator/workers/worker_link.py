@@ -30,28 +30,28 @@ from typing import Final, Protocol
 import numpy as np
 import trio
 
-from coordinator import messages
-from coordinator.arrays import Int32Array
-from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Joined
-from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.flood_control import Gate
+from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import LinkStats, WorkerPort
-from coordinator.settings import CoordinatorSettings
-from coordinator.transport.dropped import Dropped
-from coordinator.transport.frames import read_frame
-from coordinator.transport.gate import Gate
-from coordinator.transport.meter import Meter
-from coordinator.transport.sockets import Received, RouterSocket
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.processes import Process, has_ended, process_of, wait_exit
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_hello import Course, Known, judge
-from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.logs import fields, logger
+from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from protocol.settings import CoordinatorSettings
+from protocol.transport.frames import read_frame
 
 #: Worker names known at the same time, living or down.
 WORKERS_MAX: Final = 1_024

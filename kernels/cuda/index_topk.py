@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.cuda import parameters
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
-from kernels.layout import TOPK_MAX
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.errors import BadInput
+from protocol.units import TOPK_MAX
 
 # index_rows.cuh
 BATCH_MAX: Final = 1024

@@ -1,5 +1,5 @@
 // What host and device both know: constants and kernel parameters. The twin of kernels/layout.py and
-// kernels/cuda/parameters.py; tests/test_kernels_cuda_compile.py compiles static assertions over every offset.
+// kernels/cuda/parameters.py; tests/kernels/test_cuda_compile.py compiles static assertions over every offset.
 //
 // State, as the kernels see it (kernels/state.py has the shapes and what each value means):
 //

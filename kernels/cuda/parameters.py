@@ -11,19 +11,9 @@ from typing import Final
 
 import torch
 
-from kernels.layout import (
-    CONTEXT_MAX_TOKENS,
-    NEXT_RESERVE,
-    NEXT_SLOTS,
-    OPENED_CHUNKS,
-    OPENED_PAGES,
-    PAGE_TOKENS,
-    SLOT_ABSENT,
-    SLOTS_MAX,
-    TAIL_SLOTS_MAX,
-    TOPK_MAX,
-)
+from kernels.layout import NEXT_RESERVE, NEXT_SLOTS, OPENED_CHUNKS, OPENED_PAGES, SLOT_ABSENT
 from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
 
 
 class SeatVerb(IntEnum):

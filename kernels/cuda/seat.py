@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from kernels.cuda import parameters
 from kernels.cuda.launch import kernel_of, processors, stream_of
-from kernels.layout import PAGE_TOKENS, managed_chunks
 from kernels.reference.seat import clear_seat, hold_tokens, init_resident, latest_tokens
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS, managed_chunks
 
 __all__ = [
     "clear_seat",

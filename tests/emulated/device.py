@@ -25,11 +25,11 @@ from types import ModuleType
 from typing import Final
 from unittest import mock
 
-from coordinator.errors import InternalError
 from kernels import cuda, reference
 from kernels.cuda import launch
 from kernels.cuda.jit import SOURCE_DIR, Defines
 from kernels.state import DeviceState
+from protocol.errors import InternalError
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent

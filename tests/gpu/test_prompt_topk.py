@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from kernels.cuda.launch import prepare  # noqa: E402
 from kernels.prompt_topk import prompt_topk  # noqa: E402
-from tests.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
+from tests.kernels.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
 
 room = import_module("kernels.cuda.prompt_topk")  # its package holds the function of that name
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 import trio
 
-from coordinator.client.client import Client
-from coordinator.messages import AUTO, DIRECT
-from coordinator.settings import Config
-from tests.cluster_rig import assert_nothing_leaked, crash_config, write_model
-from tests.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
+from hisparse.client.client import Client
+from protocol.messages import AUTO, DIRECT
+from protocol.settings import Config
+from tests.support.cluster_rig import assert_nothing_leaked, crash_config, write_model
+from tests.support.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(240)]
 if not torch.cuda.is_available():

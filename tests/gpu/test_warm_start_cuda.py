@@ -11,11 +11,11 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests import test_warm_start as cpu  # noqa: E402
-from tests.fakes.hash_runner import SEPARATE, SHARED, TOPK  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
-from worker.batch import Status  # noqa: E402
+from tests.support.fakes.hash_runner import SEPARATE, SHARED, TOPK  # noqa: E402
+from tests.worker.loop import test_warm_start as cpu  # noqa: E402
+from worker.loop.batch import Status  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
 

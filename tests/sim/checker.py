@@ -26,17 +26,16 @@ import numpy as np
 import trio
 import trio._core._run
 
-from coordinator import messages
-from coordinator.arrays import unpack_int32
-from coordinator.errors import InternalError
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.members import Entry, Phase
+from coordinator.scheduling.placements import Entry, Phase
 from coordinator.workers.worker_link import WorkerLink
-from kernels import layout
+from protocol import messages, units
+from protocol.arrays import unpack_int32
+from protocol.errors import InternalError
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Ticket
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
-from worker.outbox import REPORTS_UNACKED_MAX
+from worker.link.outbox import REPORTS_UNACKED_MAX
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, CoordinatorLife, WorkerProcess
@@ -329,7 +328,7 @@ def _may_share(one: Run | Ticket, other: Run | Ticket, place: int) -> bool:
         return False
     durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
     is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
-    return is_same and (place + 1) * layout.PAGE_TOKENS <= durable
+    return is_same and (place + 1) * units.PAGE_TOKENS <= durable
 
 
 def _process_of(epoch: int) -> int:

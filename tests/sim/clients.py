@@ -14,9 +14,9 @@ from typing import Final
 
 import trio
 
-from coordinator.client.client import Client, open_client
-from coordinator.client.token_stream import Stream
-from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable, WrongState
+from hisparse.client.client import Client, open_client
+from hisparse.client.token_stream import Stream
+from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable, WrongState
 from tests.sim.cluster import Cluster
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation

@@ -27,28 +27,28 @@ import msgspec
 import trio
 import trio._core._run
 
-import coordinator.client.connection
 import coordinator.memory.changes
 import coordinator.memory.host_pool
 import coordinator.scheduling.policy
-import coordinator.scheduling.sizing
 import coordinator.service
 import coordinator.workers.worker_link
-from coordinator import messages
+import hisparse.client.connection
+import protocol.sizing
 from coordinator.actor import open_supervisor
-from coordinator.arrays import Int32Array
-from coordinator.errors import HiSparseError
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
-from coordinator.scheduling.members import Entry
+from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.suspicion import POISON_STRIKES
 from coordinator.service import Coordinator
-from coordinator.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import HiSparseError
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
+from protocol.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
@@ -56,9 +56,9 @@ from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
-from worker.link import Link, Pace
-from worker.link_state import Action, Identity, LinkState
-from worker.outbox import Outbox
+from worker.link.link import Link, Pace
+from worker.link.link_state import Action, Identity, LinkState
+from worker.link.outbox import Outbox
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
@@ -532,7 +532,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     replacements = (
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
-        (coordinator.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
+        (hisparse.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
         (coordinator.service, "_open_journal", lambda *_: cluster.disk and FakeStore(cluster.disk)),
         (coordinator.service, "time", SimpleNamespace(time=trio.current_time, perf_counter=trio.current_time)),
@@ -552,8 +552,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         for module in pages:
             stack.enter_context(patch.object(module, "PAGE_TOKENS", PAGE_TOKENS))
         stack.enter_context(patch.object(coordinator.scheduling.policy, "URGENT_TOKENS", PAGE_TOKENS))
-        stack.callback(coordinator.scheduling.sizing._managed.cache_clear)
-        coordinator.scheduling.sizing._managed.cache_clear()
+        stack.callback(protocol.sizing._managed.cache_clear)
+        protocol.sizing._managed.cache_clear()
         logger = logging.getLogger("hisparse")
         level = logger.level
         logger.setLevel(logging.CRITICAL + 1)

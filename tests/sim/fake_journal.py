@@ -14,14 +14,14 @@ from typing import Final
 
 import trio
 
-from coordinator.arrays import unpack_int32
-from coordinator.errors import HiSparseError
 from coordinator.journal import records
 from coordinator.journal.journal import JournalError
+from coordinator.journal.ledger_image import ledger_from, parts_of
 from coordinator.journal.records import LASTING, Record
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.ledger_image import ledger_from, parts_of
+from protocol.arrays import unpack_int32
+from protocol.errors import HiSparseError
 from tests.sim.alarms import sleep
 from tests.sim.trace import Trace, Violation
 

@@ -1,9 +1,9 @@
 """A worker process without a device: the real link and outbox, and an executor that is a model of the real one.
 
-`FakeExecutor` obeys the protocol as worker/executor.py does, turn by turn: commands at step boundaries, one prompt
+`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, one prompt
 chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
 observed, `Released` only when nothing of the admission is under way any more. Tokens, ends and held-back output are the
-real worker.output. What is modelled is the device:
+real worker.loop.output. What is modelled is the device:
 
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
@@ -27,8 +27,9 @@ from typing import Final, Protocol
 import numpy as np
 import trio
 
-from coordinator.arrays import Int32Array, unpack_int32
-from coordinator.messages import (
+from metrics.state import WorkerCounters
+from protocol.arrays import Int32Array, unpack_int32
+from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
     Admit,
@@ -49,17 +50,16 @@ from coordinator.messages import (
     Withdraw,
     WorkerCapacity,
 )
-from kernels.layout import PAGE_TOKENS, pages_for
-from metrics.state import WorkerCounters
+from protocol.text import ByteTokenizer
+from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
 from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
-from worker.handover import Incoming, Outgoing
-from worker.inventory import Free, Holding, take_inventory
-from worker.output import Output
-from worker.runners.text import ByteTokenizer
+from worker.device.inventory import Free, Holding, take_inventory
+from worker.loop.output import Output
+from worker.transfer.handover import Incoming, Outgoing
 
 #: Seconds of one decode step, of one prompt chunk, of loading a resumed context, and until a write lands.
 STEP_S: Final = (0.02, 0.08)
@@ -78,7 +78,7 @@ _DETOKENIZER: Final = ByteTokenizer().detokenizer
 
 
 class Reports(Protocol):
-    """What worker.outbox.Outbox takes from an executor."""
+    """What worker.link.outbox.Outbox takes from an executor."""
 
     def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
     def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
@@ -157,7 +157,7 @@ class FakePool:
 
 @dataclass(eq=False)
 class Run:
-    """One admission on this worker, as worker.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
+    """One admission on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
 
     admit: Admit
     prompt: Int32Array

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator import messages
-from coordinator.client.client import Client
+from hisparse.client.client import Client
+from protocol import messages
 from tests.sim.clients import SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.links import Connection

@@ -1,7 +1,7 @@
 """Protocol bugs, planted one at a time in the real code while a seed runs.
 
 Each is a mistake that somebody could make, in one place or in the places that would be written together. Undisturbed,
-a cluster with any of them works; under faults one of the named invariants must catch it (tests/test_sim_mutants.py).
+a cluster with any of them works; under faults one of the named invariants must catch it (tests/sim/test_mutants.py).
 What the design shrugs off is no use here: losing a command or a report by itself ends in a replay.
 """
 
@@ -12,26 +12,25 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import messages
 from coordinator.gateway.connections import Connections
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal_records
-from coordinator.journal.book import Book
 from coordinator.journal.journal import Commit
+from coordinator.journal.state import Book
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
-from coordinator.messages import Withdraw
-from coordinator.scheduling import dispatch, events, roster, scheduler
+from coordinator.scheduling import dispatch, events, scheduler, scheduling_state
 from coordinator.scheduling.lifecycle import Kind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
-from kernels import layout
+from protocol import messages, units
+from protocol.messages import Withdraw
 from tests.sim.transfer import FakeReceiver
-from worker.handover import Incoming, Outgoing
-from worker.link_state import LinkState, Phase
+from worker.link.link_state import LinkState, Phase
+from worker.transfer.handover import Incoming, Outgoing
 
 MUTANTS: Final[dict[str, Any]] = {}
 
@@ -223,7 +222,7 @@ def free_kept_pages_twice() -> Plan:
 @plant
 def drop_the_last_page_of_what_is_kept() -> Plan:
     """Rows kept, rounded down to pages."""
-    yield dispatch, "pages_for", lambda tokens: tokens // layout.PAGE_TOKENS or int(tokens > 0)
+    yield dispatch, "pages_for", lambda tokens: tokens // units.PAGE_TOKENS or int(tokens > 0)
 
 
 @plant
@@ -278,7 +277,7 @@ def admit_when_the_last_page_has_arrived() -> Plan:
     """Pages come in order, so the last one ends it."""
 
     def is_whole(self: Incoming) -> bool:
-        return layout.pages_for(self.prompt_tokens) - 1 in self.arrived
+        return units.pages_for(self.prompt_tokens) - 1 in self.arrived
 
     def is_delivered(self: Outgoing) -> bool:
         return not self.failure and self.pages - 1 in self.delivered
@@ -399,4 +398,4 @@ def forget_drains_with_the_coordinator() -> Plan:
 @plant
 def drain_a_process_for_the_one_before() -> Plan:
     """A worker is its name."""
-    yield roster, "follows", lambda epoch, before: bool(before)
+    yield scheduling_state, "follows", lambda epoch, before: bool(before)

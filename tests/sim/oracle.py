@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.arrays import Int32Array
-from coordinator.messages import AUTO, ModelInfo, Sampling
+from protocol.arrays import Int32Array
+from protocol.messages import AUTO, ModelInfo, Sampling
 
 Rows = npt.NDArray[np.uint64]
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from coordinator import messages
+from protocol import messages
 
 #: Lines shown of a run that failed.
 TAIL_LINES: Final = 200

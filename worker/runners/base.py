@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from coordinator.messages import ModelInfo
 from kernels.layout import Geometry
+from protocol.messages import ModelInfo
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch

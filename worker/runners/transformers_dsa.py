@@ -25,9 +25,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.errors import ConfigError
-from coordinator.messages import ModelInfo
-from coordinator.settings import WorkerSettings
 from kernels.attention import attend_rows, prepare_attention
 from kernels.encode import encode, prepare_encode
 from kernels.index_topk import index_topk, prepare_index
@@ -36,6 +33,9 @@ from kernels.prompt_topk import prepare_prompt
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
+from protocol.errors import ConfigError
+from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
 from worker.runners.checkpoint import describe_model, geometry_of, read_config

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.errors import ProtocolError
+from protocol.errors import ProtocolError
 from worker.transfer.interface import Layout
 
 #: Ready carries the ticket's pages, 4 bytes each, and the engine's blob.

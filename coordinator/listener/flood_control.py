@@ -1,0 +1,58 @@
+"""What a door lets through of what arrives: each peer at its rate, told once when it says more, and then not heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.rate_limiter import Meter, Verdict, cost_of
+from coordinator.listener.router import Received
+from protocol.errors import CapacityError, HiSparseError
+
+#: Reasons under which dropped messages and ended connections are counted.
+RATE: Final = "rate"
+CUT: Final = "cut"
+
+
+class Cutting(Protocol):
+    """What a gate needs of coordinator.listener.router.RouterSocket."""
+
+    def cut(self, received: Received) -> None: ...
+
+
+class Gate:
+    """One per door. `refuse` tells a peer why it is not heard."""
+
+    def __init__(
+        self, socket: Cutting, meter: Meter, dropped: Dropped, refuse: Callable[[Received, HiSparseError], None]
+    ) -> None:
+        self._socket = socket
+        self._meter = meter
+        self._dropped = dropped
+        self._refuse = refuse
+
+    def admits(self, received: Received, now: float) -> bool:
+        """Whether to read `received`. The rate is that of its user, who may have several connections; without keys
+        that of its connection."""
+        sender = received.user.encode() or received.peer
+        match self._meter.judge(sender, received.peer, cost_of(len(received.frame)), now):
+            case Verdict.TAKE:
+                return True
+            case Verdict.REFUSE:
+                self._dropped.note(RATE, received.peer, f"more than {self._meter.per_s:g} messages a second", now)
+                self._refuse(received, self._error())
+            case Verdict.IGNORE:
+                self._dropped.note(RATE, received.peer, "still too many messages", now)
+            case Verdict.CUT:
+                self._dropped.note(CUT, received.peer, "went on sending too many messages", now)
+                self._socket.cut(received)
+        return False
+
+    def _error(self) -> CapacityError:
+        return CapacityError(
+            f"more than {self._meter.per_s:g} messages a second, and {self._meter.burst:g} at once, are not heard",
+            field="messages_per_s",
+            value=self._meter.per_s,
+            remedy="send fewer or smaller ones, over one connection that stays, or raise coordinator.messages_per_s",
+        )

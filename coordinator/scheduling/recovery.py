@@ -1,0 +1,253 @@
+"""What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure but for
+the actors that its caller makes.
+
+    the book says of a request       it becomes
+    ended                            an ended request, for as long as it would have been one
+    waiting, or with kept pages      the same; if its end was decided, it ends now
+    on a worker of a live epoch      on that worker, which is *awaited*: its inventory will say how far it has come
+                                     (coordinator.scheduling.reconciliation). Workers decode on meanwhile
+    on a worker of a lost epoch      departed: what the earlier life had begun is finished
+
+What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.placements): of the request whose
+rows are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
+
+An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
+other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from coordinator.journal import records as journal
+from coordinator.journal.state import Book, Known
+from coordinator.memory.changes import Release
+from coordinator.memory.ledger import EpochKey
+from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.effects import Step
+from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
+from coordinator.scheduling.placements import Drain, Entry, Ticket, Worker
+from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
+from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.request_table import Ended, Live, RequestPort, Requests
+from coordinator.scheduling.scheduling_state import Roster
+from coordinator.tokens.token_log import TokenLog
+from protocol.messages import NO_TOKEN
+
+MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
+
+
+class RecoveringScheduler(Protocol):
+    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None: ...
+
+
+class RecoveringLinks(Protocol):
+    def expect(self, joined: journal.Joined, *, is_live: bool) -> WorkerPort: ...
+
+
+def recover(book: Book, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
+    """Put what `book` knows into the actors. Before any of them runs."""
+    ports: dict[EpochKey, WorkerPort] = {}
+    for node, ledger in book.ledgers.items():
+        for joined in sorted(book.joined(node), key=lambda it: it.epoch):
+            is_live = ledger.has_live(joined.worker) and ledger.budget(joined.worker).epoch == joined.epoch
+            port = links.expect(joined, is_live=is_live)
+            if is_live:
+                ports[joined.worker, joined.epoch] = port
+    scheduler.recover(ports)
+    for slot, known in book.requests.items():
+        if (ended := known.ended) is not None:
+            request_id, generated = known.accepted.request_id, ended.generated_tokens
+            listener.recovered(Ending(slot, request_id, ended.outcome, ended.reason, generated, ended.tail_text))
+
+
+class Place(NamedTuple):
+    """Where the recovered state goes."""
+
+    dispatch: Dispatch
+    requests: Requests
+    token_log: TokenLog
+    make_request: MakeRequest
+    now: float
+    wall_offset_s: float
+
+
+def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Heard:
+    """Fill roster, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    roster = place.dispatch.roster
+    roster.go_on_from(book.arrivals, book.admissions)
+    for drained in book.drains.values():
+        drain = Drain(drained.until_s - place.wall_offset_s, drained.handover)
+        roster.drains[drained.worker] = drained.epoch, drain
+    for (name, epoch), port in ports.items():
+        joined = book.workers[name, epoch]
+        roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
+    _restore_tickets(book, roster)
+    heard = Heard()
+    ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
+    for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
+        heard = heard.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
+    for ticket in list(roster.tickets.values()):
+        heard = heard.plus(_settle_ticket(ticket, book, place.dispatch))
+    place.dispatch.dirty = True
+    return heard
+
+
+def _restore_tickets(book: Book, roster: Roster) -> None:
+    """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
+    stays: set[int] = set()
+    owners: dict[int, int] = {}
+    for known in book.requests.values():
+        stay = known.stay
+        if stay is None or not (known.on_worker or _is_held(stay, book)):
+            continue
+        if known.on_worker or book.ledgers[stay.node].holder_of(stay.admission) is None:
+            stays.add(stay.admission)
+        ticket = stay.ticket if known.on_worker else stay.admission
+        if not known.ended:
+            owners[ticket] = known.accepted.slot
+    for node, ledger in book.ledgers.items():
+        for admission in sorted(ledger.admissions() - stays):
+            key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
+            roster.tickets[admission] = Ticket(
+                admission, owners.get(admission), node, *(key or ("", 0)), pages, arrived=key is None
+            )
+
+
+def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Heard:
+    """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
+    if ticket.arrived:
+        return dispatch.revoke(ticket) if ticket.slot is None else Heard()
+    ledger = book.ledgers[ticket.node]
+    if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
+        return Heard()
+    return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
+
+
+def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
+    """What it had on its worker was released before its end was written; the ledger may not know yet."""
+    ended, accepted = known.ended, known.accepted
+    assert ended is not None
+    at = ended.at_s - place.wall_offset_s
+    state = _state_of(known, place)
+    state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
+    rank = -accepted.priority, accepted.arrival
+    length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
+    entry = Entry(accepted.slot, rank, *length, accepted.admission)
+    live = Live(
+        state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
+    )
+    live.prompt_digest = known.prompt_digest
+    place.requests.ended[accepted.request_id] = Ended(live, at)
+    if known.stay is None or not _is_held(known.stay, book) or known.stay.admission in place.dispatch.roster.tickets:
+        return Heard()
+    return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+
+
+def _is_held(stay: journal.Admission, book: Book) -> bool:
+    """Not so when an audit has taken back what a request no longer had."""
+    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
+
+
+def _restore_live(known: Known, book: Book, place: Place) -> Heard:
+    accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
+    stay = known.stay if known.stay and _is_held(known.stay, book) else None
+    slot, generated = accepted.slot, place.token_log.length(accepted.slot)
+    rank = -accepted.priority, accepted.arrival
+    sampling, way = accepted.sampling, accepted.admission
+    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
+    dispatch.roster.suspects.recover(entry, known.strikes, known.mark)
+    if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
+        reason = poison_reason(entry, known.killed)
+        ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
+    if stay is not None:
+        ticket = stay.ticket if known.on_worker else stay.admission
+        entry.ticket = ticket if ticket in dispatch.roster.tickets else 0
+    state = _state_of(known, place)
+    worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
+    if worker is not None and stay and worker.epoch != stay.epoch:
+        worker = None
+    request = place.make_request(state, worker.port if worker else None)
+    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
+    place.requests.add(live)
+    if stay and known.on_worker:
+        heard = _restore_stay(stay, ordered, known, live, worker, book, place)
+    else:
+        heard = _restore_waiting(stay, ordered, known, live, book, place)
+    dispatch.roster.hold(entry, ordered.held)
+    dispatch.roster.force(entry, ordered.forced_slots)
+    return heard
+
+
+def _restore_waiting(
+    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: Live, book: Book, place: Place
+) -> Heard:
+    """Keeping what is left of `stay`, if anything is."""
+    entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
+    if stay is not None:
+        pages = book.ledgers[stay.node].held(stay.admission).host_pages
+        place.dispatch.roster.recover_kept(
+            entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
+        )
+    prefills_only = stay is not None and stay.prefills_only
+    live.state.recover_waiting(
+        place.now,
+        held=ordered.held,
+        kept_tokens=kept_tokens,
+        prefills_only=prefills_only,
+        known=_in_words(known, entry.generated),
+    )
+    if ordered.outcome:
+        return place.dispatch.end(entry, ordered.outcome, ordered.reason)
+    return Heard()
+
+
+def _restore_stay(
+    stay: journal.Admission,
+    ordered: journal.Ordered,
+    known: Known,
+    live: Live,
+    worker: Worker | None,
+    book: Book,
+    place: Place,
+) -> Heard:
+    """On `worker`, or (None) on one that the earlier life had lost."""
+    roster, entry = place.dispatch.roster, live.entry
+    ledger = book.ledgers[stay.node]
+    memory = ledger.held(stay.admission)
+    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only)
+    roster.recover_place(entry, worker)
+    staged = not memory.slab_pages
+    live.state.recover_stay(
+        place.now,
+        stay.admission,
+        stay.worker,
+        staged=staged,
+        held=ordered.held,
+        prefills_only=stay.prefills_only,
+        known=_in_words(known, entry.generated),
+    )
+    if ordered.outcome:
+        live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
+    if ordered.outcome or ordered.held:
+        roster.leave(entry, frees_pages=bool(ordered.outcome))
+    place.requests.begin_admission(live, stay.admission, stay.epoch)
+    if worker is not None:
+        return Heard()
+    exited = ledger.has_exited(stay.worker, stay.epoch)
+    return Heard((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+
+
+def _in_words(known: Known, generated: int) -> str:
+    strikes = f", {known.strikes} strikes, the last when {known.killed} died" if known.strikes else ""
+    return f"{generated} tokens in the journal{strikes}"
+
+
+def _state_of(known: Known, place: Place) -> RequestState:
+    accepted = known.accepted
+    at = accepted.at_s - place.wall_offset_s
+    reason = f"by {accepted.owner}"
+    return RequestState(accepted.request_id, accepted.slot, known.prompt_tokens, now=at, reason=reason)

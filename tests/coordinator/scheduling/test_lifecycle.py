@@ -1,0 +1,433 @@
+"""The transition table: stories told by hand, and every order of events that hypothesis finds."""
+
+from __future__ import annotations
+
+import copy
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coordinator.scheduling.events import (
+    Admitted,
+    Closed,
+    Demoted,
+    Departed,
+    End,
+    Ending,
+    Given,
+    LinkStats,
+    Lost,
+    Progressed,
+    Resized,
+    Resume,
+    Retract,
+    Stage,
+    Verb,
+)
+from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
+from coordinator.scheduling.request_state import STORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
+from protocol import messages
+from protocol.errors import InternalError, WrongState
+
+PROMPT = 100
+
+
+class FakePort:
+    """A port nobody sends through: the pure part only names it."""
+
+    def send(self, command: messages.Command) -> None:
+        raise AssertionError(command)
+
+    def stats(self) -> LinkStats:
+        return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
+
+
+def admit(admission: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
+    sampling = messages.Sampling(max_tokens=50)
+    hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
+    command = messages.Admit(admission, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
+    return Admitted(command, "w0", FakePort(), "fits")
+
+
+class Story:
+    """A request and what it did so far."""
+
+    def __init__(self) -> None:
+        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.rows = Rows(0, 0)
+        self.now = 0.0
+
+    def tell(self, *events: object) -> list[Action]:
+        done: list[Action] = []
+        for event in events:
+            self.now += 1.0
+            done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+            self.request.check_invariants()
+        return done
+
+    def run(self, admission: int = 1) -> None:
+        self.tell(admit(admission), messages.Staged(admission, 1.0, 1.0), messages.Started(admission))
+
+
+def finish(admission: int, generated: int) -> list[object]:
+    return [messages.Finished(admission, "eos", generated, "tail"), messages.Released(admission, 0, 1, 2)]
+
+
+def test_a_request_runs_to_its_end() -> None:
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    actions = story.tell(*finish(1, 7))
+    assert actions[1:] == [Departed(3, 1, 0, True), Ending(3, "r", "FINISHED", "eos", 7, "tail"), Closed(3)]
+    states = [line.state for line in story.request.story()]
+    assert states == ["QUEUED", "PREFILLING", "READY", "RUNNING", "RELEASING", "FINISHED"]
+
+
+@pytest.mark.parametrize(
+    ("generated", "durable", "kept"),
+    [(7, 105, 105), (7, 200, 106), (1, 100, 100), (0, 100, 0), (7, 99, 0)],
+    ids=["all", "more than rows exist", "first token only", "no token to go on from", "prompt not durable"],
+)
+def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, durable: int, kept: int) -> None:
+    """The next step feeds the token at position `durable`: it must be known, and past the prompt."""
+    story = Story()
+    story.run()
+    story.rows = Rows(generated, durable)
+    assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
+    assert story.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, False)]
+    assert story.request.state == (State.RETRACTED if kept else State.QUEUED)
+    story.tell(admit(2, kept))
+    assert story.request.state == (State.READY if kept else State.PREFILLING)
+
+
+@pytest.mark.parametrize(
+    ("generated", "first_token", "kept"),
+    [(1, messages.NO_TOKEN, PROMPT), (0, 7, PROMPT), (0, messages.NO_TOKEN, 0)],
+    ids=["said", "held back", "not drawn"],
+)
+def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, first_token: int, kept: int) -> None:
+    """A first token that a stop string may begin in is not said, but decoding goes on from it."""
+    story = Story()
+    story.tell(admit(1, prefills_only=True))
+    assert story.tell(messages.Staged(1, 1.0, 1.0)) == [Progressed(3, 1, Stage.STAGED)]
+    assert story.request.state is State.TRANSFERRING
+    story.rows = Rows(generated, PROMPT)
+    assert story.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
+    assert story.request.state == (State.PREFILLED if kept else State.QUEUED)
+    assert story.request.retractions == 0
+    if kept:
+        story.tell(Retract(True, True, "operator"))
+        assert story.request.state is State.RETRACTED
+        story.tell(Resume("operator"), admit(2, kept))
+        assert story.request.state is State.READY
+        story.tell(messages.Started(2))
+        assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+
+
+def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
+    story = Story()
+    story.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
+    story.rows = Rows(0, 0)
+    assert story.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
+    assert story.request.state is State.QUEUED
+
+
+def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    story.tell(Retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    assert (story.request.state, story.request.kept_tokens) == (State.QUEUED, 0)
+    story.tell(Retract(True, True, "operator"))
+    assert (story.request.state, story.request.held) == (State.RETRACTED, True)
+    story.tell(Resume("operator"))
+    assert (story.request.state, story.request.held) == (State.QUEUED, False)
+
+
+def test_an_operator_holds_what_policy_is_retracting() -> None:
+    """The late retract adds its wishes to the one under way; only one Withdraw is sent."""
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    assert story.tell(Retract(True, False, "GPU pressure"), Retract(False, True, "operator")) == [messages.Withdraw(1)]
+    story.tell(messages.Released(1, 106, 0, 0))
+    assert (story.request.state, story.request.held, story.request.kept_tokens) == (State.RETRACTED, True, 0)
+
+
+def test_policy_cannot_undo_what_an_operator_wished() -> None:
+    """The other way round: a late retract by policy neither lets go nor keeps."""
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    story.tell(Retract(False, True, "operator"), Retract(True, False, "GPU pressure"), messages.Released(1, 106, 0, 0))
+    assert (story.request.state, story.request.held, story.request.kept_tokens) == (State.RETRACTED, True, 0)
+
+
+def test_finishing_overtakes_a_retraction() -> None:
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    story.tell(Retract(True, True, "operator"), *finish(1, 7))
+    assert story.request.state is State.FINISHED
+
+
+def test_the_first_decision_stands() -> None:
+    """I5: an abort and the worker's Finished cross; the request ends once, as decided first."""
+    story = Story()
+    story.run()
+    story.rows = Rows(7, 106)
+    actions = story.tell(End("ABORTED", "by client"), *finish(1, 7))
+    assert [a for a in actions if isinstance(a, Ending)] == [Ending(3, "r", "ABORTED", "by client", 7)]
+
+
+def test_tokens_that_never_arrived_fail_the_request() -> None:
+    """I5: its client would see a gap."""
+    story = Story()
+    story.run()
+    story.rows = Rows(5, 100)
+    ending = story.tell(*finish(1, 7))[-2]
+    assert ending == Ending(3, "r", "FAILED", "the worker counts 7 tokens, 5 arrived", 5)
+
+
+@pytest.mark.parametrize(
+    ("proved", "durable", "kept", "state"),
+    [
+        (True, 104, 104, State.RETRACTED),
+        (False, 104, 0, State.QUEUED),  # its full page has not the whole prompt
+        (False, 127, 0, State.QUEUED),
+        (False, 128, 128, State.RETRACTED),
+        (False, 150, 128, State.RETRACTED),
+    ],
+)
+def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
+    proved: bool, durable: int, kept: int, state: State
+) -> None:
+    """I2, I3: a process not proved gone may still write its partial page."""
+    story = Story()
+    story.run()
+    story.rows = Rows(60, durable)
+    assert story.tell(Lost(1, proved, "no heartbeat for 5 s")) == [Departed(3, 1, kept, False)]
+    assert story.request.state is state
+    assert story.tell(messages.Released(1, 106, 0, 0)) == []
+
+
+def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
+    story = Story()
+    story.run()
+    grant = Given(messages.Grant(1, b"", 1, 0))
+    assert story.tell(grant) == [grant.command]
+    story.tell(End("ABORTED", "by client"))
+    assert story.tell(grant) == []
+
+
+def test_a_story_is_bounded_and_says_so() -> None:
+    """I8."""
+    story = Story()
+    story.run()
+    for _ in range(200):
+        story.tell(messages.Parked(1), Given(messages.Grant(1, b"", 1, 0)))
+    lines = story.request.story()
+    assert len(lines) == STORY_LINES_MAX + 1
+    assert lines[0].event == "submitted"
+    assert lines[1].reason == f"{203 - (STORY_LINES_MAX - 1)} lines dropped"
+
+
+def test_what_a_worker_says_twice_is_heard_once() -> None:
+    """I8: a worker cannot make a request flood the Scheduler."""
+    story = Story()
+    story.run()
+    assert story.tell(messages.Parked(1), messages.Parked(1)) == [Progressed(3, 1, Stage.PARKED)]
+    story.tell(Given(messages.Resize(1, 128, 3)))
+    with pytest.raises(IllegalEventError):
+        story.tell(messages.Resized(1, 128, 5))
+    assert story.tell(messages.Resized(1, 128, 3)) == [Resized(3, 1)]
+    with pytest.raises(IllegalEventError):
+        story.tell(messages.Resized(1, 128, 3))
+    story.tell(Retract(True, False, "GPU pressure"))
+    assert story.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
+
+
+@pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])
+def test_an_event_of_a_departed_admission_does_nothing(event: messages.Event) -> None:
+    story = Story()
+    story.run()
+    story.tell(Lost(1, False, "gone"))
+    assert story.tell(event) == []
+
+
+def test_what_cannot_be_said_is_refused_with_the_story_and_changes_nothing() -> None:
+    story = Story()
+    story.tell(admit(1))
+    before = copy.deepcopy(story.request.__dict__)
+    with pytest.raises(
+        IllegalEventError, match=r"started cannot come to a request that is PREFILLING .*submitted admitted"
+    ):
+        story.tell(messages.Started(1))
+    assert story.request.__dict__ == before
+    with pytest.raises(InternalError, match="admitted cannot come"):
+        story.tell(admit(2))
+    assert story.request.__dict__ == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "states"),
+    [
+        (
+            Verb.ABORT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            Verb.RETRACT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            Verb.RESIZE,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (Verb.RESUME, set()),
+    ],
+)
+def test_an_operator_may_ask_only_for_what_makes_sense(verb: Verb, states: set[str]) -> None:
+    for state in State:
+        request = RequestState("r", 3, PROMPT, now=0.0)
+        request.state = state
+        if state in states:
+            request.check_verb(verb)
+        else:
+            with pytest.raises(WrongState, match=f"cannot {verb.value} a request that is {state}") as caught:
+                request.check_verb(verb)
+            assert caught.value.remedy
+    request.state, request.held = State.RETRACTED, True
+    request.check_verb(Verb.RESUME)
+    with pytest.raises(WrongState, match=r"cannot retract a request that is RETRACTED \(held\)"):
+        request.check_verb(Verb.RETRACT)
+
+
+def test_every_state_leads_to_an_end() -> None:
+    """Reachability over the table itself, with the targets that depend on more than state and event spread out."""
+    spread = {
+        Resolve.SAME: set[State](),
+        Resolve.WAIT: set(WAITING),
+        Resolve.START: {State.PREFILLING, State.READY},
+        Resolve.HAND_ON: {State.TRANSFERRING, State.READY},
+        Resolve.OUTCOME: set(TERMINAL),
+    }
+    reached = set(TERMINAL)
+    for _ in State:
+        for state, row in TRANSITIONS.items():
+            targets = {s for t in row.values() for s in (spread[t] if isinstance(t, Resolve) else {t})}
+            if targets & reached:
+                reached.add(state)
+    assert reached == set(State)
+    assert all(Kind.END in row for row in TRANSITIONS.values())
+    assert all(Kind.LOST in TRANSITIONS[state] for state in ACTIVE)
+
+
+class LifecycleMachine(RuleBasedStateMachine):
+    """A scheduler that keeps its side of the bargain, and a worker that may say anything at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.rows = Rows(0, 0)
+        self.now = 0.0
+        self.admissions = 0
+        self.done: list[Action] = []
+
+    def tell(self, event: object) -> None:
+        self.now += 1.0
+        before = copy.deepcopy(self.request.__dict__)
+        try:
+            self.done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+        except IllegalEventError:
+            assert self.request.__dict__ == before
+
+    @precondition(lambda self: self.request.state in WAITING and not self.request.held)
+    @rule(prefills_only=st.booleans())
+    def admitted(self, prefills_only: bool) -> None:
+        self.admissions += 1
+        kept = self.request.kept_tokens
+        self.tell(admit(self.admissions, kept, prefills_only=prefills_only and not kept))
+
+    @rule(
+        event=st.sampled_from(["staged", "started", "parked", "resized", "finished", "faulted", "released"]),
+        data=st.data(),
+    )
+    def worker_says(self, event: str, data: st.DataObject) -> None:
+        admission = data.draw(st.integers(max(0, self.admissions - 1), self.admissions))
+        self.tell(
+            {
+                "staged": lambda: messages.Staged(admission, 1.0, 1.0),
+                "started": lambda: messages.Started(admission),
+                "parked": lambda: messages.Parked(admission),
+                "resized": lambda: messages.Resized(admission, 0, 2),
+                "finished": lambda: messages.Finished(admission, "eos", self.rows.generated),
+                "faulted": lambda: messages.Faulted(admission, "bad row"),
+                "released": lambda: messages.Released(
+                    admission, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
+                ),
+            }[event]()
+        )
+
+    @precondition(lambda self: self.request.state is State.RUNNING)
+    @rule(tokens=st.integers(1, 3))
+    def tokens_arrive(self, tokens: int) -> None:
+        self.rows = Rows(self.rows.generated + tokens, PROMPT + self.rows.generated)
+
+    @rule(keep=st.booleans(), hold=st.booleans())
+    def retract(self, keep: bool, hold: bool) -> None:
+        self.tell(Retract(keep, hold, "retract"))
+
+    @rule()
+    def resume(self) -> None:
+        self.tell(Resume("resume"))
+
+    @precondition(lambda self: self.request.state not in ACTIVE)
+    @rule()
+    def demoted(self) -> None:
+        self.tell(Demoted("host pages"))
+
+    @rule()
+    def given(self) -> None:
+        self.tell(Given(messages.Grant(self.admissions, b"", 1, 1)))
+
+    @rule(proved=st.booleans())
+    def lost(self, proved: bool) -> None:
+        self.tell(Lost(self.admissions, proved, "gone"))
+
+    @precondition(lambda self: self.now > 5)
+    @rule(outcome=st.sampled_from(["ABORTED", "FAILED"]))
+    def end(self, outcome: str) -> None:
+        self.tell(End(outcome, "told"))
+
+    @invariant()
+    def consistent(self) -> None:
+        self.request.check_invariants()
+
+    @invariant()
+    def ends_once(self) -> None:
+        """I5."""
+        endings = [action for action in self.done if isinstance(action, Ending)]
+        assert len(endings) == (self.request.state in TERMINAL)
+        assert not endings or endings[0].outcome == self.request.state
+
+    @invariant()
+    def every_admission_is_withdrawn_and_departs_at_most_once(self) -> None:
+        """I2: memory goes back on one Departed, after which nothing is sent to that admission."""
+        departed: set[int] = set()
+        withdrawn: set[int] = set()
+        for action in self.done:
+            if isinstance(action, Departed):
+                assert action.admission not in departed
+                departed.add(action.admission)
+            elif isinstance(action, messages.Withdraw | messages.Grant | messages.Admit):
+                assert action.admission not in departed | withdrawn
+            if isinstance(action, messages.Withdraw):
+                withdrawn.add(action.admission)
+        assert self.admissions - len(departed) == (self.request.state in ACTIVE)
+
+
+TestLifecycleMachine = LifecycleMachine.TestCase
+TestLifecycleMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
