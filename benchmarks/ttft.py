@@ -12,7 +12,7 @@ Real processes on two devices, two workers in each way:
 
 Milliseconds from submitting to the client's first and second token, medians of --rounds, for prompts that nobody has
 seen before. Whoever prefills draws the first token, so that the second one is the first that needs the handover: pages
-sent, index keys loaded, one decode step. `prefill` and `handover` are parts of it by the coordinator's story of the
+sent, index keys loaded, one decode step. `prefill` and `handover` are parts of it by the coordinator's history of the
 request: admitted until staged, staged until it decodes. With --busy N, once more while N short requests decode; `gap`
 is then the longest that any of those waited for a token, of the median round.
 
@@ -121,7 +121,7 @@ def spots_of(way: str, devices: list[str], nodes: list[Namespace | None]) -> lis
 
 
 async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> dict[str, Any]:
-    """Milliseconds, and the coordinator's story of the request."""
+    """Milliseconds, and the coordinator's history of the request."""
     prompt = random.Random(name).choices(range(256), k=tokens)
     times: list[float] = []
     began = time.perf_counter()
@@ -130,10 +130,10 @@ async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> 
     )
     async for some in stream:
         times += [time.perf_counter()] * len(some)
-    story = (await client.request(name)).story
-    at = {line.event: line.at_s for line in reversed(story)}
+    history = (await client.request(name)).history
+    at = {line.event: line.at_s for line in reversed(history)}
     return {
-        "story": [(round(1e3 * (line.at_s - story[0].at_s), 2), line.event, line.state) for line in story],
+        "history": [(round(1e3 * (line.at_s - history[0].at_s), 2), line.event, line.state) for line in history],
         "first": 1e3 * (times[0] - began),
         "second": 1e3 * (times[1] - began),
         "prefill": 1e3 * (at["staged"] - at["admitted"]),
@@ -196,7 +196,7 @@ async def measure(nodes: Nodes, client: Client, way: str, options: argparse.Name
                         row = await one_prompt(client, tokens, f"{way}-{count}-{tokens}-{i}", admission)
                     found.append(row | ({"gap": busy.longest_ms()} if count else {}))
                 middle: dict[str, Any] = {
-                    name: median(row[name] for row in found) for name in found[0] if name != "story"
+                    name: median(row[name] for row in found) for name in found[0] if name != "history"
                 }
                 rates = rates_of(before, await copies(nodes))
                 rows.append(

@@ -206,7 +206,7 @@ class ListRequests(Message, frozen=True, tag="list_requests"):
 
 
 class DescribeRequest(Message, frozen=True, tag="describe_request"):
-    """One request with its story: every transition with time and reason."""
+    """One request with its history: every transition with time and reason."""
 
     tag: int
     request_id: str
@@ -396,7 +396,7 @@ class RequestRow(Part, frozen=True):
     reason: str
 
 
-class StoryLine(Part, frozen=True):
+class HistoryLine(Part, frozen=True):
     at_s: float  # seconds since the epoch
     event: str
     state: str
@@ -467,7 +467,7 @@ class RequestRows(Message, frozen=True, tag="request_rows"):
 class RequestDetail(Message, frozen=True, tag="request_detail"):
     tag: int
     row: RequestRow
-    story: tuple[StoryLine, ...]
+    history: tuple[HistoryLine, ...]
 
 
 class WorkerRows(Message, frozen=True, tag="worker_rows"):

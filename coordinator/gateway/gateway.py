@@ -64,7 +64,7 @@ class SchedulerFacade(Protocol):
     def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
     def describe(
         self, request_id: str, user: str | None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]: ...
     def worker_rows(self) -> list[messages.WorkerRow]: ...
     def pool_rows(self) -> list[messages.PoolRow]: ...
 
@@ -121,7 +121,7 @@ class Gateway:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         counts = self._deliveries.connections.count_by_role()
         return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
 

@@ -258,7 +258,7 @@ class GroupCommit:
         self._closing = True
         self._news.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:

@@ -137,8 +137,8 @@ class Front(Actor[Message]):
 
     def describe(
         self, request_id: str, user: str | None = None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
-        """One request and its story. Raises NotFound."""
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
+        """One request and its history. Raises NotFound."""
         return self._requests.describe(request_id, self._clock(), user)
 
     def worker_rows(self) -> list[messages.WorkerRow]:

@@ -28,7 +28,7 @@ from protocol.sizing import Memory
 
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0
-#: Lines of a request's story in the log.
+#: Lines of a request's history in the log.
 STORY_LINES: Final = 8
 REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 
@@ -145,7 +145,7 @@ class Auditor:
                 worker=difference.worker,
                 repaired=difference.kind in REPAIRED,
                 request=live.state.request_id if live else "",
-                story=_story(live),
+                history=_history(live),
             ),
         )
         return self._repair(node, worker, difference, live)
@@ -189,6 +189,6 @@ class Auditor:
         return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
 
 
-def _story(live: Live | None) -> str:
-    lines = live.state.story()[-STORY_LINES:] if live is not None else ()
+def _history(live: Live | None) -> str:
+    lines = live.state.history()[-STORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

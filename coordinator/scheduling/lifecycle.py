@@ -12,7 +12,7 @@
     TRANSFERRING  prefilled by a worker that will not decode it: it leaves that worker, its rows are handed over
     PREFILLED   all rows of its prompt are where it will be decoded; waits for a worker to do it
     READY       rows are in host memory; index keys are being loaded or the batch is about to take it in
-    RUNNING     decodes. Out of granted pages it waits in place (Parked, in the story)
+    RUNNING     decodes. Out of granted pages it waits in place (Parked, in the history)
     RETRACTING  Withdraw sent; the worker's Released is awaited
     RETRACTED   off its worker: *held* until an operator resumes it, or with rows *kept* in host pages, or both
     RELEASING   the outcome is decided; the worker's Released is awaited

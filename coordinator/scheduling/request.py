@@ -75,11 +75,11 @@ class Request(Actor[Told | WorkerEvent]):
         self._waits = Waits(state.state, state.held, clock())
         self._lines_logged = 0
 
-    def story(self) -> tuple[str, ...]:
-        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
+    def history(self) -> tuple[str, ...]:
+        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.history())
 
-    def log_story(self) -> None:
-        """One log line for each line that the story has gained since the last call."""
+    def log_history(self) -> None:
+        """One log line for each line that the history has gained since the last call."""
         state, logged = self.state, self._lines_logged
         self._lines_logged = state.lines_count
         if not log.isEnabledFor(logging.INFO):
@@ -103,7 +103,7 @@ class Request(Actor[Told | WorkerEvent]):
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
-        self.log_story()
+        self.log_history()
         self._note_wait(now)
         for action in actions:
             if isinstance(action, Ending):

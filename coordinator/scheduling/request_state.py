@@ -1,4 +1,4 @@
-"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its story kept. Pure."""
+"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its history kept. Pure."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
 from protocol.units import PAGE_TOKENS
 
-#: Lines of a request's story; older ones are dropped, the first (how it came) stays.
-STORY_LINES_MAX: Final = 64
+#: Lines of a request's history; older ones are dropped, the first (how it came) stays.
+HISTORY_LINES_MAX: Final = 64
 
 
 class IllegalEventError(ProtocolError):
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a story; `at` on the coordinator's clock."""
+    """One line of a history; `at` on the coordinator's clock."""
 
     at: float
     event: str
@@ -106,12 +106,12 @@ class RequestState:
         self.reason = ""
         self.tail_text = ""
         self.first = Line(now, "submitted", self.state, reason)
-        self.lines: deque[Line] = deque(maxlen=STORY_LINES_MAX - 1)
+        self.lines: deque[Line] = deque(maxlen=HISTORY_LINES_MAX - 1)
         self.lines_dropped = 0
 
     # ---------------------------------------------------------------- from the journal
 
-    # `known`: what the journal knows of it, for the story, which is not in the journal itself
+    # `known`: what the journal knows of it, for the history, which is not in the journal itself
 
     def recover_waiting(
         self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False, known: str = ""
@@ -166,7 +166,7 @@ class RequestState:
                 remedy=remedy,
             )
 
-    def story(self) -> tuple[Line, ...]:
+    def history(self) -> tuple[Line, ...]:
         """Every line that is kept, oldest first; a gap is said."""
         if not self.lines_dropped:
             return (self.first, *self.lines)
@@ -175,11 +175,11 @@ class RequestState:
 
     @property
     def lines_count(self) -> int:
-        """Lines that the story has had, dropped ones too."""
+        """Lines that the history has had, dropped ones too."""
         return 1 + self.lines_dropped + len(self.lines)
 
     def lines_since(self, count: int) -> tuple[Line, ...]:
-        """What the story has gained since it had `count` lines, as far as it is kept."""
+        """What the history has gained since it had `count` lines, as far as it is kept."""
         fresh = [*islice(reversed(self.lines), self.lines_count - count)][::-1]
         return tuple(fresh) if count else (self.first, *fresh)
 
@@ -394,8 +394,8 @@ class RequestState:
         self.reason = reason or self.reason
 
     def _illegal(self, kind: Kind, *, by_worker: bool) -> IllegalEventError | InternalError:
-        recent = " ".join(line.event for line in self.story()[-8:])
-        what = f"{kind} cannot come to a request that is {self.state} (its story: {recent})"
+        recent = " ".join(line.event for line in self.history()[-8:])
+        what = f"{kind} cannot come to a request that is {self.state} (its history: {recent})"
         if by_worker:
             return IllegalEventError(what, field="request_id", value=self.request_id, remedy="restart the worker")
         return InternalError(what, field="request_id", value=self.request_id)
@@ -408,7 +408,7 @@ def describe_size(hot_slots: int) -> str:
 
 
 def _restarted(*known: str) -> str:
-    """The reason of a story's first line in this life."""
+    """The reason of a history's first line in this life."""
     return "; ".join(["the coordinator restarted", *filter(None, known)])
 
 

@@ -1,4 +1,4 @@
-"""Live and ended requests, as operators and clients ask for them: rows, stories, lookups. Pure."""
+"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, RequestRow, Sampling, StoryLine, Submit
+from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from protocol.settings import CoordinatorSettings
@@ -97,7 +97,7 @@ class Requests:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
     def end(self, live: Live, now: float) -> None:
-        """It is over: only its state, its story and its tokens stay, for a while."""
+        """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
         self.ended[live.state.request_id] = Ended(live, now)
         del self.live[live.state.request_id], self.by_slot[live.entry.slot]
@@ -197,11 +197,11 @@ class Requests:
 
     def describe(
         self, request_id: str, now: float, user: str | None = None
-    ) -> tuple[RequestRow, tuple[StoryLine, ...]]:
+    ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
         found = self.find(request_id, user)
         live, at = found if isinstance(found, Ended) else (found, now)
-        return self.row(live, at), self.story(live)
+        return self.row(live, at), self.history(live)
 
     def row(self, live: Live, now: float) -> RequestRow:
         state, entry, slot = live.state, live.entry, live.entry.slot
@@ -226,9 +226,9 @@ class Requests:
             reason=state.reason,
         )
 
-    def story(self, live: Live) -> tuple[StoryLine, ...]:
+    def history(self, live: Live) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""
-        return tuple(StoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.story())
+        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
 
     def count_by_state(self) -> Counter[str]:
         return Counter(str(live.state.state) for live in self.live.values())

@@ -88,7 +88,7 @@ class Reception:
             port=port,
         )
         if state.state not in TERMINAL:
-            request.log_story()
+            request.log_history()
             self.supervisor.start(request, Level.REQUEST)
         return request
 

@@ -161,7 +161,7 @@ class WorkerLinks:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return tuple(
             f"{link.name}: epoch {link.state.epoch}, {'down' if link.is_down else 'up'}, "
             f"report {link.state.report_ack}, command {link.state.commands.acknowledged}"

@@ -142,7 +142,7 @@ class Client:
         return await self._call(lambda tag: messages.ListRequests(tag, limit), messages.RequestRows)
 
     async def request(self, request_id: str) -> messages.RequestDetail:
-        """One request with its story. Raises NotFound."""
+        """One request with its history. Raises NotFound."""
         return await self._call(lambda tag: messages.DescribeRequest(tag, request_id), messages.RequestDetail)
 
     async def workers(self) -> tuple[messages.WorkerRow, ...]:

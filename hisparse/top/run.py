@@ -111,11 +111,11 @@ class Top:
             truncated=found.truncated,
             workers=await client.workers(),
             pools=await client.pools(),
-            story=await self._story(client),
+            history=await self._history(client),
         )
 
-    async def _story(self, client: Client) -> RequestDetail | None:
-        name = self._screen.story_id
+    async def _history(self, client: Client) -> RequestDetail | None:
+        name = self._screen.history_id
         if not name:
             return None
         try:

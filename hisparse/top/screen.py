@@ -29,7 +29,7 @@ class Mode(Enum):
     BROWSE = auto()
     CONFIRM = auto()
     FILTER = auto()
-    STORY = auto()
+    HISTORY = auto()
     HELP = auto()
 
 
@@ -89,8 +89,8 @@ class Screen:
         self.filter = ""
         self.show_ended = False
         self.pending: Ask | None = None  # waits for its confirmation
-        self.story_id = ""
-        self.scroll = 0  # lines of a story that are scrolled past
+        self.history_id = ""
+        self.scroll = 0  # lines of a history that are scrolled past
         self.notice = ""
         self.notice_is_bad = False
         self._notice_until_s = 0.0
@@ -154,15 +154,15 @@ class Screen:
                 self._edit_filter(key)
             case Mode.HELP:
                 self.mode = Mode.BROWSE
-            case Mode.STORY:
-                return self._read_story(key, now, page_rows)
+            case Mode.HISTORY:
+                return self._read_history(key, now, page_rows)
             case Mode.BROWSE:
                 return self._browse(key, now, page_rows)
         return None
 
     def _confirm(self, key: str, now: float) -> Ask | None:
         pending, self.pending = self.pending, None
-        self.mode = Mode.STORY if self.story_id else Mode.BROWSE
+        self.mode = Mode.HISTORY if self.history_id else Mode.BROWSE
         if key in ("y", "Y"):
             return pending
         self.say("nothing done", now)
@@ -178,15 +178,15 @@ class Screen:
             self.filter += key
         self._follow(False)
 
-    def _read_story(self, key: str, now: float, page_rows: int) -> Ask | None:
+    def _read_history(self, key: str, now: float, page_rows: int) -> Ask | None:
         if key in ("escape", "enter", "q"):
-            self.mode, self.story_id = Mode.BROWSE, ""
+            self.mode, self.history_id = Mode.BROWSE, ""
         elif key in MOVES:
             sample = self.history.latest
-            lines = len(sample.story.story) if sample and sample.story else 0
+            lines = len(sample.history.history) if sample and sample.history else 0
             self.scroll = max(0, min(lines - 1, MOVES[key](self.scroll, page_rows, lines)))
         elif key in REQUEST_VERBS:
-            self._ask(REQUEST_VERBS[key], self.story_id, now)
+            self._ask(REQUEST_VERBS[key], self.history_id, now)
         return None
 
     def _browse(self, key: str, now: float, page_rows: int) -> Ask | None:
@@ -224,9 +224,9 @@ class Screen:
     def _open_story(self, now: float) -> None:
         name = self._selected[False]
         if self.focus_workers or not name:
-            self.say("select a request to read its story", now, bad=True)
+            self.say("select a request to read its history", now, bad=True)
             return
-        self.mode, self.story_id, self.scroll = Mode.STORY, name, 0
+        self.mode, self.history_id, self.scroll = Mode.HISTORY, name, 0
 
     # ---------------------------------------------------------------- the selection
 

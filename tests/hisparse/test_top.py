@@ -263,19 +263,19 @@ def test_nothing_is_asked_while_nobody_is_there() -> None:
     assert press(screen, "q") == Ask(Verb.QUIT)
 
 
-def test_a_story_is_read_and_acted_on() -> None:
-    story = tuple(messages.StoryLine(60.0 + at, f"event{at}", "RUNNING", f"reason {at}") for at in range(40))
+def test_a_history_is_read_and_acted_on() -> None:
+    history = tuple(messages.HistoryLine(60.0 + at, f"event{at}", "RUNNING", f"reason {at}") for at in range(40))
     screen = screen_of(REQUEST)
     press(screen, "enter")
-    assert screen.story_id == "r1"
-    screen.take(sample(REQUEST, story=messages.RequestDetail(0, REQUEST, story)))
+    assert screen.history_id == "r1"
+    screen.take(sample(REQUEST, history=messages.RequestDetail(0, REQUEST, history)))
     assert any("event0 " in line for line in shown(screen))
     press(screen, "end")
     assert any("event39" in line for line in shown(screen))
     assert press(screen, "r", "y") == Ask(Verb.RETRACT, "r1")
-    assert screen.mode is Mode.STORY
+    assert screen.mode is Mode.HISTORY
     press(screen, "escape")
-    assert (screen.mode, screen.story_id) == (Mode.BROWSE, "")
+    assert (screen.mode, screen.history_id) == (Mode.BROWSE, "")
 
 
 def test_notices_go_after_a_while() -> None:
@@ -362,8 +362,8 @@ def test_any_size_is_filled_and_never_overrun(
 def test_names_and_reasons_cannot_command_the_terminal() -> None:
     """They come from clients and workers."""
     evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
-    detail = messages.RequestDetail(0, row(REQUEST, request_id=evil), (messages.StoryLine(1.0, "e", "S", evil),))
-    screen = screen_of(row(REQUEST, request_id=evil, reason=evil), workers=(row(WORKER, worker=evil),), story=detail)
+    detail = messages.RequestDetail(0, row(REQUEST, request_id=evil), (messages.HistoryLine(1.0, "e", "S", evil),))
+    screen = screen_of(row(REQUEST, request_id=evil, reason=evil), workers=(row(WORKER, worker=evil),), history=detail)
     press(screen, "r")
     screen.say(evil, 0.0)
     for keys in ((), ("n",), ("enter",)):

@@ -48,7 +48,7 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
     run_until(fake, lambda: is_running(fake, 0))
     assert fake.entry(0).worker == "d0"
     assert fake.entry(0).pages >= pages, "what was reserved for decoding stayed reserved"
-    states = [line.state for line in fake.live[0].state.story()]
+    states = [line.state for line in fake.live[0].state.history()]
     assert states == ["QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING"]
     run_to_end(fake)
     fake.check_nothing_leaked()
@@ -188,7 +188,7 @@ def test_a_lost_decode_worker_costs_no_prompt() -> None:
     run_until(fake, lambda: state(fake, 0) is State.PREFILLED)
     fake.add_worker("d1", "n0", DECODE)
     run_until(fake, lambda: is_running(fake, 0))
-    assert [line.event for line in fake.live[0].state.story()].count("staged") == 1
+    assert [line.event for line in fake.live[0].state.history()].count("staged") == 1
 
 
 def test_a_draining_decode_worker_is_promised_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Policy: stories told by hand, and a cluster that hypothesis drives into every state that it can reach.
+"""Policy: histories told by hand, and a cluster that hypothesis drives into every state that it can reach.
 
 Whatever has happened, once links deliver and workers make progress, every request that is not held ends: there is no
 livelock. On the way: strict rank order, no victim of the top rank, no page in two hands (I1, I2), no leak.

@@ -110,9 +110,9 @@ async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.Mo
         assert life.states() == {"running!": "PREFILLING", "low": "QUEUED", "high": "QUEUED"}
         assert [row.request_id for row in life.scheduler.request_rows(9)] == ["high", "running!", "low"]
         assert life.links_of_before.expected == {("w0", 1): True}
-        story = life.scheduler.describe("low")[1]
-        assert [line.event for line in story] == ["submitted", "recovered"]
-        assert story[-1].reason == "the coordinator restarted; 0 tokens in the journal"
+        history = life.scheduler.describe("low")[1]
+        assert [line.event for line in history] == ["submitted", "recovered"]
+        assert history[-1].reason == "the coordinator restarted; 0 tokens in the journal"
         line = life.scheduler.describe("running!")[1][-1]
         assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
         life.check()

@@ -118,9 +118,9 @@ class FakeScheduler:
 
     def describe(
         self, request_id: str, user: str | None = None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
         self.lookup(request_id)
-        return self._row(request_id), (messages.StoryLine(1.0, "submitted", "QUEUED", ""),)
+        return self._row(request_id), (messages.HistoryLine(1.0, "submitted", "QUEUED", ""),)
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         return []
