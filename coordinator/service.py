@@ -2,7 +2,7 @@
 
 start    locks and sockets; the number of this life; the journal, and what it recovers; actors; /metrics; one log line
          per thing that was sized
-run      until every request has ended after a stop was asked for (client verb, SIGTERM, SIGINT)
+run      until every request has ended after a stop was asked for (client command, SIGTERM, SIGINT)
 stop     refuse new work, let running work finish until the deadline; what is not finished then stays in the journal
          for the next life, without one it fails; flush what clients have not read, end the actors level by level
          (coordinator.actor); each of these is bounded

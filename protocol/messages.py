@@ -8,7 +8,7 @@ travel as little-endian `bytes` (int32 unless said otherwise): a list of 256 int
 Four directions, each with its own union, so that a peer cannot say what its role does not allow:
 
     client  -> gateway      ClientMessage      submit, attach, abort, ask
-    admin   -> gateway      AdminMessage       the client's verbs and the operator's
+    admin   -> gateway      AdminMessage       the client's commands and the operator's
     gateway -> client/admin GatewayMessage     replies (matched by `tag`), deliveries, ends
     worker  -> coordinator  WorkerMessage      hello, reports (numbered), heartbeats
     coordinator -> worker   CoordinatorMessage welcome, commands (numbered), acknowledgements
@@ -343,7 +343,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """An operator's or client's verb was carried out; `detail` has one line per request or worker concerned."""
+    """An operator's or client's command was carried out; `detail` has one line per request or worker concerned."""
 
     tag: int
     detail: tuple[str, ...] = ()

@@ -32,15 +32,15 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolErro
 from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
 from protocol.transport.frames import read_frame
 
-#: Verbs of all connections that wait for the Scheduler; further ones are refused.
+#: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
-#: How long verbs may still be answered when the coordinator stops.
+#: How long commands may still be answered when the coordinator stops.
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
 
 Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-Verb: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
+RequestCommand: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
@@ -214,7 +214,7 @@ class Gateway:
 
     def _start(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         if self._asks >= ASKS_MAX:
-            raise CapacityError(f"{ASKS_MAX} verbs are being carried out", remedy="retry in a moment")
+            raise CapacityError(f"{ASKS_MAX} commands are being carried out", remedy="retry in a moment")
         self._asks += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
@@ -283,7 +283,7 @@ def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[ty
     }
 
 
-def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
+def _verbs(scheduler: SchedulerFacade) -> dict[type, RequestCommand]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {

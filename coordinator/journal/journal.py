@@ -6,7 +6,7 @@
                              └──── the next one ──┘
 
 `append` takes records in order and never waits; the Commit that it returns is waited for by whoever must not go on
-before they are durable: a command that gives memory (I4), the answer to a submission or a verb, the last word on a
+before they are durable: a command that gives memory (I4), the answer to a submission or a command, the last word on a
 request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
 begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
 
@@ -47,7 +47,7 @@ INTERVAL_S: Final = 0.002
 RETRY_S: Final = 0.5
 #: Records that wait; those who append wait for their commits, so only a defect gets here.
 PENDING_MAX: Final = 262_144
-#: Longest that the acknowledgement of a submission or a verb waits for its commit.
+#: Longest that the acknowledgement of a submission or a command waits for its commit.
 COMMIT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.events import Handle, Verb, WorkerPort
+from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.request_table import Requests, Swaps
 from coordinator.scheduling.scheduling_state import Roster
 from coordinator.scheduling.worker_registry import Fleet
@@ -29,7 +29,7 @@ FLOOD_MARGIN: Final = 64
 
 Message: TypeAlias = (
     events.SubmitAsk
-    | events.VerbAsk
+    | events.CommandAsk
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
@@ -78,19 +78,19 @@ class Front(Actor[Message]):
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(Verb.ABORT, request_ids, owner, user=user)
+        return await self._verb(RequestCommand.ABORT, request_ids, owner, user=user)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._verb(Verb.RETRACT, request_ids, owner, keep=keep, hold=hold)
+        return await self._verb(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Let held requests wait for memory again; all or none."""
-        return await self._verb(Verb.RESUME, request_ids, owner)
+        return await self._verb(RequestCommand.RESUME, request_ids, owner)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
+        return await self._verb(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
@@ -217,7 +217,7 @@ class Front(Actor[Message]):
 
     async def _verb(
         self,
-        verb: Verb,
+        command: RequestCommand,
         request_ids: tuple[str, ...],
         owner: str,
         *,
@@ -228,7 +228,7 @@ class Front(Actor[Message]):
     ) -> tuple[str, ...]:
         check_writes(self._journal)
         return await self.ask(
-            lambda reply: events.VerbAsk(
-                verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
+            lambda reply: events.CommandAsk(
+                command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
             )
         )

@@ -2,7 +2,7 @@
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 
-    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
+    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
                                                             TicketClosed
     WorkerLink ────► Request                                messages.Event, routed by admission
@@ -82,7 +82,7 @@ class Listener(Protocol):
         """The slot is about to be closed and reused: drop subscriptions to it."""
 
 
-class Verb(Enum):
+class RequestCommand(Enum):
     """What clients and operators may do to requests."""
 
     ABORT = "abort"
@@ -103,11 +103,11 @@ class SubmitAsk(msgspec.Struct, frozen=True):
     user: str = ""
 
 
-class VerbAsk(msgspec.Struct, frozen=True):
-    """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
+class CommandAsk(msgspec.Struct, frozen=True):
+    """One command on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
     RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
 
-    verb: Verb
+    command: RequestCommand
     request_ids: tuple[str, ...]
     owner: str
     reply: Reply[tuple[str, ...]]
@@ -118,7 +118,7 @@ class VerbAsk(msgspec.Struct, frozen=True):
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more. `user` as in VerbAsk."""
+    """Ended requests whose outputs nobody needs any more. `user` as in CommandAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]

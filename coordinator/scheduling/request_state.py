@@ -18,12 +18,12 @@ from coordinator.scheduling.events import (
     Given,
     Lost,
     Progressed,
+    RequestCommand,
     Resized,
     Resume,
     Retract,
     Stage,
     Told,
-    Verb,
 )
 from coordinator.scheduling.lifecycle import (
     ACTIVE,
@@ -154,13 +154,13 @@ class RequestState:
 
     # ---------------------------------------------------------------- queries
 
-    def check_verb(self, verb: Verb) -> None:
-        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `verb` now."""
-        remedy = _refusal(self, verb)
+    def check_command(self, command: RequestCommand) -> None:
+        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
+        remedy = _refusal(self, command)
         if remedy is not None:
             held = " (held)" if self.held else ""
             raise WrongState(
-                f"cannot {verb.value} a request that is {self.state}{held}",
+                f"cannot {command.value} a request that is {self.state}{held}",
                 field="request_id",
                 value=self.request_id,
                 remedy=remedy,
@@ -412,16 +412,16 @@ def _restarted(*known: str) -> str:
     return "; ".join(["the coordinator restarted", *filter(None, known)])
 
 
-def _refusal(request: RequestState, verb: Verb) -> str | None:
-    """What to do instead, or None when the verb may be asked for."""
+def _refusal(request: RequestState, command: RequestCommand) -> str | None:
+    """What to do instead, or None when the command may be asked for."""
     state = request.state
     if state in TERMINAL:
         return "it has ended: read its output, or submit it again"
     if state is State.RELEASING:
         return "its end is decided and it is giving its memory back: wait"
-    if verb is Verb.RETRACT and request.held:
+    if command is RequestCommand.RETRACT and request.held:
         return "it is held already: resume it, or abort it"
-    if verb is Verb.RESUME and not request.held:
+    if command is RequestCommand.RESUME and not request.held:
         return "only a held request can be resumed: this one goes on by itself"
     return None
 

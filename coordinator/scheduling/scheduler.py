@@ -3,10 +3,10 @@
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
 committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Verbs and submissions are answered when they are in the journal (Front).
+asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (Front).
 
-Operators' verbs pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
-cross. A verb on several requests is checked for all of them before anything is told.
+Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
+cross. A command on several requests is checked for all of them before anything is told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.effects import Send, Step
-from coordinator.scheduling.events import Listener, Tell, Verb, WorkerPort
+from coordinator.scheduling.events import Listener, RequestCommand, Tell, WorkerPort
 from coordinator.scheduling.placements import Drain, Entry
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
@@ -54,7 +54,7 @@ BATCH_MAX: Final = 1_024
 #: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
 #: end; and a slot is reported starving once until the next grant. Workers cannot make it more (request_state).
 MESSAGES_PER_REQUEST: Final = 16
-#: Verbs, workers and ticks on top.
+#: Commands, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096
 #: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
 TICK_S: Final = 0.25
@@ -247,7 +247,7 @@ class Scheduler(Front):
                 turn.take(Heard(steps, tells, sends))
             case (
                 events.SubmitAsk()
-                | events.VerbAsk()
+                | events.CommandAsk()
                 | events.ForgetAsk()
                 | events.DrainAsk()
                 | events.ReleaseAsk()
@@ -264,7 +264,7 @@ class Scheduler(Front):
     def _answer(
         self,
         ask: events.SubmitAsk
-        | events.VerbAsk
+        | events.CommandAsk
         | events.ForgetAsk
         | events.DrainAsk
         | events.ReleaseAsk
@@ -280,13 +280,13 @@ class Scheduler(Front):
             case events.SubmitAsk():
                 handle, commit = self._reception.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
-            case events.VerbAsk():
+            case events.CommandAsk():
                 heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
-                if ask.verb is Verb.RETRACT:
+                if ask.command is RequestCommand.RETRACT:
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
                     turn.take(each)
-                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
+                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
             case events.ForgetAsk(request_ids):
                 commit = self._reception.forget(self._requests.forget(request_ids, ask.user))
                 lines = tuple(f"{it}: forgotten" for it in request_ids)

@@ -13,7 +13,7 @@ from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import Accepted, Forgotten, Ordered
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
-from coordinator.scheduling.events import Handle, Listener, Verb, WorkerPort
+from coordinator.scheduling.events import Handle, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
@@ -92,9 +92,9 @@ class Reception:
             self.supervisor.start(request, Level.REQUEST)
         return request
 
-    def write_orders(self, ask: events.VerbAsk) -> Commit:
-        """What is now wanted of the requests that a verb named."""
-        ends = ("ABORTED", f"abort by {ask.owner}") if ask.verb is Verb.ABORT else ("", "")
+    def write_orders(self, ask: events.CommandAsk) -> Commit:
+        """What is now wanted of the requests that a command named."""
+        ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append(
             [Ordered(it.entry.slot, it.entry.held, it.entry.forced_slots, *ends) for it in lives]

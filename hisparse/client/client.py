@@ -1,4 +1,4 @@
-"""The Python client: every verb of the service, and token streams that survive a lost connection.
+"""The Python client: every command of the service, and token streams that survive a lost connection.
 
     async with open_client(endpoint) as client:
         stream = await client.submit(prompt_ids, Sampling(max_tokens=100))
@@ -11,7 +11,7 @@ or, from code without trio, one action per connection:
     rows = run_client(endpoint, lambda client: client.requests())
 
 A lost connection comes back by itself, and streams go on where they were: see hisparse.client.connection. Admin
-verbs need a connection to the admin endpoint with role "admin".
+commands need a connection to the admin endpoint with role "admin".
 """
 
 from __future__ import annotations

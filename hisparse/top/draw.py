@@ -238,7 +238,7 @@ def _history_lines(detail: RequestDetail) -> list[str]:
 
 def _foot(screen: Screen, width: int) -> Text:
     if screen.pending is not None:
-        question = screen.pending.verb.value.format(clean(screen.pending.target))
+        question = screen.pending.command.value.format(clean(screen.pending.target))
         return _fit(Text(f" {question} y/N"), width, "bold black on yellow")
     if screen.mode is Mode.FILTER:
         return _fit(Text(f" find: {clean(screen.filter)}_   Enter keeps it, Esc drops it"), width, "reverse")

@@ -33,7 +33,7 @@ class Mode(Enum):
     HELP = auto()
 
 
-class Verb(Enum):
+class Action(Enum):
     """What may be asked for; the value is how its question is put."""
 
     RETRACT = "retract {} and hold it until it is resumed, keeping its host pages?"
@@ -48,12 +48,12 @@ class Verb(Enum):
 class Ask:
     """`target` is a request id or a worker's name."""
 
-    verb: Verb
+    command: Action
     target: str = ""
 
 
-REQUEST_VERBS: Final = {"r": Verb.RETRACT, "R": Verb.RESUME, "a": Verb.ABORT}
-WORKER_VERBS: Final = {"d": Verb.DRAIN, "D": Verb.UNDRAIN}
+REQUEST_VERBS: Final = {"r": Action.RETRACT, "R": Action.RESUME, "a": Action.ABORT}
+WORKER_VERBS: Final = {"d": Action.DRAIN, "D": Action.UNDRAIN}
 
 
 def _hit_share(row: RequestRow) -> float:
@@ -202,7 +202,7 @@ class Screen:
         elif key == "escape":
             self.filter = ""
         elif key == "q":
-            return Ask(Verb.QUIT)
+            return Ask(Action.QUIT)
         return None
 
     def _ask_of_selected(self, key: str, now: float) -> None:
@@ -210,16 +210,16 @@ class Screen:
         if of_workers != self.focus_workers:
             self.say(f"Tab to the {'workers' if of_workers else 'requests'} and select one first", now, bad=True)
             return
-        verb = WORKER_VERBS[key] if of_workers else REQUEST_VERBS[key]
-        self._ask(verb, self._selected[of_workers], now)
+        command = WORKER_VERBS[key] if of_workers else REQUEST_VERBS[key]
+        self._ask(command, self._selected[of_workers], now)
 
-    def _ask(self, verb: Verb, target: str, now: float) -> None:
+    def _ask(self, command: Action, target: str, now: float) -> None:
         if not target:
             self.say("nothing is selected", now, bad=True)
         elif self.lost:
             self.say("not connected: nothing can be done", now, bad=True)
         else:
-            self.pending, self.mode = Ask(verb, target), Mode.CONFIRM
+            self.pending, self.mode = Ask(command, target), Mode.CONFIRM
 
     def _open_story(self, now: float) -> None:
         name = self._selected[False]

@@ -67,7 +67,7 @@ def row(base: msgspec.Struct, **changes: Any) -> Any:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """The verbs import click and the standard library at their top, nothing else."""
+    """The commands import click and the standard library at their top, nothing else."""
     heavy = ["torch", "rich", "zmq", "trio", "numpy", "msgspec", "transformers"]
     code = f"import sys; import hisparse.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -145,11 +145,11 @@ def test_a_flag_of_its_own_comes_before_set() -> None:
 
     @click.command()
     @with_config(Setting("--seats", "worker.seats", ""))
-    def verb(config: Config) -> None:
+    def command(config: Config) -> None:
         seen.append(config.worker.seats)
 
     for args in (["--set", "worker.seats=3"], ["--set", "worker.seats=3", "--seats", "4"], ["--seats", "4"]):
-        assert CliRunner().invoke(verb, args).exit_code == 0
+        assert CliRunner().invoke(command, args).exit_code == 0
     assert seen == [3, 4, 4]
 
 

@@ -25,7 +25,7 @@ from tests.sim.trace import Violation
 RETRY_S: Final = 0.2
 #: A client that was killed returns within this time.
 RETURN_S: Final = (0.05, 1.0)
-#: A verb of the operator is given up after this.
+#: A command of the operator is given up after this.
 VERB_LIMIT_S: Final = 4.0
 
 
@@ -134,13 +134,13 @@ class Operator:
             except Unavailable:
                 await trio.sleep(RETRY_S)
 
-    async def order(self, verb: Callable[[Client], Awaitable[object]]) -> bool:
+    async def order(self, command: Callable[[Client], Awaitable[object]]) -> bool:
         """Whether it was carried out for certain."""
         if self._client is None:
             return False
         try:
             with trio.fail_after(VERB_LIMIT_S):
-                await verb(self._client)
+                await command(self._client)
         except (HiSparseError, trio.TooSlowError):
             return False
         return True

@@ -160,7 +160,12 @@ class FrontRig:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
 
     def aborted(self) -> list[str]:
-        return [request_id for verb, ids, *_ in self.gateway.scheduler.verbs if verb == "abort" for request_id in ids]
+        return [
+            request_id
+            for command, ids, *_ in self.gateway.scheduler.commands
+            if command == "abort"
+            for request_id in ids
+        ]
 
 
 @asynccontextmanager

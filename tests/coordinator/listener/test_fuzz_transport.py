@@ -96,7 +96,7 @@ def test_hostile_clients(frames: list[bytes]) -> None:
 @FUZZ
 @given(hostile_frames(ADMIN_SEEDS))
 def test_hostile_admins(frames: list[bytes]) -> None:
-    """An operator may stop others' requests by right; here the verbs are recorded, and nothing else may happen."""
+    """An operator may stop others' requests by right; here the commands are recorded, and nothing else may happen."""
     run(against_gateway, "admin", frames)
 
 

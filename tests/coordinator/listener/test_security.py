@@ -183,9 +183,9 @@ async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
 
 async def test_an_operators_verb_is_no_word_of_a_client(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it, it.client("bob") as bob:
-        for verb in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
+        for command in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
             with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
-                await verb
+                await command
 
 
 # ---------------------------------------------------------------- too much of it

@@ -20,11 +20,11 @@ from coordinator.scheduling.events import (
     LinkStats,
     Lost,
     Progressed,
+    RequestCommand,
     Resized,
     Resume,
     Retract,
     Stage,
-    Verb,
 )
 from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
@@ -276,37 +276,37 @@ def test_what_cannot_be_said_is_refused_with_the_history_and_changes_nothing() -
 
 
 @pytest.mark.parametrize(
-    ("verb", "states"),
+    ("command", "states"),
     [
         (
-            Verb.ABORT,
+            RequestCommand.ABORT,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
         (
-            Verb.RETRACT,
+            RequestCommand.RETRACT,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
         (
-            Verb.RESIZE,
+            RequestCommand.RESIZE,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
-        (Verb.RESUME, set()),
+        (RequestCommand.RESUME, set()),
     ],
 )
-def test_an_operator_may_ask_only_for_what_makes_sense(verb: Verb, states: set[str]) -> None:
+def test_an_operator_may_ask_only_for_what_makes_sense(command: RequestCommand, states: set[str]) -> None:
     for state in State:
         request = RequestState("r", 3, PROMPT, now=0.0)
         request.state = state
         if state in states:
-            request.check_verb(verb)
+            request.check_command(command)
         else:
-            with pytest.raises(WrongState, match=f"cannot {verb.value} a request that is {state}") as caught:
-                request.check_verb(verb)
+            with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
+                request.check_command(command)
             assert caught.value.remedy
     request.state, request.held = State.RETRACTED, True
-    request.check_verb(Verb.RESUME)
+    request.check_command(RequestCommand.RESUME)
     with pytest.raises(WrongState, match=r"cannot retract a request that is RETRACTED \(held\)"):
-        request.check_verb(Verb.RETRACT)
+        request.check_command(RequestCommand.RETRACT)
 
 
 def test_every_state_leads_to_an_end() -> None:

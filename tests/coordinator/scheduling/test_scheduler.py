@@ -1,4 +1,4 @@
-"""Scheduler, HostPool and Request actors together, over fake workers: verbs, losses, drains, and random schedules."""
+"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random schedules."""
 
 from __future__ import annotations
 
@@ -567,7 +567,7 @@ class Chaos:
             self.obey: 8,
             self.hear: 8,
             self.wait: 2,
-            self.verb: 3,
+            self.command: 3,
             self.lose: 0.2,
             self.join: 0.6,
             self.prove: 0.3,
@@ -600,7 +600,7 @@ class Chaos:
     async def wait(self) -> None:
         await trio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
 
-    async def verb(self) -> None:
+    async def command(self) -> None:
         live = self.rig.live()
         if not live:
             return

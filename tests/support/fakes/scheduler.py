@@ -1,4 +1,4 @@
-"""FakeScheduler: requests without workers. Tests speak their tokens and end them; every verb is recorded."""
+"""FakeScheduler: requests without workers. Tests speak their tokens and end them; every command is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = messages.ModelInfo("f" * 8, "fake", 4096, 256, 4, 128, (0,), "bytes", ""
 
 
 class FakeScheduler:
-    """`verbs` holds what was asked, as (verb, arguments). `refuse_with` makes the next verb fail,
+    """`commands` holds what was asked, as (command, arguments). `refuse_with` makes the next command fail,
     `never_answers` lets aborts wait."""
 
     def __init__(self, log: TokenLog, listener: Listener) -> None:
@@ -24,7 +24,7 @@ class FakeScheduler:
         self.listener = listener
         self.slots: dict[str, int] = {}
         self.owners: dict[str, str] = {}
-        self.verbs: list[tuple[object, ...]] = []
+        self.commands: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
         self.on_stop: Callable[[], None] = lambda: None
@@ -128,14 +128,14 @@ class FakeScheduler:
     def pool_rows(self) -> list[messages.PoolRow]:
         return [messages.PoolRow("n", 10, 4, 6, 0, 0, 1024, 0, ("w",))]
 
-    def _verb(self, verb: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
-        self._record(verb, request_ids, *details)
+    def _verb(self, command: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
+        self._record(command, request_ids, *details)
         for request_id in request_ids:
             self.lookup(request_id)
-        return tuple(f"{request_id}: {verb}" for request_id in request_ids)
+        return tuple(f"{request_id}: {command}" for request_id in request_ids)
 
-    def _record(self, *verb: object) -> None:
-        self.verbs.append(verb)
+    def _record(self, *command: object) -> None:
+        self.commands.append(command)
         if self.refuse_with is not None:
             error, self.refuse_with = self.refuse_with, None
             raise error
