@@ -40,7 +40,7 @@ LAST_ANSWERS_S: Final = 1.0
 ROWS_MAX: Final = 20_000
 
 Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-RequestCommand: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
+CommandHandler: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
@@ -112,7 +112,7 @@ class Gateway:
             messages.Attach: self._attach,
             messages.Detach: self._detach,
         }
-        self._verbs = _verbs(scheduler)
+        self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation
         self._version = version
         self._asks = 0
@@ -243,7 +243,7 @@ class Gateway:
             elif isinstance(message, messages.AuditWorkers):
                 reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
             else:
-                reply = messages.Done(tag, await self._verbs[type(message)](connection, message))
+                reply = messages.Done(tag, await self._command_handlers[type(message)](connection, message))
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
@@ -283,7 +283,7 @@ def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[ty
     }
 
 
-def _verbs(scheduler: SchedulerFacade) -> dict[type, RequestCommand]:
+def _command_handlers(scheduler: SchedulerFacade) -> dict[type, CommandHandler]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {

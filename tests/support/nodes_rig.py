@@ -80,13 +80,13 @@ class Nodes:
         """Also once more, after its exit."""
         if (before := self.children.get(name)) is not None:
             before.close()
-        command, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
+        subcommand, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
         if name != COORDINATOR:
             spot = self.spots[int(name[1:])]
-            command, config, namespace = "worker", self._config(name, spot), spot.namespace
+            subcommand, config, namespace = "worker", self._config(name, spot), spot.namespace
             module = ["tests.support.faulty_worker", spot.fault] if spot.fault else module
         prefix = namespace.prefix if namespace is not None else []
-        command = [*prefix, sys.executable, "-m", *module, command, "--die-with", str(os.getpid())]
+        command = [*prefix, sys.executable, "-m", *module, subcommand, "--die-with", str(os.getpid())]
         log = self.log_dir / f"{name}.log"
         self.children[name] = Child.start(name, command, child_environ() | to_environ(config), log)
 
