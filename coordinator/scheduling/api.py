@@ -78,19 +78,19 @@ class Front(Actor[Message]):
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(RequestCommand.ABORT, request_ids, owner, user=user)
+        return await self._command(RequestCommand.ABORT, request_ids, owner, user=user)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._verb(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
+        return await self._command(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Let held requests wait for memory again; all or none."""
-        return await self._verb(RequestCommand.RESUME, request_ids, owner)
+        return await self._command(RequestCommand.RESUME, request_ids, owner)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._verb(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
+        return await self._command(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
@@ -215,7 +215,7 @@ class Front(Actor[Message]):
         """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
         self.tell(events.Starving(slots))
 
-    async def _verb(
+    async def _command(
         self,
         command: RequestCommand,
         request_ids: tuple[str, ...],

@@ -52,8 +52,8 @@ class Ask:
     target: str = ""
 
 
-REQUEST_VERBS: Final = {"r": Action.RETRACT, "R": Action.RESUME, "a": Action.ABORT}
-WORKER_VERBS: Final = {"d": Action.DRAIN, "D": Action.UNDRAIN}
+REQUEST_ACTIONS: Final = {"r": Action.RETRACT, "R": Action.RESUME, "a": Action.ABORT}
+WORKER_ACTIONS: Final = {"d": Action.DRAIN, "D": Action.UNDRAIN}
 
 
 def _hit_share(row: RequestRow) -> float:
@@ -185,14 +185,14 @@ class Screen:
             sample = self.history.latest
             lines = len(sample.history.history) if sample and sample.history else 0
             self.scroll = max(0, min(lines - 1, MOVES[key](self.scroll, page_rows, lines)))
-        elif key in REQUEST_VERBS:
-            self._ask(REQUEST_VERBS[key], self.history_id, now)
+        elif key in REQUEST_ACTIONS:
+            self._ask(REQUEST_ACTIONS[key], self.history_id, now)
         return None
 
     def _browse(self, key: str, now: float, page_rows: int) -> Ask | None:
         if key in MOVES:
             self._move(key, page_rows)
-        elif key in REQUEST_VERBS or key in WORKER_VERBS:
+        elif key in REQUEST_ACTIONS or key in WORKER_ACTIONS:
             self._ask_of_selected(key, now)
         elif key in _SETTINGS:
             _SETTINGS[key](self)
@@ -206,11 +206,11 @@ class Screen:
         return None
 
     def _ask_of_selected(self, key: str, now: float) -> None:
-        of_workers = key in WORKER_VERBS
+        of_workers = key in WORKER_ACTIONS
         if of_workers != self.focus_workers:
             self.say(f"Tab to the {'workers' if of_workers else 'requests'} and select one first", now, bad=True)
             return
-        command = WORKER_VERBS[key] if of_workers else REQUEST_VERBS[key]
+        command = WORKER_ACTIONS[key] if of_workers else REQUEST_ACTIONS[key]
         self._ask(command, self._selected[of_workers], now)
 
     def _ask(self, command: Action, target: str, now: float) -> None:

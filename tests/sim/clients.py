@@ -26,7 +26,7 @@ RETRY_S: Final = 0.2
 #: A client that was killed returns within this time.
 RETURN_S: Final = (0.05, 1.0)
 #: A command of the operator is given up after this.
-VERB_LIMIT_S: Final = 4.0
+COMMAND_LIMIT_S: Final = 4.0
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class Operator:
         if self._client is None:
             return False
         try:
-            with trio.fail_after(VERB_LIMIT_S):
+            with trio.fail_after(COMMAND_LIMIT_S):
                 await command(self._client)
         except (HiSparseError, trio.TooSlowError):
             return False

@@ -66,19 +66,19 @@ class FakeScheduler:
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         if self.never_answers:
             await trio.sleep_forever()
-        return self._verb("abort", request_ids)
+        return self._command("abort", request_ids)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
-        return self._verb("acknowledge", request_ids)
+        return self._command("acknowledge", request_ids)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
-        return self._verb("retract", request_ids, keep, hold)
+        return self._command("retract", request_ids, keep, hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        return self._verb("resume", request_ids)
+        return self._command("resume", request_ids)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
-        return self._verb("resize", request_ids, hot_slots)
+        return self._command("resize", request_ids, hot_slots)
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -128,7 +128,7 @@ class FakeScheduler:
     def pool_rows(self) -> list[messages.PoolRow]:
         return [messages.PoolRow("n", 10, 4, 6, 0, 0, 1024, 0, ("w",))]
 
-    def _verb(self, command: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
+    def _command(self, command: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
         self._record(command, request_ids, *details)
         for request_id in request_ids:
             self.lookup(request_id)
