@@ -31,7 +31,7 @@ from coordinator.incarnation import next_incarnation
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
 from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.listener.authentication import Door
+from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
@@ -240,7 +240,7 @@ class Coordinator:
         if exporter is not None:
             log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
-    # ------------------------------------------------------------ doors
+    # ------------------------------------------------------------ listeners
 
     @property
     def _doors(self) -> dict[str, RouterSocket]:
@@ -338,10 +338,10 @@ def _is_tcp(endpoint: str) -> bool:
     return endpoint.startswith("tcp://")
 
 
-def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> Door | Insecure | None:
+def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | Insecure | None:
     if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
         return None
-    return Insecure() if cluster.insecure else Door(read_server_key(Path(cluster.keys_dir)), role)
+    return Insecure() if cluster.insecure else CurveGuard(read_server_key(Path(cluster.keys_dir)), role)
 
 
 @contextmanager

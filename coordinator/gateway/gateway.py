@@ -21,8 +21,8 @@ import trio
 from coordinator.gateway.connections import ADMIN, CLIENT, Connection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.flood_control import Gate
-from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import Handle
 from coordinator.tokens.token_log import TokenLog
@@ -104,8 +104,8 @@ class Gateway:
             ADMIN: messages.decode_admin,
         }
         self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
-        self._gates = {
-            role: Gate(socket, Meter(*rate), self._dropped[role], partial(self._answer_unread, role))
+        self._flood_controls = {
+            role: FloodControl(socket, RateLimiter(*rate), self._dropped[role], partial(self._answer_unread, role))
             for role, socket in self._sockets.items()
         }
         self._answers = _answers(scheduler, tokenizers) | {
@@ -142,7 +142,7 @@ class Gateway:
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
         while True:
             for received in await self._sockets[role].recv_batch():
-                if not self._gates[role].admits(received, trio.current_time()):
+                if not self._flood_controls[role].admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(role, received, nursery)

@@ -33,8 +33,8 @@ import trio
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Joined
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.flood_control import Gate
-from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import LinkStats, WorkerPort
 from coordinator.tokens.token_log import TokenLog
@@ -146,7 +146,9 @@ class WorkerLinks:
         self._journal = journal
         self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
-        self._gate = Gate(socket, Meter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused)
+        self._flood_control = FloodControl(
+            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused
+        )
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
@@ -215,7 +217,7 @@ class WorkerLinks:
     async def _read(self) -> None:
         while True:
             for received in await self._socket.recv_batch():
-                if not self._gate.admits(received, trio.current_time()):
+                if not self._flood_control.admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(received)
