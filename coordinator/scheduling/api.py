@@ -51,7 +51,7 @@ Message: TypeAlias = (
 )
 
 
-class Front(Actor[Message]):
+class SchedulerApi(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
     _requests: Requests

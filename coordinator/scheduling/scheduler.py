@@ -3,7 +3,7 @@
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
 committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (Front).
+asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (SchedulerApi).
 
 Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
 cross. A command on several requests is checked for all of them before anything is told.
@@ -24,7 +24,7 @@ from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.scheduling import decisions, events
-from coordinator.scheduling.api import Front, Message
+from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Heard
@@ -35,7 +35,7 @@ from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import Live, Requests
-from coordinator.scheduling.submission import Reception
+from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
 from coordinator.scheduling.warm_start import LastTopk
 from coordinator.scheduling.worker_registry import Fleet
@@ -90,7 +90,7 @@ class _Stop:
     failed_at: float | None = None
 
 
-class Scheduler(Front):
+class Scheduler(SchedulerApi):
     """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
@@ -129,7 +129,7 @@ class Scheduler(Front):
         self._auditor = Auditor(
             self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
-        self._reception = Reception(
+        self._submissions = Submissions(
             self._requests,
             self._dispatch,
             self._fleet,
@@ -157,10 +157,10 @@ class Scheduler(Front):
             self._fleet.recover(opened, book.joined(node))
             self._start_pool(node)
         place = Place(
-            self._dispatch, self._requests, self._token_log, self._reception.start, self._clock(), self._wall_offset_s
+            self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
         )
         first = restore(book, place, ports)
-        self._reception.ids_made = book.arrivals
+        self._submissions.ids_made = book.arrivals
         for live in self._requests.live.values():
             if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
@@ -200,7 +200,7 @@ class Scheduler(Front):
             self._journal.append(()).answer(told, lines, "the quarantine was released")
         if tick:
             self._auditor.tick(now)
-            self._reception.forget(self._requests.forget_old(now))
+            self._submissions.forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
         await self._decide(now, tick)
         if self._stop is not None:
@@ -278,7 +278,7 @@ class Scheduler(Front):
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
-                handle, commit = self._reception.submit(ask, now, stopping=self.stopping)
+                handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
             case events.CommandAsk():
                 heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
@@ -286,9 +286,9 @@ class Scheduler(Front):
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
                     turn.take(each)
-                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
+                self._submissions.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
             case events.ForgetAsk(request_ids):
-                commit = self._reception.forget(self._requests.forget(request_ids, ask.user))
+                commit = self._submissions.forget(self._requests.forget(request_ids, ask.user))
                 lines = tuple(f"{it}: forgotten" for it in request_ids)
                 commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():

@@ -28,7 +28,7 @@ from protocol.sizing import Length
 
 
 @dataclass(slots=True)
-class Reception:
+class Submissions:
     """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one."""
 
     requests: Requests
@@ -47,7 +47,7 @@ class Reception:
     def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> tuple[Handle, Commit]:
         """A submission repeated under its id is the same request, whatever became of it: nothing is done again.
 
-        Raises what `Front.submit` says, having done nothing.
+        Raises what `SchedulerApi.submit` says, having done nothing.
         """
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self.requests.knows(submit.request_id):
