@@ -2,7 +2,7 @@
 
 Asks wait for the Scheduler's turn, and for what they did to be in the journal; while that cannot be, they are refused
 beforehand. Queries read the pure states of actors between turns, which is safe in one thread
-and saves a turn; they change nothing (I7). Worker events go straight to the Request concerned.
+and saves a turn; they change nothing (I7). WorkerEntry events go straight to the Request concerned.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from coordinator.journal.journal import Journal, check_writes
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.request_table import Requests, Swaps
-from coordinator.scheduling.scheduling_state import Roster
 from coordinator.scheduling.worker_registry import Fleet
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -55,7 +55,7 @@ class SchedulerApi(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
     _requests: Requests
-    _roster: Roster
+    _placement_table: PlacementTable
     _fleet: Fleet
     _auditor: Auditor
     _clock: Callable[[], float]
@@ -202,7 +202,7 @@ class SchedulerApi(Actor[Message]):
             return
         live = self._requests.admitted(worker, epoch, event.admission)
         if live is None:
-            if isinstance(event, messages.Released) and event.admission in self._roster.tickets:
+            if isinstance(event, messages.Released) and event.admission in self._placement_table.tickets:
                 self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:

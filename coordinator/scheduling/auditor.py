@@ -15,10 +15,10 @@ from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling.dispatch import Heard
 from coordinator.scheduling.effects import Step
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
-from coordinator.scheduling.placements import Worker
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.request_table import Live, Requests
-from coordinator.scheduling.scheduling_state import Roster
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.errors import ProtocolError
@@ -47,14 +47,14 @@ class Auditor:
 
     def __init__(
         self,
-        roster: Roster,
+        placement_table: PlacementTable,
         ledgers: Mapping[str, Ledger],
         requests: Requests,
         token_log: TokenLog,
         counters: CoordinatorCounters,
         interval_s: float,
     ) -> None:
-        self._roster = roster
+        self._placement_table = placement_table
         self._ledgers = ledgers
         self._requests = requests
         self._token_log = token_log
@@ -90,10 +90,10 @@ class Auditor:
             self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
         self._asked.append(_Asked(list(live), ask.reply, now + ASK_LIMIT_S))
 
-    def _live(self) -> dict[EpochKey, Worker]:
+    def _live(self) -> dict[EpochKey, WorkerEntry]:
         return {
             (worker.name, worker.epoch): worker
-            for worker in self._roster.workers.values()
+            for worker in self._placement_table.workers.values()
             if not worker.awaited and self._ledgers[worker.node].has_live(worker.name)
         }
 
@@ -129,10 +129,10 @@ class Auditor:
         return live is not None and live.entry.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
-        kept = [entry.admission for entry in self._roster.kept.values() if entry.node == node]
-        return kept + [it.admission for it in self._roster.tickets.values() if it.node == node]
+        kept = [entry.admission for entry in self._placement_table.kept.values() if entry.node == node]
+        return kept + [it.admission for it in self._placement_table.tickets.values() if it.node == node]
 
-    def _tell(self, name: str, node: str, worker: Worker | None, difference: Difference) -> list[Step]:
+    def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[Step]:
         self._counters.audit_differences[difference.kind] += 1
         live = self._requests.by_admission.get(difference.admission)
         log.error(
@@ -150,7 +150,7 @@ class Auditor:
         )
         return self._repair(node, worker, difference, live)
 
-    def _repair(self, node: str, worker: Worker | None, difference: Difference, live: Live | None) -> list[Step]:
+    def _repair(self, node: str, worker: WorkerEntry | None, difference: Difference, live: Live | None) -> list[Step]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
         admission = difference.admission
         if difference.kind == STRAY and worker is not None:

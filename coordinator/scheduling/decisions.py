@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.scheduling.placements import Entry, Worker
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from protocol.messages import NO_TOKEN
 from protocol.sizing import Memory, Rung
 
@@ -16,7 +16,7 @@ class Transfer(msgspec.Struct, frozen=True):
     """What is to be taken in on another node: `ticket` is an admission there, with `pages` host pages and a seat."""
 
     ticket: int
-    worker: Worker
+    worker: WorkerEntry
     pages: int
 
 
@@ -25,8 +25,8 @@ class Admit(msgspec.Struct, frozen=True):
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
     by `transfer`."""
 
-    entry: Entry
-    worker: Worker
+    entry: RequestEntry
+    worker: WorkerEntry
     admission: int
     take_over: int | None
     durable_tokens: int
@@ -38,14 +38,14 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Grow(msgspec.Struct, frozen=True):
-    entry: Entry
+    entry: RequestEntry
     more: Memory
 
 
 class Resize(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
-    entry: Entry
+    entry: RequestEntry
     rung: Rung
     more: int
 
@@ -64,7 +64,7 @@ DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 
 class Retract(msgspec.Struct, frozen=True):
-    entry: Entry
+    entry: RequestEntry
     keep: bool
     cause: Cause
     reason: str
@@ -73,7 +73,7 @@ class Retract(msgspec.Struct, frozen=True):
 class Demote(msgspec.Struct, frozen=True):
     """`admission` is the departed one under which `node` keeps its pages."""
 
-    entry: Entry
+    entry: RequestEntry
     node: str
     admission: int
     reason: str

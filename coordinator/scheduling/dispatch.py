@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: roster and ledger changes in, decisions and tells out. Pure.
+"""What the Scheduler does with what it hears: placement_table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 
@@ -24,6 +24,7 @@ from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, Prov
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.effects import Send, Step
+from coordinator.scheduling.entries import ON_WORKER, EntryPhase, RequestEntry, Ticket, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Demoted,
     Departed,
@@ -37,10 +38,9 @@ from coordinator.scheduling.events import (
     Stage,
     Tell,
 )
-from coordinator.scheduling.placements import ON_WORKER, Drain, Entry, Phase, Ticket, Worker
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.scheduling_state import Roster
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
@@ -69,8 +69,8 @@ class Dispatch:
     """`ledgers`, by node, are read for planning; they change only through the steps returned here."""
 
     def __init__(self, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
-        self.roster = Roster()
-        self.policy = Policy(self.roster, ledgers, ahead_tokens)
+        self.placement_table = PlacementTable()
+        self.policy = Policy(self.placement_table, ledgers, ahead_tokens)
         self.dirty = False
         self._now = 0.0  # of the last plan
 
@@ -85,14 +85,14 @@ class Dispatch:
             case Stage.STAGED:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
                 if entry.prefills_only:
-                    self.roster.leave(entry, frees_pages=False)
+                    self.placement_table.leave(entry, frees_pages=False)
                 return _heard(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
             case Stage.STARTED:
-                self.roster.start(entry)
+                self.placement_table.start(entry)
             case Stage.PARKED:
                 self.starve(entry)
             case Stage.LEAVING:
-                self.roster.leave(entry, frees_pages=True)
+                self.placement_table.leave(entry, frees_pages=True)
         return NOTHING
 
     def resized(self, event: Resized) -> Heard:
@@ -100,7 +100,7 @@ class Dispatch:
         if entry is None or entry.resizing is None:
             return NOTHING
         self.dirty = True
-        if freed := self.roster.resized(entry):
+        if freed := self.placement_table.resized(entry):
             return _heard(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))
         return NOTHING
 
@@ -110,7 +110,7 @@ class Dispatch:
         if entry is None:
             return NOTHING
         self.dirty = True
-        if ticket := self.roster.ticket_of(entry):
+        if ticket := self.placement_table.ticket_of(entry):
             return self._departed_sender(entry, ticket, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
@@ -121,13 +121,13 @@ class Dispatch:
             journal.Departed(entry.slot, kept_tokens, first_token),
         )
         entry.generated = generated
-        self.roster.depart(entry, kept_tokens, pages, first_token)
+        self.placement_table.depart(entry, kept_tokens, pages, first_token)
         if event.final or entry.ending:
-            self.roster.close(entry)
+            self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
 
-    def _departed_sender(self, entry: Entry, ticket: Ticket, event: Departed, generated: int) -> Heard:
+    def _departed_sender(self, entry: RequestEntry, ticket: Ticket, event: Departed, generated: int) -> Heard:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
         they have arrived, the other one says."""
         entry.generated = generated
@@ -139,34 +139,34 @@ class Dispatch:
             key = ticket.node, ticket.worker, ticket.epoch
             note = journal.HandedOver(entry.slot, ticket.admission, *key, kept_tokens, event.first_token)
             step = Step(entry.node, Release(entry.admission), note)
-            self.roster.hand_over(entry, ticket, kept_tokens, event.first_token)
+            self.placement_table.hand_over(entry, ticket, kept_tokens, event.first_token)
             if ticket.arrived:
-                self.roster.close_ticket(ticket)
+                self.placement_table.close_ticket(ticket)
             return _heard(step)
         is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
         step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
         tells = (Tell(entry.slot, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
-        self.roster.depart(entry, 0, 0)
+        self.placement_table.depart(entry, 0, 0)
         heard = self.revoke(ticket)
         heard = Heard((step, *heard.steps), tells, heard.sends)
         if event.final or entry.ending:
-            self.roster.close(entry)
+            self.placement_table.close(entry)
         elif is_failure:
             heard = heard.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
         return heard
 
     def revoke(self, ticket: Ticket) -> Heard:
         """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
         if entry is not None:
             entry.ticket = 0
         ticket.slot = None
         if not ticket.arrived:
             return Heard(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
-        self.roster.close_ticket(ticket)
+        self.placement_table.close_ticket(ticket)
         return _heard(Step(ticket.node, Release(ticket.admission)))
 
-    def _count_failure(self, entry: Entry, reason: str) -> Heard:
+    def _count_failure(self, entry: RequestEntry, reason: str) -> Heard:
         entry.transfers_failed += 1
         if entry.transfers_failed < TRANSFERS_FAILED_MAX:
             entry.paused_until = self._now + TRANSFER_PAUSE_S * 2 ** (entry.transfers_failed - 1)
@@ -176,43 +176,43 @@ class Dispatch:
     def ticket_closed(self, worker: str, epoch: int, admission: int, durable_tokens: int) -> Heard:
         """The worker has let go of a ticket: nothing is written to its pages any more. All rows have arrived, or none
         count."""
-        ticket = self.roster.tickets.get(admission)
+        ticket = self.placement_table.tickets.get(admission)
         if ticket is None or (ticket.worker, ticket.epoch) != (worker, epoch) or ticket.arrived:
             return NOTHING
         if not durable_tokens:
             return self.close_ticket(ticket, f"{worker} has not taken its rows in", is_lost=False)
         self.dirty = True
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
         if entry is None:
             return self.close_ticket(ticket, "", is_lost=False)
         ticket.arrived = True
-        if entry.phase is Phase.WAITING:
-            self.roster.close_ticket(ticket)
+        if entry.phase is EntryPhase.WAITING:
+            self.placement_table.close_ticket(ticket)
         return _heard(Step(ticket.node, Keep(admission, ticket.pages)))
 
     def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Heard:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
-        self.roster.close_ticket(ticket)
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
+        self.placement_table.close_ticket(ticket)
         released = Heard((Step(ticket.node, Release(ticket.admission)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
-    def _transfer_failed(self, entry: Entry, released: Heard, reason: str, *, is_lost: bool) -> Heard:
+    def _transfer_failed(self, entry: RequestEntry, released: Heard, reason: str, *, is_lost: bool) -> Heard:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=True)
+            self.placement_table.leave(entry, frees_pages=True)
             heard = released._replace(tells=(Tell(entry.slot, Retract(False, False, reason)),))
         else:
-            self.roster.demote(entry)
+            self.placement_table.demote(entry)
             note = journal.Departed(entry.slot, 0)
             heard = Heard((released.steps[0]._replace(note=note),), (Tell(entry.slot, Demoted(reason)),))
-        if is_lost or entry.phase is Phase.CLOSING:
+        if is_lost or entry.phase is EntryPhase.CLOSING:
             return heard
         return heard.plus(self._count_failure(entry, reason))
 
     @staticmethod
-    def _pages_kept(entry: Entry, kept_tokens: int) -> int:
+    def _pages_kept(entry: RequestEntry, kept_tokens: int) -> int:
         """Those with rows; of a prompt that is handed over, all that were reserved for decoding it, unless its worker
         may still write there."""
         if kept_tokens and entry.prefills_only and not entry.lost:
@@ -221,41 +221,41 @@ class Dispatch:
 
     def closed(self, slot: int) -> None:
         """The request is over; nothing of it is left anywhere."""
-        self.roster.remove(self.roster.entries[slot])
+        self.placement_table.remove(self.placement_table.entries[slot])
 
-    def starve(self, entry: Entry) -> None:
+    def starve(self, entry: RequestEntry) -> None:
         """It is short of granted pages."""
-        if entry.phase is Phase.RUNNING or entry.phase is Phase.STARTING:
-            self.roster.starving[entry.slot] = entry
+        if entry.phase is EntryPhase.RUNNING or entry.phase is EntryPhase.STARTING:
+            self.placement_table.starving[entry.slot] = entry
             self.dirty = True
 
     # ---------------------------------------------------------------- from worker links
 
-    def worker_up(self, worker: Worker) -> Heard:
-        self.roster.add_worker(worker)
+    def worker_up(self, worker: WorkerEntry) -> Heard:
+        self.placement_table.add_worker(worker)
         self.dirty = True
         joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
         return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
-    def worker_down(self, worker: Worker, *, proved_exit: bool, died: bool = False) -> Heard:
+    def worker_down(self, worker: WorkerEntry, *, proved_exit: bool, died: bool = False) -> Heard:
         """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
-        lost = self.roster.lose(worker)
+        lost = self.placement_table.lose(worker)
         key = worker.name, worker.epoch
-        self.roster.suspects.lost(key, lost)
+        self.placement_table.suspects.lost(key, lost)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
         step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         heard = Heard((step, *ends.steps), (*ends.tells, *tells), ends.sends)
-        for ticket in self.roster.tickets_on(*key):
+        for ticket in self.placement_table.tickets_on(*key):
             heard = heard.plus(self.close_ticket(ticket, reason, is_lost=True))
         return heard.plus(self._tell_exited(key)) if proved_exit and died else heard
 
     def _tell_exited(self, key: EpochKey) -> Heard:
         """To whoever may be waiting for it to let go of pages."""
-        pid = self.roster.pids.pop(key, 0)
-        takers = {it.worker for it in self.roster.tickets.values() if not it.arrived}
+        pid = self.placement_table.pids.pop(key, 0)
+        takers = {it.worker for it in self.placement_table.tickets.values() if not it.arrived}
         return Heard(sends=tuple(Send(name, Exited(key[0], pid)) for name in sorted(takers)))
 
     def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
@@ -270,63 +270,63 @@ class Dispatch:
         """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
         so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
-            self.roster.suspects.survived(key)
+            self.placement_table.suspects.survived(key)
             return NOTHING, None
-        heard, struck = NOTHING, self.roster.suspects.died(key, self.roster.entries)
+        heard, struck = NOTHING, self.placement_table.suspects.died(key, self.placement_table.entries)
         for entry in struck:
-            if entry.strikes >= POISON_STRIKES and entry.phase is not Phase.CLOSING:
+            if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
                 heard = heard.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
         said = [(entry.slot, entry.strikes, entry.mark) for entry in struck]
         return heard, journal.struck_of(key[0], said) if said else None
 
     # ---------------------------------------------------------------- from operators
 
-    def retract(self, entry: Entry, *, keep: bool, hold: bool, reason: str) -> Heard:
+    def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Heard:
         self.dirty = True
         tell = Tell(entry.slot, Retract(keep, hold, reason))
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=not keep)
-            self.roster.hold(entry, entry.held or hold)
+            self.placement_table.leave(entry, frees_pages=not keep)
+            self.placement_table.hold(entry, entry.held or hold)
             return Heard((), (tell,))
-        self.roster.hold(entry, entry.held or hold)
+        self.placement_table.hold(entry, entry.held or hold)
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
 
-    def resume(self, entry: Entry, reason: str) -> Heard:
+    def resume(self, entry: RequestEntry, reason: str) -> Heard:
         self.dirty = True
-        self.roster.hold(entry, False)
+        self.placement_table.hold(entry, False)
         return Heard((), (Tell(entry.slot, Resume(reason)),))
 
-    def end(self, entry: Entry, outcome: str, reason: str, cause: str = "") -> Heard:
+    def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Heard:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
         tell = Tell(entry.slot, End(outcome, reason, cause))
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=True)
+            self.placement_table.leave(entry, frees_pages=True)
             entry.ending = True
             return Heard((), (tell,))
         heard = self._give_up(entry, reason, tell)
-        self.roster.close(entry)
+        self.placement_table.close(entry)
         return heard
 
-    def force(self, entry: Entry, hot_slots: int) -> Heard:
-        self.roster.force(entry, hot_slots)
+    def force(self, entry: RequestEntry, hot_slots: int) -> Heard:
+        self.placement_table.force(entry, hot_slots)
         self.dirty = True
         return NOTHING
 
-    def drain(self, worker: Worker, drain: Drain | None) -> None:
-        self.roster.drain(worker, drain)
+    def drain(self, worker: WorkerEntry, drain: WorkerDrain | None) -> None:
+        self.placement_table.drain(worker, drain)
         self.dirty = True
 
-    def _give_up(self, entry: Entry, reason: str, tell: Tell) -> Heard:
+    def _give_up(self, entry: RequestEntry, reason: str, tell: Tell) -> Heard:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Heard((), (tell,))
-        if ticket := self.roster.ticket_of(entry):
+        if ticket := self.placement_table.ticket_of(entry):
             heard = self.revoke(ticket)
-            self.roster.demote(entry)
+            self.placement_table.demote(entry)
             return heard._replace(tells=(tell, Tell(entry.slot, Demoted(reason))))
         step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
-        self.roster.demote(entry)
+        self.placement_table.demote(entry)
         return Heard((step,), (tell, Tell(entry.slot, Demoted(reason))))
 
     # ---------------------------------------------------------------- decisions
@@ -383,8 +383,8 @@ class Dispatch:
             case decisions.Demote():
                 return Tell(entry.slot, Demoted(decision.reason))
 
-    def _current(self, slot: int, admission: int) -> Entry | None:
-        entry = self.roster.entries.get(slot)
+    def _current(self, slot: int, admission: int) -> RequestEntry | None:
+        entry = self.placement_table.entries.get(slot)
         return entry if entry is not None and entry.phase in ON_WORKER and entry.admission == admission else None
 
 

@@ -126,7 +126,7 @@ class ForgetAsk(msgspec.Struct, frozen=True):
 
 
 class DrainAsk(msgspec.Struct, frozen=True):
-    """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
+    """WorkerDrain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
 
     workers: tuple[str, ...]
     owner: str

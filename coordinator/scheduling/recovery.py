@@ -8,7 +8,7 @@ the actors that its caller makes.
                                      (coordinator.scheduling.reconciliation). Workers decode on meanwhile
     on a worker of a lost epoch      departed: what the earlier life had begun is finished
 
-What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.placements): of the request whose
+What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.entries): of the request whose
 rows are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
 
 An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
@@ -28,12 +28,12 @@ from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.effects import Step
+from coordinator.scheduling.entries import RequestEntry, Ticket, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
-from coordinator.scheduling.placements import Drain, Entry, Ticket, Worker
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import Ended, Live, RequestPort, Requests
-from coordinator.scheduling.scheduling_state import Roster
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -76,27 +76,29 @@ class Place(NamedTuple):
 
 
 def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Heard:
-    """Fill roster, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
-    roster = place.dispatch.roster
-    roster.go_on_from(book.arrivals, book.admissions)
+    """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    placement_table = place.dispatch.placement_table
+    placement_table.go_on_from(book.arrivals, book.admissions)
     for drained in book.drains.values():
-        drain = Drain(drained.until_s - place.wall_offset_s, drained.handover)
-        roster.drains[drained.worker] = drained.epoch, drain
+        drain = WorkerDrain(drained.until_s - place.wall_offset_s, drained.handover)
+        placement_table.drains[drained.worker] = drained.epoch, drain
     for (name, epoch), port in ports.items():
         joined = book.workers[name, epoch]
-        roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
-    _restore_tickets(book, roster)
+        placement_table.add_worker(
+            WorkerEntry(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True)
+        )
+    _restore_tickets(book, placement_table)
     heard = Heard()
     ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
     for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
         heard = heard.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
-    for ticket in list(roster.tickets.values()):
+    for ticket in list(placement_table.tickets.values()):
         heard = heard.plus(_settle_ticket(ticket, book, place.dispatch))
     place.dispatch.dirty = True
     return heard
 
 
-def _restore_tickets(book: Book, roster: Roster) -> None:
+def _restore_tickets(book: Book, placement_table: PlacementTable) -> None:
     """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
     stays: set[int] = set()
     owners: dict[int, int] = {}
@@ -112,7 +114,7 @@ def _restore_tickets(book: Book, roster: Roster) -> None:
     for node, ledger in book.ledgers.items():
         for admission in sorted(ledger.admissions() - stays):
             key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
-            roster.tickets[admission] = Ticket(
+            placement_table.tickets[admission] = Ticket(
                 admission, owners.get(admission), node, *(key or ("", 0)), pages, arrived=key is None
             )
 
@@ -136,13 +138,17 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = Entry(accepted.slot, rank, *length, accepted.admission)
+    entry = RequestEntry(accepted.slot, rank, *length, accepted.admission)
     live = Live(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
     live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
-    if known.stay is None or not _is_held(known.stay, book) or known.stay.admission in place.dispatch.roster.tickets:
+    if (
+        known.stay is None
+        or not _is_held(known.stay, book)
+        or known.stay.admission in place.dispatch.placement_table.tickets
+    ):
         return Heard()
     return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
@@ -158,16 +164,16 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
     rank = -accepted.priority, accepted.arrival
     sampling, way = accepted.sampling, accepted.admission
-    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
-    dispatch.roster.suspects.recover(entry, known.strikes, known.mark)
+    entry = dispatch.placement_table.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
+    dispatch.placement_table.suspects.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
     if stay is not None:
         ticket = stay.ticket if known.on_worker else stay.admission
-        entry.ticket = ticket if ticket in dispatch.roster.tickets else 0
+        entry.ticket = ticket if ticket in dispatch.placement_table.tickets else 0
     state = _state_of(known, place)
-    worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
+    worker = dispatch.placement_table.workers.get(stay.worker) if stay and known.on_worker else None
     if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
@@ -177,8 +183,8 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
         heard = _restore_stay(stay, ordered, known, live, worker, book, place)
     else:
         heard = _restore_waiting(stay, ordered, known, live, book, place)
-    dispatch.roster.hold(entry, ordered.held)
-    dispatch.roster.force(entry, ordered.forced_slots)
+    dispatch.placement_table.hold(entry, ordered.held)
+    dispatch.placement_table.force(entry, ordered.forced_slots)
     return heard
 
 
@@ -189,7 +195,7 @@ def _restore_waiting(
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
     if stay is not None:
         pages = book.ledgers[stay.node].held(stay.admission).host_pages
-        place.dispatch.roster.recover_kept(
+        place.dispatch.placement_table.recover_kept(
             entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
         )
     prefills_only = stay is not None and stay.prefills_only
@@ -210,16 +216,18 @@ def _restore_stay(
     ordered: journal.Ordered,
     known: Known,
     live: Live,
-    worker: Worker | None,
+    worker: WorkerEntry | None,
     book: Book,
     place: Place,
 ) -> Heard:
     """On `worker`, or (None) on one that the earlier life had lost."""
-    roster, entry = place.dispatch.roster, live.entry
+    placement_table, entry = place.dispatch.placement_table, live.entry
     ledger = book.ledgers[stay.node]
     memory = ledger.held(stay.admission)
-    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only)
-    roster.recover_place(entry, worker)
+    placement_table.recover_stay(
+        entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only
+    )
+    placement_table.recover_place(entry, worker)
     staged = not memory.slab_pages
     live.state.recover_stay(
         place.now,
@@ -233,7 +241,7 @@ def _restore_stay(
     if ordered.outcome:
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
-        roster.leave(entry, frees_pages=bool(ordered.outcome))
+        placement_table.leave(entry, frees_pages=bool(ordered.outcome))
     place.requests.begin_admission(live, stay.admission, stay.epoch)
     if worker is not None:
         return Heard()

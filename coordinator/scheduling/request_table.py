@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.journal.records import digest_of
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import Told
-from coordinator.scheduling.placements import Entry
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -38,11 +38,11 @@ NO_SWAPS = Swaps(0, 0)
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A live request: its state (to read), its actor, its entry in the roster, and what an Admit carries."""
+    """A live request: its state (to read), its actor, its entry in the placement_table, and what an Admit carries."""
 
     state: RequestState
     request: RequestPort
-    entry: Entry
+    entry: RequestEntry
     prompt: bytes
     sampling: Sampling
     submitted_at: float

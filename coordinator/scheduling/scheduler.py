@@ -29,8 +29,8 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.effects import Send, Step
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import Listener, RequestCommand, Tell, WorkerPort
-from coordinator.scheduling.placements import Drain, Entry
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
@@ -122,12 +122,12 @@ class Scheduler(SchedulerApi):
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
-        self._roster = self._dispatch.roster
-        self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
+        self._placement_table = self._dispatch.placement_table
+        self._fleet = Fleet(self._placement_table, self._ledgers, self._open_pool)
         self._requests = Requests(token_log, settings, wall_offset_s)
         self._last_topk = LastTopk()
         self._auditor = Auditor(
-            self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+            self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
         self._submissions = Submissions(
             self._requests,
@@ -162,12 +162,12 @@ class Scheduler(SchedulerApi):
         first = restore(book, place, ports)
         self._submissions.ids_made = book.arrivals
         for live in self._requests.live.values():
-            if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
+            if live.entry.admission and live.entry.worker in self._placement_table.workers and live.state.admission:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
     def _worker_back(self, hello: messages.WorkerHello) -> Heard:
-        worker = self._roster.workers.get(hello.worker)
+        worker = self._placement_table.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
         heard = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
@@ -208,7 +208,7 @@ class Scheduler(SchedulerApi):
 
     def _starving(self, message: events.Starving) -> None:
         for slot in message.slots.tolist():
-            if entry := self._roster.entries.get(slot):
+            if entry := self._placement_table.entries.get(slot):
                 self._dispatch.starve(entry)
 
     def _ticket_closed(self, it: events.TicketClosed) -> Heard:
@@ -218,7 +218,7 @@ class Scheduler(SchedulerApi):
         for tell in turn.tells:
             self._tell(tell)
         for send in turn.sends:
-            if worker := self._roster.workers.get(send.worker):
+            if worker := self._placement_table.workers.get(send.worker):
                 worker.port.send(send.command)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
@@ -325,11 +325,11 @@ class Scheduler(SchedulerApi):
         """A pool with nothing in it. Whoever kept rows in the one before is prefilled again."""
         if hello.node in self._pools:
             self._pools[hello.node].close()
-        for entry in [entry for entry in self._roster.kept.values() if entry.node == hello.node]:
-            self._roster.demote(entry)
+        for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
+            self._placement_table.demote(entry)
             self._journal.append([Departed(entry.slot, 0)])
             self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
-        for ticket in [ticket for ticket in self._roster.tickets.values() if ticket.node == hello.node]:
+        for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
         self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
@@ -350,17 +350,17 @@ class Scheduler(SchedulerApi):
         if isinstance(message, events.WorkerExited):
             turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
             return
-        worker = self._roster.workers.get(message.worker)
+        worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
             self._fleet.leave(worker)
-            for entry in self._roster.on(worker.name):
+            for entry in self._placement_table.on(worker.name):
                 entry.generated = self._token_log.length(entry.slot)
             turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
         workers = self._fleet.find(ask.workers)
         check_deadline(ask.deadline_s, DEADLINE_MAX_S)
-        drain = None if ask.undrain else Drain(now + ask.deadline_s, ask.handover)
+        drain = None if ask.undrain else WorkerDrain(now + ask.deadline_s, ask.handover)
         for worker in workers:
             self._dispatch.drain(worker, drain)
         until_s = now + ask.deadline_s + self._wall_offset_s
@@ -373,7 +373,7 @@ class Scheduler(SchedulerApi):
     # ---------------------------------------------------------------- decisions
 
     async def _decide(self, now: float, tick: bool) -> None:
-        for entry in self._roster.in_view():
+        for entry in self._placement_table.in_view():
             entry.generated = self._token_log.length(entry.slot)
         plan = self._dispatch.plan(now, tick=tick)
         pairs = [(self._dispatch.ticket_step(decision), self._dispatch.step(decision)) for decision in plan]
@@ -414,7 +414,7 @@ class Scheduler(SchedulerApi):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
-    def _receive(self, entry: Entry, transfer: decisions.Transfer, pages: Int32Array) -> None:
+    def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
         request_id = self._requests.by_slot[entry.slot].state.request_id
         transfer.worker.port.send(
             messages.Receive(transfer.ticket, entry.slot, request_id, entry.prompt_tokens, pages.tobytes())
@@ -448,13 +448,13 @@ class Scheduler(SchedulerApi):
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
 
-    def _begin_admission(self, entry: Entry, durable_tokens: int) -> None:
+    def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
         self._token_log.begin_admission(
             entry.slot, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
-    def _granted_tokens(self, entry: Entry) -> int:
-        capacity = self._roster.workers[entry.worker].capacity
+    def _granted_tokens(self, entry: RequestEntry) -> int:
+        capacity = self._placement_table.workers[entry.worker].capacity
         return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
 
     # ---------------------------------------------------------------- the end
@@ -480,7 +480,7 @@ class Scheduler(SchedulerApi):
                 for live in lives:
                     turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped", "stopped"))
         elif now >= stop.failed_at + RELEASE_LIMIT_S:
-            for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
+            for worker in [worker for worker in self._placement_table.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))
         await self._transact(turn.steps)
         self._announce_turn(turn)

@@ -60,12 +60,12 @@ class Submissions:
         prompt = check_submit(submit, self.fleet.model)
         length = Length(prompt.size, 0, sampling.max_tokens)
         check_fits(length, self.fleet.capacities(), submit.admission)
-        roster = self.dispatch.roster
-        self.requests.check_room(len(roster.waiting))
+        placement_table = self.dispatch.placement_table
+        self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()
         slot = self.token_log.open(sampling.max_tokens)
         self.token_log.times.submitted(slot, now)
-        entry = roster.add(slot, submit.priority, length.prompt, length.max, submit.admission)
+        entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.admission)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
         self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))

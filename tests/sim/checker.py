@@ -27,7 +27,7 @@ import trio
 import trio._core._run
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.placements import Entry, Phase
+from coordinator.scheduling.entries import Phase, RequestEntry
 from coordinator.workers.worker_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
@@ -153,7 +153,7 @@ class Checker(trio.abc.Instrument):
                             "I2", f"page {page} of {node} is given to {other.admission} and {run.admission}"
                         )
 
-    def _check_rows(self, life: CoordinatorLife, entry: Entry) -> None:
+    def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
         """What the coordinator counts as durable is there."""
         truth = life.truth_of(entry.slot)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):

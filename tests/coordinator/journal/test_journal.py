@@ -28,7 +28,7 @@ from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
 from protocol.messages import Sampling
 from tests.support.fakes.journal import FakeStore
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 COMMIT_S = 0.01
 
@@ -57,7 +57,7 @@ class Desk:
 
     def say(self, *tokens: int) -> None:
         start = self.log.length(self.slot)
-        self.log.append(progress(Entry(self.slot, 1, start, list(tokens), 0)), 7)
+        self.log.append(progress(RequestEntry(self.slot, 1, start, list(tokens), 0)), 7)
         self.journal.tokens_arrived()
 
     @property

@@ -57,7 +57,7 @@ from protocol.messages import Sampling
 from protocol.sizing import Memory
 from tests.support.fakes.fake_cluster import MODEL, capacity
 from tests.support.fakes.journal import kept_of
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 SLOTS = 6
 PAGES = 40
@@ -227,7 +227,7 @@ class JournalMachine(RuleBasedStateMachine):
         start, stay = self.log.length(slot), self.book.requests[slot].stay
         assert stay is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(Entry(slot, stay.admission, start, tokens, durable)), 1)
+        self.log.append(progress(RequestEntry(slot, stay.admission, start, tokens, durable)), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:

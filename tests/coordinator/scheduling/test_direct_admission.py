@@ -8,8 +8,8 @@ import torch
 
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
+from coordinator.scheduling.entries import Drain, Phase
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.placements import Drain, Phase
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
 from protocol.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_TOKEN, PREFILL, STAGED
@@ -133,9 +133,9 @@ def test_promised_memory_is_given_to_nobody_of_lower_rank() -> None:
     fake.submit(1, 100, 100)
     fake.submit(2, 100, 100, priority=1)
     assert [it.entry.slot for it in admits(fake.settle())] == [2], "only a better-ranked request comes between"
-    assert fake.dispatch.roster.promised.keys() == {0, 2}
+    assert fake.dispatch.placement_table.promised.keys() == {0, 2}
     run_to_end(fake)
-    assert fake.dispatch.roster.promised == {}
+    assert fake.dispatch.placement_table.promised == {}
     assert first.entry.slot == 0
 
 

@@ -12,9 +12,9 @@ from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.entries import Phase, RequestEntry, Worker
 from coordinator.scheduling.events import Adopted, Lost, Retract
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.placements import Entry, Phase, Worker
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
@@ -36,20 +36,20 @@ class Desk:
         self.ledger.reserve(1, "w0", memory)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
         self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
-        roster = self.dispatch.roster
-        roster.go_on_from(arrivals=1, admissions=1)
-        roster.add_worker(self.worker)
-        self.entry: Entry = roster.recover(7, (0, 1), 100, 300, 30)
-        roster.recover_stay(self.entry, "n0", "w0", 1, memory)
-        roster.recover_place(self.entry, self.worker)
-        roster.check_invariants(lambda _: self.ledger)
+        placement_table = self.dispatch.placement_table
+        placement_table.go_on_from(arrivals=1, admissions=1)
+        placement_table.add_worker(self.worker)
+        self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
+        placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
+        placement_table.recover_place(self.entry, self.worker)
+        placement_table.check_invariants(lambda _: self.ledger)
 
     def adopt(self, *held: Held) -> Heard:
         heard = adopt(self.dispatch, self.worker, held, self.ledger)
         for step in heard.steps:
             apply(self.ledger, step.change)
         self.ledger.check_invariants()
-        self.dispatch.roster.check_invariants(lambda _: self.ledger)
+        self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
     def adopted(self, *held: Held) -> Adopted:
@@ -64,7 +64,7 @@ def held(**changes: Any) -> Held:
 
 def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
     desk = Desk()
-    desk.dispatch.roster.add(8, 0, 64, 64)
+    desk.dispatch.placement_table.add(8, 0, 64, 64)
     desk.dispatch.dirty = True
     assert desk.dispatch.plan(0.0, tick=True) == []
     desk.adopt(held())
@@ -138,7 +138,7 @@ def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
 def test_whoever_waits_for_pages_is_fed() -> None:
     desk = Desk()
     desk.adopt(held(is_parked=True))
-    assert desk.dispatch.roster.starving == {7: desk.entry}
+    assert desk.dispatch.placement_table.starving == {7: desk.entry}
 
 
 def test_what_is_not_there_any_more_has_departed() -> None:

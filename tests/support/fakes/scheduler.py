@@ -10,7 +10,7 @@ from coordinator.scheduling.events import Ending, Handle, Listener
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.errors import BadInput, HiSparseError, NotFound, WrongState
-from tests.support.progress import LINK, Entry, progress
+from tests.support.progress import LINK, RequestEntry, progress
 
 MODEL = messages.ModelInfo("f" * 8, "fake", 4096, 256, 4, 128, (0,), "bytes", "")
 
@@ -35,7 +35,7 @@ class FakeScheduler:
 
     def speak(self, request_id: str, tokens: Sequence[int]) -> None:
         slot = self.slots[request_id]
-        self.log.append(progress(Entry(slot, slot + 1, self.log.length(slot), tokens)), LINK)
+        self.log.append(progress(RequestEntry(slot, slot + 1, self.log.length(slot), tokens)), LINK)
 
     def finish(self, request_id: str, outcome: str = "FINISHED", tail_text: str = "") -> None:
         slot = self.slots[request_id]
