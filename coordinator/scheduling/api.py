@@ -17,7 +17,7 @@ from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_table import Requests, Swaps
+from coordinator.scheduling.request_table import RequestTable, Swaps
 from coordinator.scheduling.worker_registry import Fleet
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -54,7 +54,7 @@ Message: TypeAlias = (
 class SchedulerApi(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
-    _requests: Requests
+    _requests: RequestTable
     _placement_table: PlacementTable
     _fleet: Fleet
     _auditor: Auditor
@@ -132,7 +132,7 @@ class SchedulerApi(Actor[Message]):
         return self._fleet.model
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
-        """Live requests in rank order, then ended ones, latest first; at most `limit`."""
+        """LiveRequest requests in rank order, then ended ones, latest first; at most `limit`."""
         return self._requests.rows(limit, self._clock(), user)
 
     def describe(
@@ -149,7 +149,7 @@ class SchedulerApi(Actor[Message]):
         return self._fleet.pool_rows()
 
     def count_by_state(self) -> Counter[str]:
-        """Live requests by state."""
+        """LiveRequest requests by state."""
         return self._requests.count_by_state()
 
     @property

@@ -18,7 +18,7 @@ from coordinator.scheduling.effects import Step
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.errors import ProtocolError
@@ -49,7 +49,7 @@ class Auditor:
         self,
         placement_table: PlacementTable,
         ledgers: Mapping[str, Ledger],
-        requests: Requests,
+        requests: RequestTable,
         token_log: TokenLog,
         counters: CoordinatorCounters,
         interval_s: float,
@@ -150,7 +150,9 @@ class Auditor:
         )
         return self._repair(node, worker, difference, live)
 
-    def _repair(self, node: str, worker: WorkerEntry | None, difference: Difference, live: Live | None) -> list[Step]:
+    def _repair(
+        self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
+    ) -> list[Step]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
         admission = difference.admission
         if difference.kind == STRAY and worker is not None:
@@ -189,6 +191,6 @@ class Auditor:
         return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
 
 
-def _history(live: Live | None) -> str:
+def _history(live: LiveRequest | None) -> str:
     lines = live.state.history()[-STORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

@@ -9,17 +9,17 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Heard
 from coordinator.scheduling.events import CommandAsk, RequestCommand
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import Ended, Live, Requests
+from coordinator.scheduling.request_table import Ended, LiveRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, can_force
 
-#: Requests named in one command.
+#: RequestTable named in one command.
 IDS_MAX: Final = 20_000
 
 
 def carry_out(
-    ask: CommandAsk, requests: Requests, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
+    ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
 ) -> tuple[list[Heard], tuple[str, ...]]:
     """What follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing done."""
     lives = find(ask, requests)
@@ -48,13 +48,13 @@ def release_quarantine(
     return heard, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
 
 
-def find(ask: CommandAsk, requests: Requests) -> list[Live]:
+def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
     """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or WrongState
     of the first that may not, BadInput for none or too many."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
         count = len(ask.request_ids)
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")
-    lives: list[Live] = []
+    lives: list[LiveRequest] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
         if isinstance(found, Ended):
@@ -69,7 +69,7 @@ def find(ask: CommandAsk, requests: Requests) -> list[Live]:
     return lives
 
 
-def _apply(ask: CommandAsk, live: Live, dispatch: Dispatch) -> Heard:
+def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Heard:
     reason = f"{ask.command.value} by {ask.owner}"
     match ask.command:
         case RequestCommand.ABORT:
@@ -82,7 +82,7 @@ def _apply(ask: CommandAsk, live: Live, dispatch: Dispatch) -> Heard:
             return dispatch.force(live.entry, ask.hot_slots)
 
 
-def _promise(ask: CommandAsk, live: Live) -> str:
+def _promise(ask: CommandAsk, live: LiveRequest) -> str:
     match ask.command:
         case RequestCommand.ABORT:
             return "aborted once its memory is released" if live.state.admission else "aborted"
@@ -96,7 +96,7 @@ def _promise(ask: CommandAsk, live: Live) -> str:
             return f"{describe_size(ask.hot_slots)} as soon as chunks are free"
 
 
-def _check_size(hot_slots: int, live: Live, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
+def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
     capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
     classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):

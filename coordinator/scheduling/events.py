@@ -105,7 +105,7 @@ class SubmitAsk(msgspec.Struct, frozen=True):
 
 class CommandAsk(msgspec.Struct, frozen=True):
     """One command on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
-    RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
+    RESIZE. RequestTable that are not `user`'s are not found; None: an operator, to whom all belong."""
 
     command: RequestCommand
     request_ids: tuple[str, ...]
@@ -194,7 +194,7 @@ class TicketClosed(msgspec.Struct, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Requests whose granted headroom is short. `slots` is int32."""
+    """RequestTable whose granted headroom is short. `slots` is int32."""
 
     slots: Int32Array
 

@@ -33,7 +33,7 @@ from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPo
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import Ended, Live, RequestPort, Requests
+from coordinator.scheduling.request_table import Ended, LiveRequest, RequestPort, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     """Where the recovered state goes."""
 
     dispatch: Dispatch
-    requests: Requests
+    requests: RequestTable
     token_log: TokenLog
     make_request: MakeRequest
     now: float
@@ -139,7 +139,7 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
     entry = RequestEntry(accepted.slot, rank, *length, accepted.admission)
-    live = Live(
+    live = LiveRequest(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
     live.prompt_digest = known.prompt_digest
@@ -177,7 +177,7 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
+    live = LiveRequest(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
     place.requests.add(live)
     if stay and known.on_worker:
         heard = _restore_stay(stay, ordered, known, live, worker, book, place)
@@ -189,7 +189,7 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
 
 
 def _restore_waiting(
-    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: Live, book: Book, place: Place
+    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: LiveRequest, book: Book, place: Place
 ) -> Heard:
     """Keeping what is left of `stay`, if anything is."""
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
@@ -215,7 +215,7 @@ def _restore_stay(
     stay: journal.Admission,
     ordered: journal.Ordered,
     known: Known,
-    live: Live,
+    live: LiveRequest,
     worker: WorkerEntry | None,
     book: Book,
     place: Place,

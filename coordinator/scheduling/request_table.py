@@ -1,4 +1,4 @@
-"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
+"""LiveRequest and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_SWAPS = Swaps(0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """A live request: its state (to read), its actor, its entry in the placement_table, and what an Admit carries."""
 
     state: RequestState
@@ -56,17 +56,17 @@ class Live:
 class Ended(NamedTuple):
     """A request that is over, and when it ended. Its prompt is gone."""
 
-    live: Live
+    live: LiveRequest
     at: float
 
 
-class Requests:
+class RequestTable:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
     def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
-        self.live: dict[str, Live] = {}
-        self.by_slot: dict[int, Live] = {}
-        self.by_admission: dict[int, Live] = {}
+        self.live: dict[str, LiveRequest] = {}
+        self.by_slot: dict[int, LiveRequest] = {}
+        self.by_admission: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
         self._token_log = token_log
         self._settings = settings
@@ -74,7 +74,7 @@ class Requests:
 
     # ---------------------------------------------------------------- life
 
-    def add(self, live: Live) -> None:
+    def add(self, live: LiveRequest) -> None:
         self.live[live.state.request_id] = self.by_slot[live.entry.slot] = live
 
     def check_room(self, waiting: int) -> None:
@@ -87,7 +87,7 @@ class Requests:
             if count >= bound:
                 raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
 
-    def begin_admission(self, live: Live, admission: int, epoch: int) -> None:
+    def begin_admission(self, live: LiveRequest, admission: int, epoch: int) -> None:
         live.epoch = epoch
         self.by_admission[admission] = live
 
@@ -96,7 +96,7 @@ class Requests:
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
-    def end(self, live: Live, now: float) -> None:
+    def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
         self.ended[live.state.request_id] = Ended(live, now)
@@ -142,7 +142,7 @@ class Requests:
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, admission: int) -> Live | None:
+    def admitted(self, worker: str, epoch: int, admission: int) -> LiveRequest | None:
         """Whose admission it is; None when it has departed or is another worker's."""
         live = self.by_admission.get(admission)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
@@ -170,7 +170,7 @@ class Requests:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> Live | Ended:
+    def find(self, request_id: str, user: str | None = None) -> LiveRequest | Ended:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
         if found is None or user not in (None, _live(found).user):
@@ -185,7 +185,7 @@ class Requests:
     # ---------------------------------------------------------------- rows
 
     def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
-        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
+        """LiveRequest requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
         live = (it for it in self.live.values() if user in (None, it.user))
         rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.entry.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):
@@ -203,7 +203,7 @@ class Requests:
         live, at = found if isinstance(found, Ended) else (found, now)
         return self.row(live, at), self.history(live)
 
-    def row(self, live: Live, now: float) -> RequestRow:
+    def row(self, live: LiveRequest, now: float) -> RequestRow:
         state, entry, slot = live.state, live.entry, live.entry.slot
         swaps = _add(live.swaps_before, live.swaps)
         return RequestRow(
@@ -226,7 +226,7 @@ class Requests:
             reason=state.reason,
         )
 
-    def history(self, live: Live) -> tuple[HistoryLine, ...]:
+    def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""
         return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
 
@@ -237,7 +237,7 @@ class Requests:
         return sum(live.state.held for live in self.live.values())
 
 
-def _live(found: Live | Ended) -> Live:
+def _live(found: LiveRequest | Ended) -> LiveRequest:
     return found.live if isinstance(found, Ended) else found
 
 

@@ -1,7 +1,7 @@
 """The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in front.py beside it.
 
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
-committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
+committed; tell the RequestTable. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
 asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (SchedulerApi).
 
@@ -34,7 +34,7 @@ from coordinator.scheduling.events import Listener, RequestCommand, Tell, Worker
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
 from coordinator.scheduling.warm_start import LastTopk
@@ -124,7 +124,7 @@ class Scheduler(SchedulerApi):
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
         self._fleet = Fleet(self._placement_table, self._ledgers, self._open_pool)
-        self._requests = Requests(token_log, settings, wall_offset_s)
+        self._requests = RequestTable(token_log, settings, wall_offset_s)
         self._last_topk = LastTopk()
         self._auditor = Auditor(
             self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
@@ -486,7 +486,7 @@ class Scheduler(SchedulerApi):
         self._announce_turn(turn)
 
     @staticmethod
-    def _is_over(stop: _Stop, lives: Sequence[Live], now: float) -> bool:
+    def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
         return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
 

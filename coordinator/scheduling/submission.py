@@ -17,7 +17,7 @@ from coordinator.scheduling.events import Handle, Listener, RequestCommand, Work
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
 from coordinator.scheduling.worker_registry import Fleet
 from coordinator.tokens.token_log import TokenLog
@@ -31,7 +31,7 @@ from protocol.sizing import Length
 class Submissions:
     """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one."""
 
-    requests: Requests
+    requests: RequestTable
     dispatch: Dispatch
     fleet: Fleet
     token_log: TokenLog
@@ -68,7 +68,7 @@ class Submissions:
         entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.admission)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
-        self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
+        self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
         about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.admission
         accepted = Accepted(slot, entry.rank[1], *about)

@@ -87,7 +87,7 @@ def soak_config(model: Path, runtime_dir: Path) -> Config:
 
 @dataclass
 class Load:
-    """Requests that decode, again and again, until `enough`."""
+    """RequestTable that decode, again and again, until `enough`."""
 
     client: Client
     prompts: Sequence[Sequence[int]]
