@@ -18,7 +18,7 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.request_table import RequestTable, Swaps
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import ProtocolError
@@ -56,7 +56,7 @@ class SchedulerApi(Actor[Message]):
 
     _requests: RequestTable
     _placement_table: PlacementTable
-    _fleet: Fleet
+    _registry: WorkerRegistry
     _auditor: Auditor
     _clock: Callable[[], float]
     _journal: Journal
@@ -129,7 +129,7 @@ class SchedulerApi(Actor[Message]):
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
-        return self._fleet.model
+        return self._registry.model
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         """LiveRequest requests in rank order, then ended ones, latest first; at most `limit`."""
@@ -143,10 +143,10 @@ class SchedulerApi(Actor[Message]):
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
-        return self._fleet.worker_rows()
+        return self._registry.worker_rows()
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        return self._fleet.pool_rows()
+        return self._registry.pool_rows()
 
     def count_by_state(self) -> Counter[str]:
         """LiveRequest requests by state."""

@@ -38,7 +38,7 @@ from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
 from coordinator.scheduling.warm_start import LastTopk
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -123,7 +123,7 @@ class Scheduler(SchedulerApi):
         self._ledgers = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
-        self._fleet = Fleet(self._placement_table, self._ledgers, self._open_pool)
+        self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s)
         self._last_topk = LastTopk()
         self._auditor = Auditor(
@@ -132,7 +132,7 @@ class Scheduler(SchedulerApi):
         self._submissions = Submissions(
             self._requests,
             self._dispatch,
-            self._fleet,
+            self._registry,
             token_log,
             listener,
             supervisor,
@@ -154,7 +154,7 @@ class Scheduler(SchedulerApi):
         """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
         book = self._journal.book
         for node, opened in book.pools.items():
-            self._fleet.recover(opened, book.joined(node))
+            self._registry.recover(opened, book.joined(node))
             self._start_pool(node)
         place = Place(
             self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
@@ -281,7 +281,7 @@ class Scheduler(SchedulerApi):
                 handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
             case events.CommandAsk():
-                heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
+                heard, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
                 if ask.command is RequestCommand.RETRACT:
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
                 for each in heard:
@@ -304,7 +304,7 @@ class Scheduler(SchedulerApi):
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
-                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port, is_changing=is_changing)))
+                turn.take(self._dispatch.worker_up(self._registry.join(ask.hello, ask.port, is_changing=is_changing)))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))
@@ -352,13 +352,13 @@ class Scheduler(SchedulerApi):
             return
         worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
-            self._fleet.leave(worker)
+            self._registry.leave(worker)
             for entry in self._placement_table.on(worker.name):
                 entry.generated = self._token_log.length(entry.slot)
             turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
-        workers = self._fleet.find(ask.workers)
+        workers = self._registry.find(ask.workers)
         check_deadline(ask.deadline_s, DEADLINE_MAX_S)
         drain = None if ask.undrain else WorkerDrain(now + ask.deadline_s, ask.handover)
         for worker in workers:

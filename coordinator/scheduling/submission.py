@@ -19,7 +19,7 @@ from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.arrays import pack_int32
@@ -33,7 +33,7 @@ class Submissions:
 
     requests: RequestTable
     dispatch: Dispatch
-    fleet: Fleet
+    registry: WorkerRegistry
     token_log: TokenLog
     listener: Listener
     supervisor: Supervisor
@@ -55,11 +55,11 @@ class Submissions:
             return Handle(submit.request_id, slot), self.journal.append(())
         if stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
-        if self.fleet.model is None:
+        if self.registry.model is None:
             raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
-        prompt = check_submit(submit, self.fleet.model)
+        prompt = check_submit(submit, self.registry.model)
         length = Length(prompt.size, 0, sampling.max_tokens)
-        check_fits(length, self.fleet.capacities(), submit.admission)
+        check_fits(length, self.registry.capacities(), submit.admission)
         placement_table = self.dispatch.placement_table
         self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()

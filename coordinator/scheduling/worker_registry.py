@@ -33,7 +33,7 @@ HOST_PAGES_MAX: Final = 1 << 24
 GPU_COUNT_MAX: Final = 1 << 30
 
 
-class Fleet:
+class WorkerRegistry:
     """`open_pool(hello)` starts the HostPool of a worker's node with an empty ledger; `ledgers` has them by node."""
 
     def __init__(

@@ -312,7 +312,7 @@ class CoordinatorLife:
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""
-        return self.scheduler._fleet._pools[node].pool_id
+        return self.scheduler._registry._pools[node].pool_id
 
     @property
     def audit_differences(self) -> dict[str, int]:
