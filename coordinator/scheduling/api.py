@@ -2,7 +2,7 @@
 
 Asks wait for the Scheduler's turn, and for what they did to be in the journal; while that cannot be, they are refused
 beforehand. Queries read the pure states of actors between turns, which is safe in one thread
-and saves a turn; they change nothing (I7). WorkerEntry events go straight to the Request concerned.
+and saves a turn; they change nothing (I7). Worker events go straight to the Request concerned.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SchedulerApi(Actor[Message]):
         return self._registry.model
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
-        """LiveRequest requests in rank order, then ended ones, latest first; at most `limit`."""
+        """Live requests in rank order, then ended ones, latest first; at most `limit`."""
         return self._requests.rows(limit, self._clock(), user)
 
     def describe(
@@ -149,7 +149,7 @@ class SchedulerApi(Actor[Message]):
         return self._registry.pool_rows()
 
     def count_by_state(self) -> Counter[str]:
-        """LiveRequest requests by state."""
+        """Live requests by state."""
         return self._requests.count_by_state()
 
     @property

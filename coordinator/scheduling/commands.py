@@ -14,7 +14,7 @@ from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, can_force
 
-#: RequestTable named in one command.
+#: Requests named in one command.
 IDS_MAX: Final = 20_000
 
 

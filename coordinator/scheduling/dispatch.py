@@ -74,7 +74,7 @@ class Dispatch:
         self.dirty = False
         self._now = 0.0  # of the last plan
 
-    # ---------------------------------------------------------------- from RequestTable
+    # ---------------------------------------------------------------- from Requests
 
     def progressed(self, event: Progressed) -> Heard:
         entry = self._current(event.slot, event.admission)

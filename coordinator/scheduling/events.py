@@ -105,7 +105,7 @@ class SubmitAsk(msgspec.Struct, frozen=True):
 
 class CommandAsk(msgspec.Struct, frozen=True):
     """One command on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
-    RESIZE. RequestTable that are not `user`'s are not found; None: an operator, to whom all belong."""
+    RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
 
     command: RequestCommand
     request_ids: tuple[str, ...]
@@ -126,7 +126,7 @@ class ForgetAsk(msgspec.Struct, frozen=True):
 
 
 class DrainAsk(msgspec.Struct, frozen=True):
-    """WorkerDrain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
+    """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
 
     workers: tuple[str, ...]
     owner: str
@@ -194,7 +194,7 @@ class TicketClosed(msgspec.Struct, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """RequestTable whose granted headroom is short. `slots` is int32."""
+    """Requests whose granted headroom is short. `slots` is int32."""
 
     slots: Int32Array
 

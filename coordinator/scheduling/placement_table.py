@@ -298,7 +298,7 @@ class PlacementTable:
         return entries
 
     def on(self, worker: str) -> Iterator[RequestEntry]:
-        """RequestTable on a worker: those not leaving, best rank first, then those leaving."""
+        """Requests on a worker: those not leaving, best rank first, then those leaving."""
         it = self.workers[worker]
         yield from [self.by_rank[rank] for rank in it.ranks]
         yield from list(it.leaving.values())

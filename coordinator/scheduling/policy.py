@@ -79,7 +79,7 @@ GROW_QUIET_S: Final = 5.0
 GROW_RESERVE_SHARE: Final = 1 / 8
 #: ... and at most this many at a time.
 GROW_BATCH_MAX: Final = 4
-#: RequestTable that one plan takes off a draining worker.
+#: Requests that one plan takes off a draining worker.
 HANDOVER_BATCH_MAX: Final = 16
 #: Kept pages whose node has nobody who can take their request on for this long are given up, if it can begin anew.
 STRANDED_LIMIT_S: Final = 60.0

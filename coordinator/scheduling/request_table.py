@@ -1,4 +1,4 @@
-"""LiveRequest and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
+"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class RequestTable:
     # ---------------------------------------------------------------- rows
 
     def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
-        """LiveRequest requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
+        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
         live = (it for it in self.live.values() if user in (None, it.user))
         rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.entry.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):

@@ -285,7 +285,7 @@ class CoordinatorLife:
 
     @property
     def held(self) -> list[str]:
-        """RequestTable that wait for the operator."""
+        """Requests that wait for the operator."""
         lives = self._scheduler._requests.live.values() if self._scheduler else ()
         return [it.state.request_id for it in lives if it.state.held]
 

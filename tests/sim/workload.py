@@ -15,7 +15,7 @@ from tests.sim.oracle import Truth
 
 REQUESTS: Final = (7, 12)
 CLIENTS: Final = (2, 3)
-#: RequestTable come within this many seconds.
+#: Requests come within this many seconds.
 SPREAD_S: Final = 4.0
 TRIES_MAX: Final = 50
 

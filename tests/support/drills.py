@@ -282,7 +282,7 @@ async def front(path: Path) -> list[Sighting]:
 
 
 async def storm(path: Path) -> list[Sighting]:
-    """RequestTable push each other out of memory."""
+    """Requests push each other out of memory."""
     async with scene(path) as it, trio.open_nursery() as nursery:
 
         async def begin() -> None:

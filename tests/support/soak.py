@@ -87,7 +87,7 @@ def soak_config(model: Path, runtime_dir: Path) -> Config:
 
 @dataclass
 class Load:
-    """RequestTable that decode, again and again, until `enough`."""
+    """Requests that decode, again and again, until `enough`."""
 
     client: Client
     prompts: Sequence[Sequence[int]]
