@@ -242,7 +242,7 @@ class Dispatch:
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
         lost = self.placement_table.lose(worker)
         key = worker.name, worker.epoch
-        self.placement_table.suspects.lost(key, lost)
+        self.placement_table.poison_detector.lost(key, lost)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
@@ -270,9 +270,9 @@ class Dispatch:
         """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
         so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
-            self.placement_table.suspects.survived(key)
+            self.placement_table.poison_detector.survived(key)
             return NOTHING, None
-        heard, struck = NOTHING, self.placement_table.suspects.died(key, self.placement_table.entries)
+        heard, struck = NOTHING, self.placement_table.poison_detector.died(key, self.placement_table.entries)
         for entry in struck:
             if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
                 heard = heard.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))

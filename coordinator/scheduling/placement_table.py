@@ -17,7 +17,7 @@ from typing import Final
 from coordinator.journal.records import DRAINS_MAX
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, Ticket, WorkerDrain, WorkerEntry
-from coordinator.scheduling.poison import Suspects
+from coordinator.scheduling.poison import PoisonDetector
 from protocol.errors import InternalError
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
 from protocol.sizing import NO_RUNG, RESIDENT, Memory, Rung
@@ -41,7 +41,7 @@ class PlacementTable:
         self.tickets: dict[int, Ticket] = {}  # by admission
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
-        self.suspects = Suspects()
+        self.poison_detector = PoisonDetector()
         self._arrivals = 0
         self._admissions = 0
 
@@ -60,7 +60,7 @@ class PlacementTable:
         self._unlist(entry)
         self.forcing.pop(entry.slot, None)
         self.promised.pop(entry.slot, None)
-        self.suspects.forget(entry)
+        self.poison_detector.forget(entry)
         del self.entries[entry.slot], self.by_rank[entry.rank]
 
     def admit(self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, rung: Rung, decoder: str = "") -> int:
@@ -306,7 +306,7 @@ class PlacementTable:
     def in_view(self) -> list[RequestEntry]:
         """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
         to be cleared."""
-        if not self.suspects:
+        if not self.poison_detector:
             return list(self.starving.values())
         return [entry for worker in self.workers for entry in self.on(worker)]
 

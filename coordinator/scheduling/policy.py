@@ -122,7 +122,7 @@ class Policy:
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """What to do now; applied to the placement_table, yet to be applied to the ledgers. `tick`: do what can wait, too."""
-        self.placement_table.suspects.clear()
+        self.placement_table.poison_detector.clear()
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
@@ -184,8 +184,8 @@ class _Plan:
         if self.now < entry.paused_until:
             return False
         all_asks = self._asks(entry)
-        suspects = self.placement_table.suspects
-        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if suspects else all_asks
+        poison_detector = self.placement_table.poison_detector
+        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if poison_detector else all_asks
         best = max(filter(self._fits, reversed(asks)), key=self._preference, default=None)
         made = best or self._make_room(entry, asks)
         if made is not None and self._fits(made):
@@ -196,7 +196,7 @@ class _Plan:
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
-        return self.placement_table.suspects.may_join(entry, self.placement_table.on(worker.name))
+        return self.placement_table.poison_detector.may_join(entry, self.placement_table.on(worker.name))
 
     def _asks(self, entry: RequestEntry) -> list[_Ask]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""

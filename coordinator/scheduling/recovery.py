@@ -165,7 +165,7 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     rank = -accepted.priority, accepted.arrival
     sampling, way = accepted.sampling, accepted.admission
     entry = dispatch.placement_table.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
-    dispatch.placement_table.suspects.recover(entry, known.strikes, known.mark)
+    dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)

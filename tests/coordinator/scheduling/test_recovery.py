@@ -359,7 +359,7 @@ async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_c
         link = await life.add_worker("w0")
         await life.submit("poison!", max_tokens=200)
         await life.settle()
-        life.scheduler._placement_table.suspects.recover(
+        life.scheduler._placement_table.poison_detector.recover(
             life.scheduler._placement_table.entries[0], POISON_STRIKES - 1, 200
         )
         life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
