@@ -13,7 +13,7 @@ from coordinator.journal import records as journal
 from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
-from coordinator.scheduling.dispatch import Heard
+from coordinator.scheduling.dispatch import Effects
 from coordinator.scheduling.effects import Step
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
@@ -99,25 +99,25 @@ class Auditor:
 
     # ---------------------------------------------------------------- hearing
 
-    def hear(self, event: InventoryTaken, now: float) -> Heard:
+    def hear(self, event: InventoryTaken, now: float) -> Effects:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
         key, steps = (event.worker, event.epoch), list[Step]()
         worker = self._live().get(key)
         if worker is None or not self._rounds.expects(key, event.inventory.number):
-            return Heard()
+            return Effects()
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
             found = compare(ledger, key, event.inventory, self._at_ask.get(key, {}), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
-            return Heard()
+            return Effects()
         for difference in self._rounds.hear(key, found):
             steps += self._tell(worker.name, worker.node, worker, difference)
         if self._rounds.is_node_due(worker.node, now):
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
                 steps += self._tell(worker.node, worker.node, None, difference)
-        return Heard(tuple(steps))
+        return Effects(tuple(steps))
 
     def _is_to_come(self, admission: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.events import CommandAsk, RequestCommand
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import Ended, LiveRequest, RequestTable
@@ -20,19 +20,19 @@ IDS_MAX: Final = 20_000
 
 def carry_out(
     ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
-) -> tuple[list[Heard], tuple[str, ...]]:
+) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing done."""
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
             _check_size(ask.hot_slots, live, capacities)
-    heard = [_apply(ask, live, dispatch) for live in lives]
-    return heard, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
+    effects = [_apply(ask, live, dispatch) for live in lives]
+    return effects, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
 
 
 def release_quarantine(
     workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch
-) -> tuple[list[Heard], tuple[str, ...]]:
+) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
     No evidence against requests follows: nobody saw a process die. Raises NotFound, with nothing done.
@@ -44,8 +44,8 @@ def release_quarantine(
             raise NotFound(
                 "has nothing in quarantine", field="worker", value=name[:NAME_CHARS_MAX], remedy="see: hisparse pool"
             )
-    heard = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
-    return heard, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
+    effects = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
+    return effects, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
 
 
 def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
@@ -69,7 +69,7 @@ def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
     return lives
 
 
-def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Heard:
+def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
     reason = f"{ask.command.value} by {ask.owner}"
     match ask.command:
         case RequestCommand.ABORT:

@@ -242,7 +242,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 class Tell(NamedTuple):
     slot: int
-    event: Told
+    event: RequestOrder
 
 
 class Recovered(msgspec.Struct, frozen=True):
@@ -334,4 +334,4 @@ class Adopted(msgspec.Struct, frozen=True):
     grant: messages.Grant | None
 
 
-Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted
+RequestOrder: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted

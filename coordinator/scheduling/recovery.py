@@ -26,7 +26,7 @@ from coordinator.journal import records as journal
 from coordinator.journal.state import Book, Known
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import Step
 from coordinator.scheduling.entries import RequestEntry, Ticket, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
@@ -75,7 +75,7 @@ class Place(NamedTuple):
     wall_offset_s: float
 
 
-def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Heard:
+def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
     """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
     placement_table = place.dispatch.placement_table
     placement_table.go_on_from(book.arrivals, book.admissions)
@@ -88,14 +88,14 @@ def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> H
             WorkerEntry(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True)
         )
     _restore_tickets(book, placement_table)
-    heard = Heard()
+    effects = Effects()
     ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
     for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
-        heard = heard.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
+        effects = effects.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
     for ticket in list(placement_table.tickets.values()):
-        heard = heard.plus(_settle_ticket(ticket, book, place.dispatch))
+        effects = effects.plus(_settle_ticket(ticket, book, place.dispatch))
     place.dispatch.dirty = True
-    return heard
+    return effects
 
 
 def _restore_tickets(book: Book, placement_table: PlacementTable) -> None:
@@ -119,17 +119,17 @@ def _restore_tickets(book: Book, placement_table: PlacementTable) -> None:
             )
 
 
-def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Heard:
+def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
-        return dispatch.revoke(ticket) if ticket.slot is None else Heard()
+        return dispatch.revoke(ticket) if ticket.slot is None else Effects()
     ledger = book.ledgers[ticket.node]
     if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
-        return Heard()
+        return Effects()
     return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
 
 
-def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
+def _restore_ended(known: Known, book: Book, place: Place) -> Effects:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
     ended, accepted = known.ended, known.accepted
     assert ended is not None
@@ -149,8 +149,8 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
         or not _is_held(known.stay, book)
         or known.stay.admission in place.dispatch.placement_table.tickets
     ):
-        return Heard()
-    return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+        return Effects()
+    return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
 
 def _is_held(stay: journal.Admission, book: Book) -> bool:
@@ -158,7 +158,7 @@ def _is_held(stay: journal.Admission, book: Book) -> bool:
     return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
 
 
-def _restore_live(known: Known, book: Book, place: Place) -> Heard:
+def _restore_live(known: Known, book: Book, place: Place) -> Effects:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
@@ -180,17 +180,17 @@ def _restore_live(known: Known, book: Book, place: Place) -> Heard:
     live = LiveRequest(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
     place.requests.add(live)
     if stay and known.on_worker:
-        heard = _restore_stay(stay, ordered, known, live, worker, book, place)
+        effects = _restore_stay(stay, ordered, known, live, worker, book, place)
     else:
-        heard = _restore_waiting(stay, ordered, known, live, book, place)
+        effects = _restore_waiting(stay, ordered, known, live, book, place)
     dispatch.placement_table.hold(entry, ordered.held)
     dispatch.placement_table.force(entry, ordered.forced_slots)
-    return heard
+    return effects
 
 
 def _restore_waiting(
     stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: LiveRequest, book: Book, place: Place
-) -> Heard:
+) -> Effects:
     """Keeping what is left of `stay`, if anything is."""
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
     if stay is not None:
@@ -208,7 +208,7 @@ def _restore_waiting(
     )
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
-    return Heard()
+    return Effects()
 
 
 def _restore_stay(
@@ -219,7 +219,7 @@ def _restore_stay(
     worker: WorkerEntry | None,
     book: Book,
     place: Place,
-) -> Heard:
+) -> Effects:
     """On `worker`, or (None) on one that the earlier life had lost."""
     placement_table, entry = place.dispatch.placement_table, live.entry
     ledger = book.ledgers[stay.node]
@@ -244,9 +244,9 @@ def _restore_stay(
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
     place.requests.begin_admission(live, stay.admission, stay.epoch)
     if worker is not None:
-        return Heard()
+        return Effects()
     exited = ledger.has_exited(stay.worker, stay.epoch)
-    return Heard((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+    return Effects((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
 
 
 def _in_words(known: Known, generated: int) -> str:

@@ -23,8 +23,8 @@ from coordinator.scheduling.events import (
     Ending,
     Listener,
     Progressed,
+    RequestOrder,
     Resized,
-    Told,
     WorkerPort,
 )
 from coordinator.scheduling.lifecycle import State
@@ -46,7 +46,7 @@ ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
 log = logger("coordinator.scheduling.request")
 
 
-class Request(Actor[Told | WorkerEvent]):
+class Request(Actor[RequestOrder | WorkerEvent]):
     """`state` may be read by anyone between turns; only this actor changes it."""
 
     def __init__(
@@ -89,13 +89,13 @@ class Request(Actor[Told | WorkerEvent]):
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
 
-    async def handle(self, batch: list[Told | WorkerEvent]) -> None:
+    async def handle(self, batch: list[RequestOrder | WorkerEvent]) -> None:
         for event in batch:
             if isinstance(event, Admitted):
                 self._port = event.port
             await self._apply(event)
 
-    async def _apply(self, event: Told | WorkerEvent) -> None:
+    async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
         rows, now = Rows(token_log.length(state.slot), token_log.durable(state.slot)), self._clock()
         try:

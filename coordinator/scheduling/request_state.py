@@ -19,11 +19,11 @@ from coordinator.scheduling.events import (
     Lost,
     Progressed,
     RequestCommand,
+    RequestOrder,
     Resized,
     Resume,
     Retract,
     Stage,
-    Told,
 )
 from coordinator.scheduling.lifecycle import (
     ACTIVE,
@@ -198,7 +198,7 @@ class RequestState:
 
     # ---------------------------------------------------------------- events
 
-    def handle(self, event: Told | WorkerEvent, rows: Rows, now: float) -> list[Action]:
+    def handle(self, event: RequestOrder | WorkerEvent, rows: Rows, now: float) -> list[Action]:
         """Apply one event; returns what to do, in order. Raises IllegalEventError or InternalError: nothing changed.
 
         What a worker says of an admission that this request has left is acknowledged by doing nothing.

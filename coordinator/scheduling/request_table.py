@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.journal.records import digest_of
 from coordinator.scheduling.entries import RequestEntry
-from coordinator.scheduling.events import Told
+from coordinator.scheduling.events import RequestOrder
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RequestPort(Protocol):
     """A Request actor as others see it."""
 
-    def tell(self, message: Told | WorkerEvent) -> None: ...
+    def tell(self, message: RequestOrder | WorkerEvent) -> None: ...
     def room(self) -> int: ...
 
 

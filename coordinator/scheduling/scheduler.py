@@ -27,7 +27,7 @@ from coordinator.scheduling import decisions, events
 from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import Send, Step
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import Listener, RequestCommand, Tell, WorkerPort
@@ -78,10 +78,10 @@ class _Turn:
     joined: list[Reply[None]] = field(default_factory=list)
     released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
 
-    def take(self, heard: Heard) -> None:
-        self.steps += heard.steps
-        self.tells += heard.tells
-        self.sends += heard.sends
+    def take(self, effects: Effects) -> None:
+        self.steps += effects.steps
+        self.tells += effects.tells
+        self.sends += effects.sends
 
 
 @dataclass(slots=True)
@@ -166,13 +166,13 @@ class Scheduler(SchedulerApi):
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
-    def _worker_back(self, hello: messages.WorkerHello) -> Heard:
+    def _worker_back(self, hello: messages.WorkerHello) -> Effects:
         worker = self._placement_table.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        heard = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        effects = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
         worker.receiver, worker.pid = hello.receiver, hello.pid
-        return heard
+        return effects
 
     # ---------------------------------------------------------------- one turn
 
@@ -211,7 +211,7 @@ class Scheduler(SchedulerApi):
             if entry := self._placement_table.entries.get(slot):
                 self._dispatch.starve(entry)
 
-    def _ticket_closed(self, it: events.TicketClosed) -> Heard:
+    def _ticket_closed(self, it: events.TicketClosed) -> Effects:
         return self._dispatch.ticket_closed(it.worker, it.epoch, it.admission, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
@@ -244,7 +244,7 @@ class Scheduler(SchedulerApi):
             case events.InventoryTaken():
                 turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells, sends):
-                turn.take(Heard(steps, tells, sends))
+                turn.take(Effects(steps, tells, sends))
             case (
                 events.SubmitAsk()
                 | events.CommandAsk()
@@ -281,10 +281,10 @@ class Scheduler(SchedulerApi):
                 handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
             case events.CommandAsk():
-                heard, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+                effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
                 if ask.command is RequestCommand.RETRACT:
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
-                for each in heard:
+                for each in effects:
                     turn.take(each)
                 self._submissions.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
             case events.ForgetAsk(request_ids):
@@ -295,8 +295,8 @@ class Scheduler(SchedulerApi):
                 lines, commit = self._drain(ask, now)
                 commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
             case events.ReleaseAsk():
-                heard, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
-                for each in heard:
+                effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
+                for each in effects:
                     turn.take(each)
                 turn.released.append((ask.reply, lines))
                 log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))

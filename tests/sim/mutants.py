@@ -267,7 +267,7 @@ def reuse_destination_pages_before_revocation() -> Plan:
         if not was_lost or ticket.admission not in self.placement_table.tickets:
             return heard
         self.placement_table.close_ticket(ticket)
-        return heard.plus(dispatch.Heard((dispatch.Step(ticket.node, Release(ticket.admission)),)))
+        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.admission)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 

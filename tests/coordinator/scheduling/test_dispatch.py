@@ -8,7 +8,7 @@ from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import Admit
-from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard
+from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
 from coordinator.scheduling.effects import Step
 from coordinator.scheduling.entries import Phase, RequestEntry, Worker
 from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
@@ -37,14 +37,14 @@ class Desk:
                 apply(self.ledger, step.change)
         return list(plan)
 
-    def hear(self, heard: Heard) -> Heard:
+    def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
             apply(self.ledger, step.change)
         self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         self.ledger.check_invariants()
         return heard
 
-    def depart(self, durable_tokens: int, *, final: bool = False) -> Heard:
+    def depart(self, durable_tokens: int, *, final: bool = False) -> Effects:
         return self.hear(self.dispatch.departed(Departed(7, self.entry.admission, durable_tokens, final), 40))
 
 
@@ -53,7 +53,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def steps(heard: Heard) -> list[object]:
+def steps(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 

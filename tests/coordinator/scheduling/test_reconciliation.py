@@ -11,7 +11,7 @@ import pytest
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.entries import Phase, RequestEntry, Worker
 from coordinator.scheduling.events import Adopted, Lost, Retract
 from coordinator.scheduling.lifecycle import State
@@ -44,7 +44,7 @@ class Desk:
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
 
-    def adopt(self, *held: Held) -> Heard:
+    def adopt(self, *held: Held) -> Effects:
         heard = adopt(self.dispatch, self.worker, held, self.ledger)
         for step in heard.steps:
             apply(self.ledger, step.change)

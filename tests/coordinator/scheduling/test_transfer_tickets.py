@@ -8,7 +8,7 @@ import pytest
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import Admit, Demote
-from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Heard
+from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
 from coordinator.scheduling.entries import Phase, Worker
 from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
@@ -54,7 +54,7 @@ class Desk:
         self.check()
         return [decision for decision in plan if isinstance(decision, Admit)]
 
-    def hear(self, heard: Heard) -> Heard:
+    def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
             apply(self.ledgers[step.node], step.change)
         self.check()
@@ -70,11 +70,11 @@ class Desk:
     def staged(self) -> None:
         self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.admission, Stage.STAGED)))
 
-    def sent(self, durable_tokens: int = PROMPT) -> Heard:
+    def sent(self, durable_tokens: int = PROMPT) -> Effects:
         event = Departed(SLOT, self.entry.admission, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
-    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Heard:
+    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
         it = self.placement_table.tickets[ticket]
         return self.hear(self.dispatch.ticket_closed(it.worker, it.epoch, ticket, durable_tokens))
 
@@ -91,7 +91,7 @@ def begin(desk: Desk) -> int:
     return admit.transfer.ticket
 
 
-def changes(heard: Heard) -> list[object]:
+def changes(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 

@@ -17,9 +17,9 @@ from coordinator.memory.changes import apply
 from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.entries import Drain, RequestEntry, Worker
-from coordinator.scheduling.events import Admitted, Departed, Ending, LinkStats, Progressed, Resized, Told
+from coordinator.scheduling.events import Admitted, Departed, Ending, LinkStats, Progressed, RequestOrder, Resized
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
@@ -172,7 +172,7 @@ class FakeCluster:
     def entry(self, slot: int) -> RequestEntry:
         return self.dispatch.placement_table.entries[slot]
 
-    def tell(self, slot: int, event: Told | WorkerEvent) -> None:
+    def tell(self, slot: int, event: RequestOrder | WorkerEvent) -> None:
         live = self.live[slot]
         for action in live.state.handle(event, Rows(len(live.tokens), live.durable), self.now):
             self._perform(live, action)
@@ -194,7 +194,7 @@ class FakeCluster:
             case _:
                 self.dispatch.closed(live.state.slot)
 
-    def take(self, heard: Heard) -> None:
+    def take(self, heard: Effects) -> None:
         for step in heard.steps:
             apply(self.ledgers[step.node], step.change)
         for tell in heard.tells:
