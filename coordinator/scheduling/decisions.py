@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from protocol.messages import NO_TOKEN
-from protocol.sizing import Memory, Rung
+from protocol.sizing import HotSize, Memory
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class Admit(msgspec.Struct, frozen=True):
     take_over: int | None
     durable_tokens: int
     memory: Memory
-    rung: Rung
+    hot_size: HotSize
     first_token: int = NO_TOKEN
     decoder: str = ""
     transfer: Transfer | None = None
@@ -46,7 +46,7 @@ class Resize(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
     entry: RequestEntry
-    rung: Rung
+    hot_size: HotSize
     more: int
 
 

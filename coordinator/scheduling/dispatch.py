@@ -376,8 +376,8 @@ class Dispatch:
             case decisions.Grow(_, more):
                 grant = Grant(entry.admission, pages.tobytes(), more.index_pages, more.hot_chunks)
                 return Tell(entry.slot, Given(grant))
-            case decisions.Resize(_, rung):
-                return Tell(entry.slot, Given(Resize(entry.admission, rung.hot_slots, rung.hot_chunks)))
+            case decisions.Resize(_, hot_size):
+                return Tell(entry.slot, Given(Resize(entry.admission, hot_size.hot_slots, hot_size.hot_chunks)))
             case decisions.Retract(_, keep, _, reason):
                 return Tell(entry.slot, Retract(keep, False, reason))
             case decisions.Demote():

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from coordinator.scheduling.events import WorkerPort
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
-from protocol.sizing import NO_RUNG, Length, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
@@ -56,8 +56,8 @@ class RequestEntry:
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
     slab_pages: int = 0
-    hot: Rung = NO_RUNG
-    resizing: Rung | None = None
+    hot: HotSize = NO_HOT_SIZE
+    resizing: HotSize | None = None
     kept_tokens: int = 0
     first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised

@@ -20,7 +20,7 @@ from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, Ticke
 from coordinator.scheduling.poison import PoisonDetector
 from protocol.errors import InternalError
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
-from protocol.sizing import NO_RUNG, RESIDENT, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
 
 #: Epochs that went down whose processes' ids are remembered.
 LOST_MAX: Final = 1_024
@@ -63,7 +63,9 @@ class PlacementTable:
         self.poison_detector.forget(entry)
         del self.entries[entry.slot], self.by_rank[entry.rank]
 
-    def admit(self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, rung: Rung, decoder: str = "") -> int:
+    def admit(
+        self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
+    ) -> int:
         """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
@@ -76,7 +78,7 @@ class PlacementTable:
         entry.came_with = entry.generated
         if entry.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.slot] = entry
-        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, rung
+        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
         return entry.admission
@@ -115,15 +117,15 @@ class PlacementTable:
 
     def grow(self, entry: RequestEntry, more: Memory) -> None:
         entry.pages += more.host_pages
-        entry.hot = Rung(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
+        entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
         self.starving.pop(entry.slot, None)
 
-    def resize(self, entry: RequestEntry, rung: Rung, now: float) -> None:
+    def resize(self, entry: RequestEntry, hot_size: HotSize, now: float) -> None:
         """A Resize is under way; `chunks` covers both sizes until `resized`."""
         worker = self.workers[entry.worker]
-        if rung.hot_chunks < entry.hot.hot_chunks:
+        if hot_size.hot_chunks < entry.hot.hot_chunks:
             worker.shrunk_at = now
-        entry.resizing = rung
+        entry.resizing = hot_size
         worker.resizing[entry.slot] = entry
 
     def resized(self, entry: RequestEntry) -> int:
@@ -151,7 +153,7 @@ class PlacementTable:
         self._unlist(entry)
         self.promised.pop(entry.slot, None)
         entry.first_token, entry.decoder = first_token, ""
-        entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_RUNG, None
+        entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
         entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
         entry.frees_pages = entry.lost = False
         if kept_pages:
@@ -244,7 +246,7 @@ class PlacementTable:
         entry.pages, entry.slab_pages, entry.hot = (
             memory.host_pages,
             memory.slab_pages,
-            NO_RUNG if prefills_only else Rung(RESIDENT, memory.hot_chunks),
+            NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks),
         )
 
     def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
@@ -254,7 +256,7 @@ class PlacementTable:
         else:
             entry.phase, entry.lost = EntryPhase.LEAVING, True
 
-    def adopt(self, entry: RequestEntry, hot: Rung, resizing: Rung | None, *, staged: bool) -> None:
+    def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
         """What its worker says of its hot buffer."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing

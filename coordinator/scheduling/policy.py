@@ -9,7 +9,7 @@ waiting request that does not fit blocks the nodes on which it could run for eve
 overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
 
 Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
-  GPU    what leaving requests will free; hot buffers shrunk, largest first, one rung at a time; then lower-ranked
+  GPU    what leaving requests will free; hot buffers shrunk, largest first, one hot_size at a time; then lower-ranked
          requests retracted (keep), lowest first
   host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
          progress by themselves; then lower-ranked requests retracted (drop), lowest first
@@ -54,14 +54,14 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Needs, Remedy, find_remedy, is_pinned, next_lower
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
-    NO_RUNG,
+    NO_HOT_SIZE,
     RESIDENT,
+    HotSize,
     Memory,
-    Rung,
     first_memory,
-    forced_rung,
-    ladder,
-    largest_rung,
+    forced_hot_size,
+    hot_sizes,
+    largest_hot_size,
     least_chunks,
     misfit,
     page_limit,
@@ -88,13 +88,13 @@ assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
 class _Ask(NamedTuple):
-    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
+    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not its
     own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
     prefills; the host pages are in that."""
 
     worker: WorkerEntry
     pages: int
-    rungs: list[Rung]
+    hot_sizes: list[HotSize]
     need: Needs
     spare_chunks: int = 0
     decoder: _Ask | None = None
@@ -108,7 +108,7 @@ class _Shape(NamedTuple):
     """What a request asks of any worker of one capacity."""
 
     pages: int
-    rungs: list[Rung]
+    hot_sizes: list[HotSize]
     need: Needs
 
 
@@ -241,16 +241,16 @@ class _Plan:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.prompt_tokens)
                 need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
-                pairs.append(_Ask(worker, pages, [NO_RUNG], need, 0, other))
+                pairs.append(_Ask(worker, pages, [NO_HOT_SIZE], need, 0, other))
         return pairs
 
     def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
         if misfit(entry.length, worker.capacity, worker.name, part):
             return None
         pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
-        rungs = self._rungs(entry, pages, worker)
-        memory = first_memory(entry.length, pages, entry.pages, rungs[0])
-        return _Shape(pages, rungs, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
+        hot_sizes = self._rungs(entry, pages, worker)
+        memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
+        return _Shape(pages, hot_sizes, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
     def _fits(self, ask: _Ask) -> bool:
         fits = self.spaces[ask.worker.name].covers(ask.need)
@@ -265,10 +265,10 @@ class _Plan:
             need = shape.need._replace(seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
             self.spaces[worker.name].promise(need)
 
-    def _rungs(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[Rung]:
+    def _rungs(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
-            return [forced_rung(entry.forced_slots, pages)]
-        return ladder(pages, worker.capacity)
+            return [forced_hot_size(entry.forced_slots, pages)]
+        return hot_sizes(pages, worker.capacity)
 
     def _with_margin(self, entry: RequestEntry, ask: _Ask) -> _Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
@@ -290,24 +290,24 @@ class _Plan:
         seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
         space = self.spaces[last.worker.name]
-        is_resident = last.rungs[-1].hot_chunks <= space.chunks
+        is_resident = last.hot_sizes[-1].hot_chunks <= space.chunks
         is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
         return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
 
     def _admit(self, entry: RequestEntry, ask: _Ask) -> None:
         worker = ask.worker
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
-        rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
-        memory = first_memory(entry.length, ask.pages, entry.pages, rung)
+        hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
+        memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
         take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
-        admission = self.placement_table.admit(entry, worker, memory, rung, decoder)
+        admission = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
         self.spaces[worker.name].take(_needs(memory))
         if ask.decoder:
             self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder, transfer)
+            Admit(entry, worker, admission, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
         )
 
     def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
@@ -355,10 +355,12 @@ class _Plan:
     def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
-        rung = largest_rung(entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity)
-        if is_pinned(entry, worker) or rung is None or rung.hot_slots == RESIDENT or any(larger):
+        hot_size = largest_hot_size(
+            entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity
+        )
+        if is_pinned(entry, worker) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
             return False
-        self._resize(entry, worker, rung)
+        self._resize(entry, worker, hot_size)
         return True
 
     def _resizable(self, worker: WorkerEntry) -> Iterator[RequestEntry]:
@@ -398,8 +400,8 @@ class _Plan:
             self._retract(victim, False, Cause.HOST_PAGES, f"host pages go to {whom}")
         for victim in remedy.retract:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
-        for shrunk, rung in remedy.shrink:
-            self._resize(shrunk, worker, rung)
+        for shrunk, hot_size in remedy.shrink:
+            self._resize(shrunk, worker, hot_size)
         if not self.spaces[worker.name].covers(ask.need):
             self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
 
@@ -413,11 +415,11 @@ class _Plan:
         self.placement_table.leave(entry, frees_pages=not keep)
         self.decisions.append(Retract(entry, keep, cause, reason))
 
-    def _resize(self, entry: RequestEntry, worker: WorkerEntry, rung: Rung) -> None:
-        more = max(0, rung.hot_chunks - entry.chunks)
-        self.placement_table.resize(entry, rung, self.now)
+    def _resize(self, entry: RequestEntry, worker: WorkerEntry, hot_size: HotSize) -> None:
+        more = max(0, hot_size.hot_chunks - entry.chunks)
+        self.placement_table.resize(entry, hot_size, self.now)
         self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
-        self.decisions.append(Resize(entry, rung, more))
+        self.decisions.append(Resize(entry, hot_size, more))
 
     # ---------------------------------------------------------------- what is nobody's demand
 
@@ -458,12 +460,12 @@ class _Plan:
             worker = self.placement_table.workers.get(entry.worker)
             if worker is None or entry.phase is not EntryPhase.RUNNING or entry.resizing is not None:
                 continue
-            rung = forced_rung(entry.forced_slots, entry.pages)
-            if rung == entry.hot or not is_pinned(entry, worker):
+            hot_size = forced_hot_size(entry.forced_slots, entry.pages)
+            if hot_size == entry.hot or not is_pinned(entry, worker):
                 del self.placement_table.forcing[entry.slot]
-            elif rung.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
+            elif hot_size.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
                 del self.placement_table.forcing[entry.slot]
-                self._resize(entry, worker, rung)
+                self._resize(entry, worker, hot_size)
 
     def enlarge(self) -> None:
         """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
@@ -477,7 +479,7 @@ class _Plan:
                     self._enlarge(entry, worker)
 
     def _enlarge(self, entry: RequestEntry, worker: WorkerEntry) -> None:
-        above = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks > entry.chunks]
+        above = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks]
         reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
         if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])

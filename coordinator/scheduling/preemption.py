@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import Rung, can_force, ladder
+from protocol.sizing import HotSize, can_force, hot_sizes
 
 
 class Needs(NamedTuple):
@@ -55,7 +55,7 @@ class Remedy:
     demote: list[RequestEntry] = field(default_factory=list)
     drop: list[RequestEntry] = field(default_factory=list)
     retract: list[RequestEntry] = field(default_factory=list)
-    shrink: list[tuple[RequestEntry, Rung]] = field(default_factory=list)
+    shrink: list[tuple[RequestEntry, HotSize]] = field(default_factory=list)
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
@@ -151,24 +151,24 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Nee
 
 
 def _shrink_largest(placement_table: PlacementTable, remedy: Remedy, chunks: int, shrinkable: dict[int, int]) -> None:
-    """One rung at a time from whoever is largest, until `chunks` will be free."""
+    """One hot_size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.chunks
     if missing <= 0:
         return
-    targets: dict[int, Rung] = {}
+    targets: dict[int, HotSize] = {}
     sizes = [(-placement_table.entries[slot].chunks, slot) for slot, spare in shrinkable.items() if spare]
     heapify(sizes)
     while missing > 0:
         size, slot = sizes[0]
-        rung = next_lower(placement_table.entries[slot], -size, worker)
-        if rung is None:  # as small as it gets: the next largest
+        hot_size = next_lower(placement_table.entries[slot], -size, worker)
+        if hot_size is None:  # as small as it gets: the next largest
             heapreplace(sizes, (0, slot))
             continue
-        targets[slot] = rung
-        missing -= -size - rung.hot_chunks
-        heapreplace(sizes, (-rung.hot_chunks, slot))
-    remedy.shrink = [(placement_table.entries[slot], rung) for slot, rung in targets.items()]
+        targets[slot] = hot_size
+        missing -= -size - hot_size.hot_chunks
+        heapreplace(sizes, (-hot_size.hot_chunks, slot))
+    remedy.shrink = [(placement_table.entries[slot], hot_size) for slot, hot_size in targets.items()]
     remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
 
 
@@ -218,17 +218,17 @@ def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
     return entry.forced_slots != NO_HOT_BUFFER and can_force(entry.forced_slots, entry.length, worker.capacity)
 
 
-def _floor(entry: RequestEntry, worker: WorkerEntry) -> Rung:
+def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
-    smallest = ladder(entry.pages, worker.capacity)[0]
+    smallest = hot_sizes(entry.pages, worker.capacity)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
-def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> Rung | None:
-    """The next rung below `chunks` chunks."""
+def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> HotSize | None:
+    """The next hot_size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None
-    rungs = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks < chunks]
-    return rungs[-1] if rungs else None
+    hot_sizes = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
+    return hot_sizes[-1] if hot_sizes else None

@@ -26,7 +26,7 @@ from coordinator.scheduling.entries import EntryPhase, RequestEntry, Ticket, Wor
 from coordinator.scheduling.events import Adopted, Lost, RequestOrder, Retract, Tell
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Withdraw
-from protocol.sizing import RESIDENT, Memory, Rung
+from protocol.sizing import RESIDENT, HotSize, Memory
 
 
 def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
@@ -92,8 +92,8 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
     more = _more_chunks(it, missing)
     use = _memory(it, missing)
     slab_pages = given.slab_pages if it.is_staged else 0
-    hot = Rung(it.hot_slots, it.hot_chunks + more)
-    dispatch.placement_table.adopt(entry, hot, Rung(*it.resizing) if it.resizing else None, staged=it.is_staged)
+    hot = HotSize(it.hot_slots, it.hot_chunks + more)
+    dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
     if it.is_started:
         dispatch.placement_table.start(entry)
     elif it.is_staged and entry.prefills_only:

@@ -421,7 +421,7 @@ class Scheduler(SchedulerApi):
         )
 
     def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
-        entry, worker, rung = decision.entry, decision.worker, decision.rung
+        entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
@@ -437,14 +437,14 @@ class Scheduler(SchedulerApi):
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             slab_pages=decision.memory.slab_pages,
-            hot_slots=rung.hot_slots,
-            hot_chunks=rung.hot_chunks,
+            hot_slots=hot_size.hot_slots,
+            hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
             ticket=decision.transfer.ticket if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
             last_topk=last_topk if decision.durable_tokens else b"",
         )
-        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
+        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
 

@@ -42,7 +42,7 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
     fake = pair()
     fake.submit(0, 100, 300, full=True)
     (first,) = admits(fake.settle())
-    assert (first.worker.name, first.decoder, first.rung.hot_slots) == ("p0", "d0", NO_HOT_BUFFER)
+    assert (first.worker.name, first.decoder, first.hot_size.hot_slots) == ("p0", "d0", NO_HOT_BUFFER)
     assert first.memory.hot_chunks == 0
     pages = fake.entry(0).pages
     run_until(fake, lambda: is_running(fake, 0))

@@ -18,7 +18,7 @@ from coordinator.scheduling.entries import Drain
 from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import RESIDENT, Length, Rung, misfit
+from protocol.sizing import RESIDENT, HotSize, Length, misfit
 from tests.support.fakes.fake_cluster import FakeCluster
 
 ROUNDS_MAX = 2_000
@@ -87,7 +87,7 @@ def test_one_request_alone_is_resident() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 300)
     run_until(fake, lambda: is_running(fake, 0))
-    assert fake.entry(0).hot == Rung(RESIDENT, fake.entry(0).pages)
+    assert fake.entry(0).hot == HotSize(RESIDENT, fake.entry(0).pages)
 
 
 def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
@@ -117,7 +117,7 @@ def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
     assert (hot(fake, 0), hot(fake, 1)) == (RESIDENT, RESIDENT)
     fake.submit(2, 320, 64)
     fake.settle()
-    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (Rung(256, 5), None)
+    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (HotSize(256, 5), None)
 
 
 def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
@@ -131,7 +131,7 @@ def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
     assert isinstance(decision, decisions.Resize)
-    assert decision.rung == Rung(256, 5)
+    assert decision.hot_size == HotSize(256, 5)
 
 
 def test_growing_leaves_a_reserve() -> None:

@@ -19,7 +19,7 @@ from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
-from protocol.sizing import NO_RUNG, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
@@ -90,7 +90,7 @@ def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
     grant = desk.adopted(held(host_pages=4, hot_chunks=4)).grant
     pages = desk.ledger.pages_of(1)
     assert grant == Grant(1, pages[4:].astype(np.int32).tobytes(), 2, 2)
-    assert desk.entry.hot == Rung(0, PAGES)
+    assert desk.entry.hot == HotSize(0, PAGES)
 
 
 def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
@@ -98,7 +98,7 @@ def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
     grant = desk.adopted(held(host_pages=4, hot_slots=128, hot_chunks=3)).grant
     assert grant is not None
     assert (grant.index_pages, grant.hot_chunks) == (2, 0)
-    assert desk.entry.hot == Rung(128, 3)
+    assert desk.entry.hot == HotSize(128, 3)
     assert desk.worker.managed == {7: desk.entry}
 
 
@@ -112,7 +112,7 @@ def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     adopted = desk.adopted(held(resizing=(128, 3)))
     assert adopted.resize == Resize(1, 128, 3)
-    assert (desk.entry.hot, desk.entry.resizing) == (Rung(0, PAGES), Rung(128, 3))
+    assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
     state.handle(adopted, Rows(30, 100), 1.0)
     assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.Resized(7, 1)]
@@ -163,7 +163,7 @@ def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: Held
     with pytest.raises(WrongState):
         desk.adopt(claims)
     assert desk.worker.awaited, "nothing changed"
-    assert desk.entry.hot != NO_RUNG
+    assert desk.entry.hot != NO_HOT_SIZE
 
 
 # ---------------------------------------------------------------- the request's side

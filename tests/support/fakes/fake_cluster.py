@@ -241,8 +241,8 @@ class FakeCluster:
             pages.tobytes(),
             decision.memory.index_pages,
             decision.memory.slab_pages,
-            decision.rung.hot_slots,
-            decision.rung.hot_chunks,
+            decision.hot_size.hot_slots,
+            decision.hot_size.hot_chunks,
             decision.first_token,
         )
         return self.tell(entry.slot, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
