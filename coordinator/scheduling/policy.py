@@ -51,7 +51,7 @@ from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision,
 from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import HostSpace, Space
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Needs, Remedy, find_remedy, is_pinned, next_lower
+from coordinator.scheduling.preemption import Needs, Preemption, find_preemption, is_pinned, next_lower
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
     NO_HOT_SIZE,
@@ -381,18 +381,18 @@ class _Plan:
             self._carry_out(entry, part, remedy)
         return asks[at]
 
-    def _remedies(self, entry: RequestEntry, ask: _Ask) -> list[Remedy]:
+    def _remedies(self, entry: RequestEntry, ask: _Ask) -> list[Preemption]:
         """One for each worker concerned; none when one of them has none."""
-        remedies: list[Remedy] = []
+        remedies: list[Preemption] = []
         for part in ask.parts:
             free = self.spaces[part.worker.name].free()
-            remedy = find_remedy(self.placement_table, part.worker, free, part.need, entry, self.frees)
+            remedy = find_preemption(self.placement_table, part.worker, free, part.need, entry, self.frees)
             if remedy is None:
                 return []
             remedies.append(remedy)
         return remedies
 
-    def _carry_out(self, entry: RequestEntry, ask: _Ask, remedy: Remedy) -> None:
+    def _carry_out(self, entry: RequestEntry, ask: _Ask, remedy: Preemption) -> None:
         worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
@@ -447,7 +447,7 @@ class _Plan:
         for ask in self._asks_of(entry, DECODE):
             target = ask.worker
             space = self.spaces[target.name]
-            remedy = find_remedy(self.placement_table, target, space.free(), ask.need, entry, self.frees)
+            remedy = find_preemption(self.placement_table, target, space.free(), ask.need, entry, self.frees)
             if remedy is not None and not any(remedy.cost[:3]):
                 space.claim(remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
@@ -512,7 +512,7 @@ class _Plan:
         )
 
 
-def _cost(remedies: list[Remedy]) -> tuple[int, ...]:
+def _cost(remedies: list[Preemption]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(remedy.cost for remedy in remedies), strict=True)))
 
 

@@ -1,6 +1,6 @@
 """How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
 
-`find_remedy` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
+`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
 vain. The order in which room is made, and why, is told in coordinator.scheduling.policy.
 """
 
@@ -47,7 +47,7 @@ class Needs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Remedy:
+class Preemption:
     """What to do on `worker`, and what will be free once it is done and what is on its way has arrived."""
 
     worker: WorkerEntry
@@ -71,14 +71,14 @@ def all_pages(entry: RequestEntry) -> int:
     return entry.pages
 
 
-def find_remedy(
+def find_preemption(
     placement_table: PlacementTable,
     worker: WorkerEntry,
     free: Needs,
     need: Needs,
     asker: RequestEntry,
     frees: Frees = all_pages,
-) -> Remedy | None:
+) -> Preemption | None:
     """How `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
 
     The remedy may be empty: then what is on its way suffices, and waiting is all there is to do.
@@ -87,7 +87,7 @@ def find_remedy(
         return None  # the common case of a full worker, told without looking at everybody on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=lambda entry: entry.rank, reverse=True)
-    remedy = Remedy(worker, free.plus(_on_its_way(placement_table, worker, frees)))
+    remedy = Preemption(worker, free.plus(_on_its_way(placement_table, worker, frees)))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
     if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
         return None
@@ -118,7 +118,7 @@ def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Fre
 
 
 def _relieve_gpu(
-    placement_table: PlacementTable, remedy: Remedy, need: Needs, lower: list[RequestEntry], asker: RequestEntry
+    placement_table: PlacementTable, remedy: Preemption, need: Needs, lower: list[RequestEntry], asker: RequestEntry
 ) -> list[RequestEntry] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone = remedy.worker, 0
@@ -150,7 +150,9 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Nee
     return Needs(1, victim.chunks - counted, victim.pages, 0 if starting else victim.slab_pages, 0)
 
 
-def _shrink_largest(placement_table: PlacementTable, remedy: Remedy, chunks: int, shrinkable: dict[int, int]) -> None:
+def _shrink_largest(
+    placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
+) -> None:
     """One hot_size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.chunks
@@ -174,7 +176,7 @@ def _shrink_largest(placement_table: PlacementTable, remedy: Remedy, chunks: int
 
 def _relieve_host(
     placement_table: PlacementTable,
-    remedy: Remedy,
+    remedy: Preemption,
     need: Needs,
     victims: list[RequestEntry],
     asker: RequestEntry,

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.scheduling.entries import RequestEntry, Worker
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Needs, Remedy, find_remedy
+from coordinator.scheduling.preemption import Needs, Preemption, find_preemption
 from protocol.sizing import RESIDENT, HotSize, Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -52,8 +52,8 @@ class Stage:
         self.placement_table.start(entry)
         return entry
 
-    def remedy(self, need: Needs, asker: RequestEntry, free: Needs = NONE_FREE) -> Remedy | None:
-        return find_remedy(self.placement_table, self.worker, free, need, asker)
+    def remedy(self, need: Needs, asker: RequestEntry, free: Needs = NONE_FREE) -> Preemption | None:
+        return find_preemption(self.placement_table, self.worker, free, need, asker)
 
 
 @pytest.fixture
