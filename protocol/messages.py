@@ -36,8 +36,8 @@ PROTOCOL_VERSION: Final = 2
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: Largest message between coordinator and worker: an Admit carries prompt and delivered tokens.
 WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Longest `last_topk` of a request; one that is longer is not sent, and its request starts cold.
-LAST_TOPK_BYTES_MAX: Final = 1024 * 1024
+#: Longest `warm_start` of a request; one that is longer is not sent, and its request starts cold.
+WARM_START_BYTES_MAX: Final = 1024 * 1024
 #: A tokenizer travels in pieces of this size, so that it never delays commands for long.
 TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
 #: Longest request id, worker name or node name.
@@ -528,7 +528,7 @@ class Admit(Part, frozen=True, tag="admit"):
     `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
     describes (worker/transfer), and leave when all were delivered, or that has failed.
 
-    `last_topk`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
+    `warm_start`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
     hint: one that cannot be read counts, and the request starts cold.
     """
 
@@ -547,7 +547,7 @@ class Admit(Part, frozen=True, tag="admit"):
     first_token: int = NO_TOKEN
     ticket: int = 0
     destination: bytes = b""
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Receive(Part, frozen=True, tag="receive"):
@@ -766,7 +766,7 @@ class Faulted(Part, frozen=True, tag="faulted"):
 class Released(Part, frozen=True, tag="released"):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
     are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
-    output was said yet, is what to go on from: a stop string may begin in it. `last_topk` are the positions
+    output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
     admission: int
@@ -774,7 +774,7 @@ class Released(Part, frozen=True, tag="released"):
     hits: int
     misses: int
     first_token: int = NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Counters(Part, frozen=True, tag="counters"):

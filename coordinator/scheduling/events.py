@@ -223,7 +223,7 @@ class Resized(msgspec.Struct, frozen=True):
 
 class Departed(msgspec.Struct, frozen=True):
     """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `last_topk`,
+    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
     slot: int
@@ -231,7 +231,7 @@ class Departed(msgspec.Struct, frozen=True):
     durable_tokens: int
     final: bool
     first_token: int = messages.NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Closed(msgspec.Struct, frozen=True):

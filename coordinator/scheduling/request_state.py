@@ -260,8 +260,8 @@ class RequestState:
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
-        durable, last_topk = event.durable_tokens, event.last_topk
-        return self._depart(Kind.RELEASED, target, durable, rows, now, first_token=first_token, last_topk=last_topk)
+        durable, warm_start = event.durable_tokens, event.warm_start
+        return self._depart(Kind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start)
 
     def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
         """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
@@ -278,7 +278,7 @@ class RequestState:
         now: float,
         reason: str = "",
         first_token: int = messages.NO_TOKEN,
-        last_topk: bytes = b"",
+        warm_start: bytes = b"",
     ) -> list[Action]:
         """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it
         one that was said or `first_token`."""
@@ -286,8 +286,8 @@ class RequestState:
         kept = min(durable, self.prompt_tokens + known - 1)
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
-        last_topk = last_topk if self.kept_tokens else b""
-        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, last_topk)
+        warm_start = warm_start if self.kept_tokens else b""
+        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, warm_start)
         self.admission, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:

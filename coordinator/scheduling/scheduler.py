@@ -37,7 +37,7 @@ from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
-from coordinator.scheduling.warm_start import LastTopk
+from coordinator.scheduling.warm_start import WarmStarts
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
@@ -125,7 +125,7 @@ class Scheduler(SchedulerApi):
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s)
-        self._last_topk = LastTopk()
+        self._warm_starts = WarmStarts()
         self._auditor = Auditor(
             self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
@@ -230,9 +230,9 @@ class Scheduler(SchedulerApi):
             case events.Departed():
                 self._requests.end_admission(message.admission)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
-                self._last_topk.keep(message.slot, message.last_topk)
+                self._warm_starts.keep(message.slot, message.warm_start)
             case events.Closed():
-                self._last_topk.take(message.slot)
+                self._warm_starts.take(message.slot)
                 self._dispatch.closed(message.slot)
                 self._requests.end(self._requests.by_slot[message.slot], now)
             case events.TicketClosed():
@@ -425,7 +425,7 @@ class Scheduler(SchedulerApi):
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
-        last_topk = self._last_topk.take(entry.slot)
+        warm_start = self._warm_starts.take(entry.slot)
         command = messages.Admit(
             admission=decision.admission,
             slot=entry.slot,
@@ -442,7 +442,7 @@ class Scheduler(SchedulerApi):
             first_token=decision.first_token,
             ticket=decision.transfer.ticket if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
-            last_topk=last_topk if decision.durable_tokens else b"",
+            warm_start=warm_start if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""

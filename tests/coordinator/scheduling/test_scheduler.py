@@ -152,16 +152,16 @@ async def test_a_last_topk_waits_with_the_rows_that_it_names(autojump_clock: Moc
         for _ in range(2):
             await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
             await rig.run_until("r!", "RETRACTED")
-            assert rig.scheduler._last_topk.kept_bytes == (2 if keep else 0)
+            assert rig.scheduler._warm_starts.kept_bytes == (2 if keep else 0)
             await rig.scheduler.resume(("r!",), "test")
             await rig.run_until("r!", "RUNNING")
             (run,) = link.worker.runs.values()
-            assert run.admit.last_topk == (b"r!" if keep else b"")
+            assert run.admit.warm_start == (b"r!" if keep else b"")
         await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
         await rig.run_until("r!", "RETRACTED")
         await rig.scheduler.abort(("r!",), "test")
         await rig.run_until("r!", "ABORTED")
-        assert rig.scheduler._last_topk.kept_bytes == 0
+        assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
 async def test_verbs_are_checked_for_all_before_anything_is_done(autojump_clock: MockClock) -> None:
