@@ -29,7 +29,7 @@ import trio
 from coordinator import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Accepted, Admission, Changed, Joined, Ordered, PoolOpened, Record, SummaryEnded
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
 from coordinator.memory.ledger import Ledger
@@ -195,7 +195,7 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 async def measure(options: argparse.Namespace, place: Path) -> dict[str, float]:
     store = open_store(place / "journal.sqlite", JournalCounters())
     timed, token_log = TimedStore(store), TokenLog(options.requests, journalled=True)
-    journal = GroupCommit(timed, Book(), token_log, on_tokens=lambda: None)
+    journal = GroupCommit(timed, JournalState(), token_log, on_tokens=lambda: None)
     load, probe = Load(journal, token_log, options.requests), Probe(journal)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(journal.run)

@@ -33,7 +33,7 @@ import trio
 
 from coordinator.actor import Reply
 from coordinator.journal.records import Changed, Record, tokens_of
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
 from coordinator.tokens.token_log import News, TokenLog
@@ -151,7 +151,7 @@ class Journal(Protocol):
         """Why new work is to be refused; empty: it need not be."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> JournalState:
         """What the records so far amount to; `ledgers` in it are the live ones."""
 
     def summarize_if_long(self) -> None:
@@ -175,7 +175,7 @@ class NoJournal:
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.book = Book()
+        self.book = JournalState()
         self._on_tokens = on_tokens
 
     def summarize_if_long(self) -> None:
@@ -200,7 +200,7 @@ class GroupCommit:
     def __init__(
         self,
         store: JournalStore,
-        book: Book,
+        book: JournalState,
         token_log: TokenLog,
         *,
         on_tokens: Callable[[], None],

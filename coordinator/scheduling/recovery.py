@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from coordinator.journal import records as journal
-from coordinator.journal.state import Book, Known
+from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
@@ -48,7 +48,7 @@ class RecoveringLinks(Protocol):
     def expect(self, joined: journal.Joined, *, is_live: bool) -> WorkerPort: ...
 
 
-def recover(book: Book, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
+def recover(book: JournalState, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
     """Put what `book` knows into the actors. Before any of them runs."""
     ports: dict[EpochKey, WorkerPort] = {}
     for node, ledger in book.ledgers.items():
@@ -75,7 +75,7 @@ class Place(NamedTuple):
     wall_offset_s: float
 
 
-def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
+def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
     """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
     placement_table = place.dispatch.placement_table
     placement_table.go_on_from(book.arrivals, book.admissions)
@@ -98,7 +98,7 @@ def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> E
     return effects
 
 
-def _restore_tickets(book: Book, placement_table: PlacementTable) -> None:
+def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> None:
     """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
     stays: set[int] = set()
     owners: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _restore_tickets(book: Book, placement_table: PlacementTable) -> None:
             )
 
 
-def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Effects:
+def _settle_ticket(ticket: Ticket, book: JournalState, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
         return dispatch.revoke(ticket) if ticket.slot is None else Effects()
@@ -129,7 +129,7 @@ def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Effects:
     return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
 
 
-def _restore_ended(known: Known, book: Book, place: Place) -> Effects:
+def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
     ended, accepted = known.ended, known.accepted
     assert ended is not None
@@ -153,12 +153,12 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Effects:
     return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
 
-def _is_held(stay: journal.Admission, book: Book) -> bool:
+def _is_held(stay: journal.Admission, book: JournalState) -> bool:
     """Not so when an audit has taken back what a request no longer had."""
     return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
 
 
-def _restore_live(known: Known, book: Book, place: Place) -> Effects:
+def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
@@ -189,7 +189,12 @@ def _restore_live(known: Known, book: Book, place: Place) -> Effects:
 
 
 def _restore_waiting(
-    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: LiveRequest, book: Book, place: Place
+    stay: journal.Admission | None,
+    ordered: journal.Ordered,
+    known: RequestRecord,
+    live: LiveRequest,
+    book: JournalState,
+    place: Place,
 ) -> Effects:
     """Keeping what is left of `stay`, if anything is."""
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
@@ -214,10 +219,10 @@ def _restore_waiting(
 def _restore_stay(
     stay: journal.Admission,
     ordered: journal.Ordered,
-    known: Known,
+    known: RequestRecord,
     live: LiveRequest,
     worker: WorkerEntry | None,
-    book: Book,
+    book: JournalState,
     place: Place,
 ) -> Effects:
     """On `worker`, or (None) on one that the earlier life had lost."""
@@ -249,12 +254,12 @@ def _restore_stay(
     return Effects((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
 
 
-def _in_words(known: Known, generated: int) -> str:
+def _in_words(known: RequestRecord, generated: int) -> str:
     strikes = f", {known.strikes} strikes, the last when {known.killed} died" if known.strikes else ""
     return f"{generated} tokens in the journal{strikes}"
 
 
-def _state_of(known: Known, place: Place) -> RequestState:
+def _state_of(known: RequestRecord, place: Place) -> RequestState:
     accepted = known.accepted
     at = accepted.at_s - place.wall_offset_s
     reason = f"by {accepted.owner}"

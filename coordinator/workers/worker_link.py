@@ -43,7 +43,7 @@ from coordinator.workers.processes import Process, has_ended, process_of, wait_e
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
-from coordinator.workers.worker_hello import Course, Known, judge
+from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -314,7 +314,7 @@ class WorkerLinks:
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
-        known = Known(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
+        known = KnownWorker(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
         match judge(hello, received.pid, known, self._incarnation), link:
             case Course.CONTINUE, WorkerLink():
                 self._continue(link, received.peer, hello)

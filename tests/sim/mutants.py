@@ -16,7 +16,7 @@ from coordinator.gateway.connections import Connections
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.journal import records as journal_records
 from coordinator.journal.journal import Commit
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import dispatch, events, placement_table, scheduler
@@ -386,13 +386,13 @@ def obey_an_earlier_coordinator() -> Plan:
 @plant
 def forget_drains_with_the_coordinator() -> Plan:
     """A new life knows every request: that must do."""
-    original = Book._note_of_node
+    original = JournalState._note_of_node
 
-    def note(self: Book, record: Any) -> None:
+    def note(self: JournalState, record: Any) -> None:
         if not isinstance(record, journal_records.Drained):
             original(self, record)
 
-    yield Book, "_note_of_node", note
+    yield JournalState, "_note_of_node", note
 
 
 @plant

@@ -22,7 +22,7 @@ from coordinator.journal.journal import (
     check_writes,
 )
 from coordinator.journal.records import Accepted, Ordered, Tokens
-from coordinator.journal.state import Book, replay
+from coordinator.journal.state import JournalState, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
@@ -41,7 +41,7 @@ class Desk:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.log = TokenLog(4, 1 << 12, journalled=True)
-        self.book = Book()
+        self.book = JournalState()
         self.counters = JournalCounters()
         self.wakes = 0
         self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)

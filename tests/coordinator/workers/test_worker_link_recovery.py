@@ -13,7 +13,7 @@ import trio
 
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Joined, Tokens
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol import messages
@@ -163,7 +163,7 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
     """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
     store = FakeStore()
     store.error = "disk full"
-    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, Book(), log, on_tokens=lambda: None))
+    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.journal.run)  # type: ignore[attr-defined]
         await start(rig, nursery)
