@@ -120,13 +120,13 @@ def spots_of(way: str, devices: list[str], nodes: list[Namespace | None]) -> lis
 # ---------------------------------------------------------------- one request
 
 
-async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> dict[str, Any]:
+async def one_prompt(client: Client, tokens: int, name: str, prefill_mode: str) -> dict[str, Any]:
     """Milliseconds, and the coordinator's history of the request."""
     prompt = random.Random(name).choices(range(256), k=tokens)
     times: list[float] = []
     began = time.perf_counter()
     stream = await client.submit(
-        prompt, Sampling(NEW_TOKENS, ignore_eos=True), request_id=name, admission=admission, priority=1
+        prompt, Sampling(NEW_TOKENS, ignore_eos=True), request_id=name, prefill_mode=prefill_mode, priority=1
     )
     async for some in stream:
         times += [time.perf_counter()] * len(some)
@@ -147,10 +147,10 @@ class Busy:
     def __init__(self) -> None:
         self._longest_s = 0.0
 
-    async def run(self, client: Client, name: str, admission: str, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, client: Client, name: str, prefill_mode: str, task_status: trio.TaskStatus[None]) -> None:
         prompt = random.Random(name).choices(range(256), k=BUSY_PROMPT_TOKENS)
         stream = await client.submit(
-            prompt, Sampling(BUSY_TOKENS_MAX, ignore_eos=True), request_id=name, admission=admission
+            prompt, Sampling(BUSY_TOKENS_MAX, ignore_eos=True), request_id=name, prefill_mode=prefill_mode
         )
         await anext(stream)
         await anext(stream)
@@ -166,7 +166,7 @@ class Busy:
 
 
 @asynccontextmanager
-async def decoding(client: Client, count: int, prefix: str, admission: str) -> AsyncIterator[Busy]:
+async def decoding(client: Client, count: int, prefix: str, prefill_mode: str) -> AsyncIterator[Busy]:
     busy = Busy()
     async with trio.open_nursery() as nursery:
         names = [f"{prefix}-{i}" for i in range(count)]

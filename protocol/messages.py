@@ -51,12 +51,12 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.admission`): prefilled and staged by the worker that decodes it,
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes it,
 #: directly into host pages by another one, or as the scheduler sees fit.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
-ADMISSIONS: Final = (AUTO, STAGED, DIRECT)
+PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
 #: `Admit.hot_slots` of a stay that only computes the prompt.
 NO_HOT_BUFFER: Final = -1
 #: No first token is held back: none was drawn, or it was said.
@@ -160,8 +160,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `admission`
-    is one of ADMISSIONS.
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `prefill_mode`
+    is one of PREFILL_MODES.
     """
 
     tag: int
@@ -170,7 +170,7 @@ class Submit(Message, frozen=True, tag="submit"):
     request_id: str = ""
     priority: int = 0
     subscribe: bool = True
-    admission: str = AUTO
+    prefill_mode: str = AUTO
 
 
 class Attach(Message, frozen=True, tag="attach"):

@@ -43,7 +43,7 @@ class RequestEntry:
     prompt_tokens: int
     max_tokens: int
     generated: int = 0
-    way: str = AUTO  # how its prompt is to come to where it is decoded: messages.ADMISSIONS
+    prefill_mode: str = AUTO  # how its prompt is to come to where it is decoded: messages.PREFILL_MODES
     phase: EntryPhase = EntryPhase.WAITING
     held: bool = False
     forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's

@@ -47,10 +47,12 @@ class PlacementTable:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, way: str = AUTO) -> RequestEntry:
+    def add(
+        self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
+    ) -> RequestEntry:
         """A new request, waiting."""
         self._arrivals += 1
-        entry = RequestEntry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, way=way)
+        entry = RequestEntry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode)
         self.entries[slot] = self.by_rank[entry.rank] = entry
         insort(self.waiting, entry.rank)
         return entry
@@ -214,10 +216,10 @@ class PlacementTable:
         self._arrivals, self._admissions = arrivals, admissions
 
     def recover(
-        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, way: str = AUTO
+        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, prefill_mode: str = AUTO
     ) -> RequestEntry:
         """A request of an earlier life, waiting."""
-        entry = RequestEntry(slot, rank, prompt_tokens, max_tokens, generated, way)
+        entry = RequestEntry(slot, rank, prompt_tokens, max_tokens, generated, prefill_mode)
         self.entries[slot] = self.by_rank[rank] = entry
         insort(self.waiting, rank)
         return entry

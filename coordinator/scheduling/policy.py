@@ -16,7 +16,7 @@ Room is made in this order, and only if all of it together suffices (nobody is r
 Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
 never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
 
-Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
+Two ways to be admitted (messages.PREFILL_MODES). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
 been retracted; on another node, its rows are sent to pages there that a *ticket* holds, with a seat of the worker that
 lets them in (coordinator.scheduling.entries). The pair is admitted at once or not at all: host pages and the first
@@ -202,8 +202,8 @@ class _Plan:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
-        asks = self._asks_of(entry, BOTH) if entry.way != DIRECT else []
-        if entry.way == STAGED or not (self.has_prefillers or entry.way == DIRECT):
+        asks = self._asks_of(entry, BOTH) if entry.prefill_mode != DIRECT else []
+        if entry.prefill_mode == STAGED or not (self.has_prefillers or entry.prefill_mode == DIRECT):
             return asks
         return asks + self._pairs(entry)
 
@@ -227,7 +227,7 @@ class _Plan:
     def _pairs(self, entry: RequestEntry) -> list[_Ask]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
-        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.way == DIRECT or not ask.worker.decodes]
+        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.prefill_mode == DIRECT or not ask.worker.decodes]
         if not first:
             return []
         second = self._asks_of(entry, DECODE)
@@ -504,11 +504,11 @@ class _Plan:
             )
             return [it for it in takers if self._shape(entry, it, part)]
 
-        if entry.way != DIRECT and able(BOTH):
+        if entry.prefill_mode != DIRECT and able(BOTH):
             return True
         pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
-        return entry.way != STAGED and any(
-            one.hands_to(other) and (entry.way == DIRECT or not one.decodes) for one, other in pairs
+        return entry.prefill_mode != STAGED and any(
+            one.hands_to(other) and (entry.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
         )
 
 

@@ -138,7 +138,7 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = RequestEntry(accepted.slot, rank, *length, accepted.admission)
+    entry = RequestEntry(accepted.slot, rank, *length, accepted.prefill_mode)
     live = LiveRequest(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
@@ -163,8 +163,10 @@ def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Eff
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
     rank = -accepted.priority, accepted.arrival
-    sampling, way = accepted.sampling, accepted.admission
-    entry = dispatch.placement_table.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
+    sampling, prefill_mode = accepted.sampling, accepted.prefill_mode
+    entry = dispatch.placement_table.recover(
+        slot, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
+    )
     dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)

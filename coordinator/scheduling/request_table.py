@@ -156,8 +156,8 @@ class RequestTable:
         user's."""
         live = _live(self.find(submit.request_id))
         is_same_prompt = (live.prompt_digest or digest_of(live.prompt)) == digest_of(submit.prompt)
-        asked = user, submit.sampling, submit.priority, submit.admission
-        known = live.user, live.sampling, -live.entry.rank[0], live.entry.way
+        asked = user, submit.sampling, submit.priority, submit.prefill_mode
+        known = live.user, live.sampling, -live.entry.rank[0], live.entry.prefill_mode
         if not is_same_prompt or asked != known:
             raise WrongState(
                 "is in use by another request",

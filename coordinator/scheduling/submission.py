@@ -59,18 +59,18 @@ class Submissions:
             raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
         prompt = check_submit(submit, self.registry.model)
         length = Length(prompt.size, 0, sampling.max_tokens)
-        check_fits(length, self.registry.capacities(), submit.admission)
+        check_fits(length, self.registry.capacities(), submit.prefill_mode)
         placement_table = self.dispatch.placement_table
         self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()
         slot = self.token_log.open(sampling.max_tokens)
         self.token_log.times.submitted(slot, now)
-        entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.admission)
+        entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.prefill_mode)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
         self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
-        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.admission
+        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
         accepted = Accepted(slot, entry.rank[1], *about)
         return Handle(request_id, slot), self.journal.append([accepted])
 

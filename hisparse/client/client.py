@@ -66,12 +66,12 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
-        admission: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> Stream:
         """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
 
         With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
-        1000, goes first. `admission`, one of messages.ADMISSIONS, says how the prompt is to come to the worker that
+        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker that
         decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is
         full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of it.
         """
@@ -79,7 +79,7 @@ class Client:
         return await self._connection.surely(
             request_id,
             lambda: self._subscribe(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, admission), start=0
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode), start=0
             ),
         )
 
@@ -90,14 +90,14 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
-        admission: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
         accepted = await self._connection.surely(
             request_id,
             lambda: self._call(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, admission),
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
                 messages.Accepted,
             ),
         )

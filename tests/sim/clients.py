@@ -91,7 +91,7 @@ class SimClient:
                     truth.sampling,
                     request_id=truth.request_id,
                     priority=truth.priority,
-                    admission=truth.way,
+                    prefill_mode=truth.prefill_mode,
                 )
             except WrongState:  # an earlier submit was carried out, and its answer lost
                 pending.is_acknowledged = True

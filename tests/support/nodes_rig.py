@@ -188,12 +188,14 @@ def mixed_prompts() -> list[list[int]]:
     return long + prompts_of(6, REQUESTS - len(long))
 
 
-async def decode_all(client: Client, prompts: list[list[int]], prefix: str, admission: str = AUTO) -> list[list[int]]:
+async def decode_all(
+    client: Client, prompts: list[list[int]], prefix: str, prefill_mode: str = AUTO
+) -> list[list[int]]:
     """Outputs in order: greedy and drawn, some ended by a stop string, some by their first token."""
     outputs: list[list[int]] = [[] for _ in prompts]
 
     async def collect(i: int) -> None:
-        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", admission=admission)
+        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", prefill_mode=prefill_mode)
         outputs[i] = await _finished(stream)
 
     async with trio.open_nursery() as nursery:

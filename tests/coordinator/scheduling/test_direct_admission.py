@@ -55,7 +55,7 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
 
 
 @pytest.mark.parametrize(
-    ("roles", "way", "first", "decoder"),
+    ("roles", "prefill_mode", "first", "decoder"),
     [
         ((BOTH, BOTH), AUTO, BOTH, False),
         ((BOTH, BOTH), DIRECT, BOTH, True),
@@ -65,11 +65,11 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
         ((BOTH, DECODE), DIRECT, BOTH, True),
     ],
 )
-def test_the_way_is_each_requests_own(roles: tuple[str, str], way: str, first: str, decoder: bool) -> None:
+def test_the_way_is_each_requests_own(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
     fake = FakeCluster(1)
     for number, role in enumerate(roles):
         fake.add_worker(f"w{number}", "n0", role)
-    fake.submit(0, 100, 100, way=way)
+    fake.submit(0, 100, 100, prefill_mode=prefill_mode)
     (admit,) = admits(fake.settle())
     assert (admit.worker.capacity.role, bool(admit.decoder)) == (first, decoder)
     run_to_end(fake)
@@ -79,8 +79,8 @@ def test_both_kinds_run_in_one_worker_at_the_same_time() -> None:
     fake = FakeCluster(1, host_pages=100)
     fake.add_worker("p0", "n0", PREFILL)
     fake.add_worker("w0", "n0")
-    for slot, way in enumerate((DIRECT, STAGED)):
-        fake.submit(slot, 100, 500, way=way)
+    for slot, prefill_mode in enumerate((DIRECT, STAGED)):
+        fake.submit(slot, 100, 500, prefill_mode=prefill_mode)
     run_until(fake, lambda: is_running(fake, 0, 1))
     assert {fake.entry(slot).worker for slot in (0, 1)} == {"w0"}
 
@@ -103,9 +103,9 @@ def test_what_can_never_come_is_refused_with_the_reason() -> None:
         check_fits(length, [first, ("d0", small)])
     with pytest.raises(CapacityError, match="slab pages, p0 has 2"):
         check_fits(length, [("p0", capacity(PREFILL, slab_pages=2)), ("d0", large)], DIRECT)
-    for way, workers in ((STAGED, [first, ("d0", large)]), (DIRECT, [("w0", capacity())]), (AUTO, [first])):
-        with pytest.raises(Unavailable, match=f"admission={way}: no worker prefills"):
-            check_fits(length, workers, way)
+    for prefill_mode, workers in ((STAGED, [first, ("d0", large)]), (DIRECT, [("w0", capacity())]), (AUTO, [first])):
+        with pytest.raises(Unavailable, match=f"prefill_mode={prefill_mode}: no worker prefills"):
+            check_fits(length, workers, prefill_mode)
 
 
 # ---------------------------------------------------------------- all or nothing, and in order

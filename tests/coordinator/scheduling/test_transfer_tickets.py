@@ -109,7 +109,7 @@ def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
 
 def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
     desk.join("p2", BOTH)
-    desk.entry.way = DIRECT
+    desk.entry.prefill_mode = DIRECT
     (admit,) = desk.settle()
     assert admit.transfer is None
     assert admit.decoder == "p2"
@@ -265,7 +265,7 @@ def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
     desk.staged()
     desk.sent()
     rich = desk.placement_table.add(8, 5, 64 * 24, 100)
-    rich.way = DIRECT
+    rich.prefill_mode = DIRECT
     desk.settle()
     assert ticket in desk.placement_table.tickets
     assert desk.entry.pages > 0

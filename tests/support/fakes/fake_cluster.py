@@ -157,11 +157,11 @@ class FakeCluster:
         priority: int = 0,
         *,
         full: bool = False,
-        way: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> None:
         """`full`: it will use all of its `max_tokens`."""
         request_id = f"r{slot}" + "!" * full
-        self.dispatch.placement_table.add(slot, priority, prompt_tokens, max_tokens, way)
+        self.dispatch.placement_table.add(slot, priority, prompt_tokens, max_tokens, prefill_mode)
         self.live[slot] = FakeLive(
             RequestState(request_id, slot, prompt_tokens, now=self.now),
             messages.Sampling(max_tokens=max_tokens),
