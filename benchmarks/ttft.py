@@ -171,7 +171,7 @@ async def decoding(client: Client, count: int, prefix: str, prefill_mode: str) -
     async with trio.open_nursery() as nursery:
         names = [f"{prefix}-{i}" for i in range(count)]
         for name in names:
-            await nursery.start(busy.run, client, name, admission)
+            await nursery.start(busy.run, client, name, prefill_mode)
         yield busy
         if names:
             await client.abort(names)

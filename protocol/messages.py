@@ -51,8 +51,8 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes it,
-#: directly into host pages by another one, or as the scheduler sees fit.
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes
+#: it, directly into host pages by another one, or as the scheduler sees fit.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
@@ -160,9 +160,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `prefill_mode`
-    is one of PREFILL_MODES.
-    """
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
+    `prefill_mode` is one of PREFILL_MODES."""
 
     tag: int
     prompt: bytes

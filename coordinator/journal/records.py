@@ -43,8 +43,8 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Accepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `prefill_mode`
-    is how it was asked to come to its worker."""
+    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
+    `prefill_mode` is how it was asked to come to its worker."""
 
     slot: int
     arrival: int

@@ -1,10 +1,10 @@
 """The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
 appended.
 
-    records ──replay──► JournalState and token log        at start; coordinator.scheduling.recovery goes on from it
-    append  ──note────► JournalState                      while running; ledgers and token log are the live ones, changed
-                                                  by their owners
-    JournalState    ──────────► coordinator.journal.summary says it again in fewer records, now and then
+    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery goes on from it
+    append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
+                                                     their owners
+    JournalState ─────► coordinator.journal.summary  says it again in fewer records, now and then
 
 A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
 

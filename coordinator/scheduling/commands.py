@@ -49,8 +49,8 @@ def release_quarantine(
 
 
 def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
-    """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or WrongState
-    of the first that may not, BadInput for none or too many."""
+    """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or
+    WrongState of the first that may not, BadInput for none or too many."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
         count = len(ask.request_ids)
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")

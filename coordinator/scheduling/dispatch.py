@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: placement_table and ledger changes in, decisions and tells out. Pure.
+"""What the Scheduler does with what it hears: placement table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 

@@ -1,4 +1,4 @@
-"""Whom the placement_table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
+"""Whom the placement table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
 
 The phases of a request:
 

@@ -5,7 +5,8 @@ A process dies and everything on it is suspect. Dying once or twice is life: an 
 
     1 strike    readmitted like anybody: recovery is not slowed down for what happens once
     2 strikes   a *suspect*: it joins a worker only when everybody there has come further since they came, and nobody
-                joins until it has too. Both take about one token, so poison_detector of a large batch are through in seconds
+                joins until it has too. Both take about one token, so suspects of a large batch are through in
+                seconds
     6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and nobody else was new
 
 So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
@@ -27,7 +28,7 @@ from typing import Final
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.entries import RequestEntry
 
-#: Strikes from which a request is kept apart from other poison_detector and from newcomers.
+#: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2
 #: Strikes at which it is failed.
 POISON_STRIKES: Final = 6
@@ -38,7 +39,8 @@ assert POISON_STRIKES - SUSPECT_STRIKES >= 2  # it takes more than one accident 
 
 
 class PoisonDetector:
-    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever calls made it."""
+    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever
+    calls made it."""
 
     def __init__(self) -> None:
         self._suspects: dict[int, RequestEntry] = {}

@@ -1,8 +1,7 @@
 """How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
 
-`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
-vain. The order in which room is made, and why, is told in coordinator.scheduling.policy.
-"""
+`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is
+retracted in vain. The order in which room is made, and why, is told in coordinator.scheduling.policy."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import HotSize, can_force, hot_sizes
+from protocol.sizing import HotSize, can_force, hot_sizes_for
 
 
 class Needs(NamedTuple):
@@ -153,7 +152,7 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Nee
 def _shrink_largest(
     placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
 ) -> None:
-    """One hot_size at a time from whoever is largest, until `chunks` will be free."""
+    """One hot size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.chunks
     if missing <= 0:
@@ -224,13 +223,13 @@ def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
-    smallest = hot_sizes(entry.pages, worker.capacity)[0]
+    smallest = hot_sizes_for(entry.pages, worker.capacity)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
 def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> HotSize | None:
-    """The next hot_size below `chunks` chunks."""
+    """The next hot size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None
-    hot_sizes = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
+    hot_sizes = [hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
     return hot_sizes[-1] if hot_sizes else None

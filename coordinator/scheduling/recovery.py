@@ -76,7 +76,8 @@ class Place(NamedTuple):
 
 
 def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
-    """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    """Fill placement table, requests and token log; returns what is to be done first. `ports` are those of live
+    epochs."""
     placement_table = place.dispatch.placement_table
     placement_table.go_on_from(book.arrivals, book.admissions)
     for drained in book.drains.values():

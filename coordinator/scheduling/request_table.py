@@ -38,7 +38,7 @@ NO_SWAPS = Swaps(0, 0)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A live request: its state (to read), its actor, its entry in the placement_table, and what an Admit carries."""
+    """A live request: its state (to read), its actor, its entry in the placement table, and what an Admit carries."""
 
     state: RequestState
     request: RequestPort

@@ -3,11 +3,11 @@
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
 committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (SchedulerApi).
+asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
+(SchedulerApi).
 
-Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
-cross. A command on several requests is checked for all of them before anything is told.
-"""
+Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
+never cross. A command on several requests is checked for all of them before anything is told."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ class SchedulerRig:
     # ---------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Ledgers, placement_table and life cycles are consistent; outputs are what they must be. Only while all is settled."""
+        """Ledgers, placement table and life cycles are consistent; outputs are what they must be. Only while all is
+        settled."""
         scheduler = self.scheduler
         for ledger in scheduler._ledgers.values():
             ledger.check_invariants()

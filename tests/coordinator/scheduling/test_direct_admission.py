@@ -65,7 +65,7 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
         ((BOTH, DECODE), DIRECT, BOTH, True),
     ],
 )
-def test_the_way_is_each_requests_own(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
+def test_prefill_mode_is_per_request(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
     fake = FakeCluster(1)
     for number, role in enumerate(roles):
         fake.add_worker(f"w{number}", "n0", role)

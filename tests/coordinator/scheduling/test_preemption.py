@@ -14,7 +14,7 @@ NONE_FREE = Needs(0, 0, 0, 0, 0)
 
 
 class Stage:
-    """A placement_table with requests put where the test wants them."""
+    """A placement table with requests put where the test wants them."""
 
     def __init__(self) -> None:
         self.placement_table = PlacementTable()

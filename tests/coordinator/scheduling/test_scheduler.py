@@ -1,4 +1,5 @@
-"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random schedules."""
+"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random
+schedules."""
 
 from __future__ import annotations
 
