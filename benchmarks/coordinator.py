@@ -96,7 +96,7 @@ class FakeWorker:
         self._index = index
         self._load = load
         rows = load.requests  # any worker may get any share
-        self._slots = np.zeros(rows, np.int32)
+        self._request_indices = np.zeros(rows, np.int32)
         self._admissions = np.zeros(rows, np.int64)
         self._numbers = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
@@ -157,7 +157,7 @@ class FakeWorker:
             case messages.Admit(admission=admission):
                 row = len(self._row_of)
                 self._row_of[admission] = row
-                self._slots[row] = command.slot
+                self._request_indices[row] = command.request_index
                 self._admissions[row] = admission
                 self._numbers[row] = unpack_int32(command.prompt, "prompt")[0]
                 self._positions[row] = 0
@@ -179,7 +179,7 @@ class FakeWorker:
         row = self._row_of.pop(admission)
         durable = PROMPT_TOKENS + max(int(self._positions[row]) - 1, 0)
         last = len(self._row_of)
-        for array in (self._slots, self._admissions, self._numbers, self._positions, self._granted):
+        for array in (self._request_indices, self._admissions, self._numbers, self._positions, self._granted):
             array[row] = array[last]
         if row != last:
             self._row_of[int(self._admissions[row])] = row
@@ -204,7 +204,7 @@ class FakeWorker:
         starts = self._positions[rows]
         self._positions[rows] += 1
         return messages.Progress(
-            slots=pack_int32(self._slots[rows]),
+            request_indices=pack_int32(self._request_indices[rows]),
             admissions=pack_int64(self._admissions[rows]),
             starts=pack_int32(starts),
             counts=pack_int32(np.ones(len(rows), np.int32)),

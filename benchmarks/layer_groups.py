@@ -204,7 +204,7 @@ class Bench:
         self.executor.submit(
             Admit(
                 admission=ticket,
-                slot=0,
+                request_index=0,
                 request_id=f"bench-{ticket}",
                 prompt=pack_int32(prompt),
                 generated=b"",

@@ -119,7 +119,7 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     def admit(admission: int, durable: int, generated: list[int]) -> Admit:
         return Admit(
             admission=admission,
-            slot=0,
+            request_index=0,
             request_id=f"stay-{admission}",
             prompt=prompt,
             generated=pack_int32(generated),

@@ -16,7 +16,7 @@ Four directions, each with its own union, so that a peer cannot say what its rol
 Identities that appear in several messages:
 
     request_id  str     chosen by the client or made by the gateway; unique among the requests the coordinator knows
-    slot        int32   index of a live request in the coordinator's token log; reused after the request is forgotten
+    request_index int32   index of a live request in the coordinator's token log; reused after the request is forgotten
     admission   int64   one stay of one request on one worker; never reused. Reports and commands that carry an
                         admission that has departed are acknowledged and do nothing
     epoch       int64   one life of one worker process; command and report numbers start at 1 in each
@@ -532,7 +532,7 @@ class Admit(Part, frozen=True, tag="admit"):
     """
 
     admission: int
-    slot: int
+    request_index: int
     request_id: str
     prompt: bytes
     generated: bytes
@@ -555,7 +555,7 @@ class Receive(Part, frozen=True, tag="receive"):
     writes there any more). The pages behind the prompt wait for decoding."""
 
     admission: int
-    slot: int
+    request_index: int
     request_id: str
     prompt_tokens: int
     host_pages: bytes
@@ -670,7 +670,7 @@ class Held(Part, frozen=True):
     admission: int
     generated_tokens: int
     durable_tokens: int
-    slot: int = -1
+    request_index: int = -1
     host_pages: int = 0
     hot_slots: int = 0
     hot_chunks: int = 0
@@ -706,11 +706,10 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
 class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
-    int32 `slots`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`, int32
-    `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included).
-    """
+    int32 `request_indices`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`,
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included). """
 
-    slots: bytes
+    request_indices: bytes
     admissions: bytes
     starts: bytes
     counts: bytes

@@ -158,9 +158,9 @@ class Auditor:
         if difference.kind == STRAY and worker is not None:
             worker.port.send(Withdraw(admission))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(admission, self._token_log.durable(live.entry.slot), *live.swaps))
+            live.request.tell(Released(admission, self._token_log.durable(live.entry.request_index), *live.swaps))
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.Departed(live.entry.slot, 0) if live is not None else None
+            note = journal.Departed(live.entry.request_index, 0) if live is not None else None
             return [Step(node, Release(admission), note)]
         return []
 

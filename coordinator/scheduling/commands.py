@@ -98,7 +98,7 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
 
 def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
     capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
-    classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
+    classes = sorted({request_indices for _, capacity in capacities for request_indices in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):
         raise BadInput(
             "no such hot size",

@@ -38,7 +38,7 @@ ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVI
 class RequestEntry:
     """One live request as policy sees it."""
 
-    slot: int
+    request_index: int
     rank: Rank
     prompt_tokens: int
     max_tokens: int
@@ -93,11 +93,11 @@ class RequestEntry:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
-    request behind them. `slot` None: nobody wants them any more, and they wait for the worker's word. `arrived`: all
-    rows are there, and the worker has let go."""
+    request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
+    `arrived`: all rows are there, and the worker has let go."""
 
     admission: int
-    slot: int | None
+    request_index: int | None
     node: str
     worker: str
     epoch: int

@@ -33,7 +33,7 @@ class Handle(NamedTuple):
     """What a submitted or found request is called: by its clients, and in the token log."""
 
     request_id: str
-    slot: int
+    request_index: int
 
 
 class LinkStats(NamedTuple):
@@ -61,7 +61,7 @@ class WorkerPort(Protocol):
 class Ending(msgspec.Struct, frozen=True):
     """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
 
-    slot: int
+    request_index: int
     request_id: str
     outcome: str
     reason: str
@@ -78,7 +78,7 @@ class Listener(Protocol):
     def recovered(self, ending: Ending) -> None:
         """As `ended`, of a request that ended in an earlier life of the coordinator."""
 
-    def forgotten(self, slot: int) -> None:
+    def forgotten(self, request_index: int) -> None:
         """The slot is about to be closed and reused: drop subscriptions to it."""
 
 
@@ -194,9 +194,9 @@ class TicketClosed(msgspec.Struct, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Requests whose granted headroom is short. `slots` is int32."""
+    """Requests whose granted headroom is short. `request_indices` is int32."""
 
-    slots: Int32Array
+    request_indices: Int32Array
 
 
 class Stage(Enum):
@@ -209,7 +209,7 @@ class Stage(Enum):
 
 
 class Progressed(msgspec.Struct, frozen=True):
-    slot: int
+    request_index: int
     admission: int
     stage: Stage
 
@@ -217,7 +217,7 @@ class Progressed(msgspec.Struct, frozen=True):
 class Resized(msgspec.Struct, frozen=True):
     """The Resize under way took effect."""
 
-    slot: int
+    request_index: int
     admission: int
 
 
@@ -226,7 +226,7 @@ class Departed(msgspec.Struct, frozen=True):
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
-    slot: int
+    request_index: int
     admission: int
     durable_tokens: int
     final: bool
@@ -237,11 +237,11 @@ class Departed(msgspec.Struct, frozen=True):
 class Closed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
-    slot: int
+    request_index: int
 
 
 class Tell(NamedTuple):
-    slot: int
+    request_index: int
     event: RequestOrder
 
 

@@ -50,7 +50,7 @@ class PoisonDetector:
         return bool(self._suspects)
 
     def __contains__(self, entry: RequestEntry) -> bool:
-        return entry.slot in self._suspects
+        return entry.request_index in self._suspects
 
     def lost(self, key: EpochKey, passengers: Iterable[RequestEntry]) -> None:
         """An epoch went down with `passengers`; whether it died is not known yet."""
@@ -67,29 +67,29 @@ class PoisonDetector:
         POISON_STRIKES are to be failed."""
         struck: list[RequestEntry] = []
         for entry, generated in self._losses.pop(key, ()):
-            if live.get(entry.slot) is not entry:
+            if live.get(entry.request_index) is not entry:
                 continue
             entry.strikes = entry.strikes + 1 if generated <= entry.mark else 1
             entry.mark = generated
             struck.append(entry)
             if SUSPECT_STRIKES <= entry.strikes < POISON_STRIKES and entry.generated <= generated:
-                self._suspects[entry.slot] = entry
+                self._suspects[entry.request_index] = entry
         return struck
 
     def recover(self, entry: RequestEntry, strikes: int, mark: int) -> None:
         """Those that it had in an earlier life."""
         entry.strikes, entry.mark = strikes, mark
         if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
-            self._suspects[entry.slot] = entry
+            self._suspects[entry.request_index] = entry
 
     def clear(self) -> None:
         """PoisonDetector that have come further than where they were struck are none any more."""
-        for slot, entry in list(self._suspects.items()):
+        for request_index, entry in list(self._suspects.items()):
             if entry.generated > entry.mark:
-                del self._suspects[slot]
+                del self._suspects[request_index]
 
     def forget(self, entry: RequestEntry) -> None:
-        self._suspects.pop(entry.slot, None)
+        self._suspects.pop(entry.request_index, None)
 
     def may_join(self, entry: RequestEntry, present: Iterable[RequestEntry]) -> bool:
         """Whether `entry` may be admitted where `present` are."""

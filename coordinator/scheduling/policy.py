@@ -332,7 +332,7 @@ class _Plan:
             )
         )
         if not plenty:
-            del self.placement_table.starving[entry.slot]
+            del self.placement_table.starving[entry.request_index]
         for pages in (plenty, enough, least):
             if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
                 return self._grow(entry, worker, pages)
@@ -464,9 +464,9 @@ class _Plan:
                 continue
             hot_size = forced_hot_size(entry.forced_slots, entry.pages)
             if hot_size == entry.hot or not is_pinned(entry, worker):
-                del self.placement_table.forcing[entry.slot]
+                del self.placement_table.forcing[entry.request_index]
             elif hot_size.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
-                del self.placement_table.forcing[entry.slot]
+                del self.placement_table.forcing[entry.request_index]
                 self._resize(entry, worker, hot_size)
 
     def enlarge(self) -> None:

@@ -122,7 +122,7 @@ def _relieve_gpu(
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone = remedy.worker, 0
     shrinkable = {
-        entry.slot: entry.chunks - _floor(entry, worker).hot_chunks
+        entry.request_index: entry.chunks - _floor(entry, worker).hot_chunks
         for entry in _active(placement_table, worker)
         if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
     }
@@ -135,7 +135,7 @@ def _relieve_gpu(
             return None
         victim = lower[gone]
         gone += 1
-        spare -= shrinkable.pop(victim.slot, 0)
+        spare -= shrinkable.pop(victim.request_index, 0)
         starting = victim.phase is EntryPhase.STARTING
         remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting))
     _shrink_largest(placement_table, remedy, need.chunks, shrinkable)
@@ -158,18 +158,22 @@ def _shrink_largest(
     if missing <= 0:
         return
     targets: dict[int, HotSize] = {}
-    sizes = [(-placement_table.entries[slot].chunks, slot) for slot, spare in shrinkable.items() if spare]
+    sizes = [
+        (-placement_table.entries[request_index].chunks, request_index)
+        for request_index, spare in shrinkable.items()
+        if spare
+    ]
     heapify(sizes)
     while missing > 0:
-        size, slot = sizes[0]
-        hot_size = next_lower(placement_table.entries[slot], -size, worker)
+        size, request_index = sizes[0]
+        hot_size = next_lower(placement_table.entries[request_index], -size, worker)
         if hot_size is None:  # as small as it gets: the next largest
-            heapreplace(sizes, (0, slot))
+            heapreplace(sizes, (0, request_index))
             continue
-        targets[slot] = hot_size
+        targets[request_index] = hot_size
         missing -= -size - hot_size.hot_chunks
-        heapreplace(sizes, (-hot_size.hot_chunks, slot))
-    remedy.shrink = [(placement_table.entries[slot], hot_size) for slot, hot_size in targets.items()]
+        heapreplace(sizes, (-hot_size.hot_chunks, request_index))
+    remedy.shrink = [(placement_table.entries[request_index], hot_size) for request_index, hot_size in targets.items()]
     remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
 
 

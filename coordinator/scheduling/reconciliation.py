@@ -61,7 +61,7 @@ def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Effect
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
-    if ticket.slot is None and not it.is_released:
+    if ticket.request_index is None and not it.is_released:
         return Effects(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
     return Effects()
 
@@ -79,7 +79,7 @@ def _more_chunks(it: Held, missing_pages: int) -> int:
 
 def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
-    return Effects((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
+    return Effects((), (Tell(entry.request_index, Lost(entry.admission, True, f"{worker.name} has it no more")),))
 
 
 def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) -> Effects:
@@ -106,7 +106,9 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
     steps = (Step(entry.node, Shrink(entry.admission, spare)),) if any(spare) else ()
-    return Effects(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
+    return Effects(
+        steps, tuple(Tell(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
+    )
 
 
 def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:

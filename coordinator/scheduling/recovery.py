@@ -58,10 +58,12 @@ def recover(book: JournalState, scheduler: RecoveringScheduler, links: Recoverin
             if is_live:
                 ports[joined.worker, joined.epoch] = port
     scheduler.recover(ports)
-    for slot, known in book.requests.items():
+    for request_index, known in book.requests.items():
         if (ended := known.ended) is not None:
             request_id, generated = known.accepted.request_id, ended.generated_tokens
-            listener.recovered(Ending(slot, request_id, ended.outcome, ended.reason, generated, ended.tail_text))
+            listener.recovered(
+                Ending(request_index, request_id, ended.outcome, ended.reason, generated, ended.tail_text)
+            )
 
 
 class Place(NamedTuple):
@@ -111,7 +113,7 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
             stays.add(stay.admission)
         ticket = stay.ticket if known.on_worker else stay.admission
         if not known.ended:
-            owners[ticket] = known.accepted.slot
+            owners[ticket] = known.accepted.request_index
     for node, ledger in book.ledgers.items():
         for admission in sorted(ledger.admissions() - stays):
             key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
@@ -123,7 +125,7 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
 def _settle_ticket(ticket: Ticket, book: JournalState, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
-        return dispatch.revoke(ticket) if ticket.slot is None else Effects()
+        return dispatch.revoke(ticket) if ticket.request_index is None else Effects()
     ledger = book.ledgers[ticket.node]
     if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
         return Effects()
@@ -139,7 +141,7 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = RequestEntry(accepted.slot, rank, *length, accepted.prefill_mode)
+    entry = RequestEntry(accepted.request_index, rank, *length, accepted.prefill_mode)
     live = LiveRequest(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
@@ -151,7 +153,7 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
         or known.stay.admission in place.dispatch.placement_table.tickets
     ):
         return Effects()
-    return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+    return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.request_index, 0)),))
 
 
 def _is_held(stay: journal.Admission, book: JournalState) -> bool:
@@ -162,11 +164,11 @@ def _is_held(stay: journal.Admission, book: JournalState) -> bool:
 def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
-    slot, generated = accepted.slot, place.token_log.length(accepted.slot)
+    request_index, generated = accepted.request_index, place.token_log.length(accepted.request_index)
     rank = -accepted.priority, accepted.arrival
     sampling, prefill_mode = accepted.sampling, accepted.prefill_mode
     entry = dispatch.placement_table.recover(
-        slot, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
+        request_index, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
     )
     dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
@@ -254,7 +256,7 @@ def _restore_stay(
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(stay.worker, stay.epoch)
-    return Effects((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+    return Effects((), (Tell(entry.request_index, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
 
 
 def _in_words(known: RequestRecord, generated: int) -> str:
@@ -266,4 +268,4 @@ def _state_of(known: RequestRecord, place: Place) -> RequestState:
     accepted = known.accepted
     at = accepted.at_s - place.wall_offset_s
     reason = f"by {accepted.owner}"
-    return RequestState(accepted.request_id, accepted.slot, known.prompt_tokens, now=at, reason=reason)
+    return RequestState(accepted.request_id, accepted.request_index, known.prompt_tokens, now=at, reason=reason)

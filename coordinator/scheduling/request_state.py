@@ -84,9 +84,11 @@ class Line(NamedTuple):
 class RequestState:
     """One request. `handle` is the only way to change it."""
 
-    def __init__(self, request_id: str, slot: int, prompt_tokens: int, *, now: float, reason: str = "") -> None:
+    def __init__(
+        self, request_id: str, request_index: int, prompt_tokens: int, *, now: float, reason: str = ""
+    ) -> None:
         self.request_id = request_id
-        self.slot = slot
+        self.request_index = request_index
         self.prompt_tokens = prompt_tokens
         self.state = State.QUEUED
         self.held = False
@@ -237,7 +239,7 @@ class RequestState:
             raise self._illegal(Kind.RESIZED, by_worker=True)
         self.resize = None
         self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
-        return [Resized(self.slot, self.admission)]
+        return [Resized(self.request_index, self.admission)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -287,7 +289,9 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
-        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, warm_start)
+        departed = Departed(
+            self.request_index, self.admission, self.kept_tokens, target is OUTCOME, first_token, warm_start
+        )
         self.admission, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:
@@ -366,11 +370,11 @@ class RequestState:
 
     def _end(self, kind: Kind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
-        ending = Ending(self.slot, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
-        return [ending, Closed(self.slot)]
+        ending = Ending(self.request_index, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
+        return [ending, Closed(self.request_index)]
 
     def _progressed(self, stage: Stage) -> Progressed:
-        return Progressed(self.slot, self.admission, stage)
+        return Progressed(self.request_index, self.admission, stage)
 
     def _move(self, target: Target, now: float, event: str, reason: str) -> None:
         match target:

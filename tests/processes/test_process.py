@@ -48,7 +48,7 @@ def admit(admission: int, *, generated: list[int] | None = None, durable: int = 
     """A request that holds the first PAGES host pages, managed at the smallest size."""
     return Admit(
         admission=admission,
-        slot=0,
+        request_index=0,
         request_id=f"r{admission}",
         prompt=pack_int32(PROMPT),
         generated=pack_int32(generated or []),

@@ -155,22 +155,22 @@ class Checker(trio.abc.Instrument):
 
     def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
         """What the coordinator counts as durable is there."""
-        truth = life.truth_of(entry.slot)
+        truth = life.truth_of(entry.request_index)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):
             return
         kept = entry.phase is Phase.WAITING
-        durable = entry.kept_tokens if kept else life.durable(entry.slot, entry.admission)
+        durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.admission)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:
             return
         state = (life.incarnation, self.ledger_changes, entry.admission, durable, pool.id, pool.version)
-        if self._rows_seen.get(entry.slot) == state:
+        if self._rows_seen.get(entry.request_index) == state:
             return
         found = pool.read(ledger.pages_of(entry.admission).tolist(), durable)
         if not np.array_equal(found, truth.rows[:durable]):
             wrong = int(np.flatnonzero(found != truth.rows[:durable])[0])
             raise Violation("I3", f"row {wrong} of {truth.request_id} is below its durable length {durable} and wrong")
-        self._rows_seen[entry.slot] = state
+        self._rows_seen[entry.request_index] = state
 
     # ---------------------------------------------------------------- processes
 

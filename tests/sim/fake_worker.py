@@ -80,8 +80,8 @@ _DETOKENIZER: Final = ByteTokenizer().detokenizer
 class Reports(Protocol):
     """What worker.link.outbox.Outbox takes from an executor."""
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_tokens(self, request_index: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, admission: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
 
 
@@ -526,7 +526,7 @@ class FakeExecutor:
         self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
-        self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
+        self._reports.set_durable(run.admit.request_index, run.admission, run.durable(run.durable_rows))
 
     # ---------------------------------------------------------------- launches
 
@@ -593,7 +593,7 @@ class FakeExecutor:
         start, ids = run.output.take_publishable()
         if ids:
             durable = run.durable(run.durable_rows)
-            self._reports.add_tokens(run.admit.slot, run.admission, start, ids, durable)
+            self._reports.add_tokens(run.admit.request_index, run.admission, start, ids, durable)
         if run.output.finished:
             output = run.output
             self._reports.add_event(Finished(run.admission, output.reason, output.generated_tokens, output.tail_text))

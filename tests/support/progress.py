@@ -13,7 +13,7 @@ LINK = 7
 
 
 class RequestEntry(NamedTuple):
-    slot: int
+    request_index: int
     admission: int
     start: int
     tokens: Sequence[int]
@@ -22,7 +22,7 @@ class RequestEntry(NamedTuple):
 
 def progress(*entries: RequestEntry) -> Progress:
     return Progress(
-        slots=pack_int32([entry.slot for entry in entries]),
+        request_indices=pack_int32([entry.request_index for entry in entries]),
         admissions=pack_int64([entry.admission for entry in entries]),
         starts=pack_int32([entry.start for entry in entries]),
         counts=pack_int32([len(entry.tokens) for entry in entries]),

@@ -73,7 +73,7 @@ assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX /
 class _Dirt:
     """Progress of one admission since the last report that carried it. `ids` are generated positions `start`... ."""
 
-    slot: int
+    request_index: int
     start: int
     durable: int
     ids: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Dirt:
 class _Stay:
     """One admission as the inventory has it; `is_held` by the executor."""
 
-    slot: int
+    request_index: int
     generated: int
     durable: int
     host_pages: int
@@ -101,7 +101,7 @@ class _Stay:
             admission,
             self.generated,
             self.durable,
-            self.slot,
+            self.request_index,
             self.host_pages,
             self.hot_slots,
             self.hot_chunks,
@@ -152,7 +152,7 @@ class Outbox:
 
     # ---------------------------------------------------------------- executor's side
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(self, request_index: int, admission: int, start: int, ids: list[int], durable: int) -> None:
         """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
 
         Raises InternalError when they do not continue what this admission added before and no report took yet.
@@ -160,17 +160,17 @@ class Outbox:
         with self._lock:
             dirt = self._dirt.get(admission)
             if dirt is None:
-                self._dirt[admission] = _Dirt(slot, start, durable, list(ids))
+                self._dirt[admission] = _Dirt(request_index, start, durable, list(ids))
             else:
                 _extend(dirt, admission, start, ids)
                 dirt.durable = max(dirt.durable, durable)
             self._note(admission, start + len(ids), durable)
         self._signal()
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, admission: int, durable: int) -> None:
         """Rows of this admission known to be in host memory; never lowers what was said before."""
         with self._lock:
-            dirt = self._dirt.setdefault(admission, _Dirt(slot, 0, durable))
+            dirt = self._dirt.setdefault(admission, _Dirt(request_index, 0, durable))
             dirt.durable = max(dirt.durable, durable)
             self._note(admission, 0, durable)
         self._signal()
@@ -200,10 +200,12 @@ class Outbox:
         with self._lock:
             if isinstance(admit, Receive):
                 pages = len(admit.host_pages) // 4
-                self._stays[admit.admission] = _Stay(admit.slot, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False)
+                self._stays[admit.admission] = _Stay(
+                    admit.request_index, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False
+                )
                 return
             self._stays[admit.admission] = _Stay(
-                admit.slot,
+                admit.request_index,
                 len(admit.generated) // 4,
                 admit.durable_tokens,
                 len(admit.host_pages) // 4,
@@ -355,8 +357,8 @@ class Outbox:
             dirt = self._dirt[admission]
             if len(dirt.ids) > room:
                 if room:
-                    cut.append((admission, _Dirt(dirt.slot, dirt.start, dirt.durable, dirt.ids[:room])))
-                    self._dirt[admission] = _Dirt(dirt.slot, dirt.start + room, dirt.durable, dirt.ids[room:])
+                    cut.append((admission, _Dirt(dirt.request_index, dirt.start, dirt.durable, dirt.ids[:room])))
+                    self._dirt[admission] = _Dirt(dirt.request_index, dirt.start + room, dirt.durable, dirt.ids[room:])
                 break
             room -= len(dirt.ids)
             cut.append((admission, self._dirt.pop(admission)))
@@ -389,7 +391,7 @@ def _extend(dirt: _Dirt, admission: int, start: int, ids: list[int]) -> None:
 
 def _pack(cut: list[tuple[int, _Dirt]]) -> Progress:
     return Progress(
-        slots=pack_int32([dirt.slot for _, dirt in cut]),
+        request_indices=pack_int32([dirt.request_index for _, dirt in cut]),
         admissions=pack_int64([admission for admission, _ in cut]),
         starts=pack_int32([dirt.start for _, dirt in cut]),
         counts=pack_int32([len(dirt.ids) for _, dirt in cut]),

@@ -47,7 +47,7 @@ class RunningRequest:
     """
 
     admission: int
-    slot: int
+    request_index: int
     seat: int
     prompt: Int32Array
     sampling: Sampling

@@ -38,8 +38,8 @@ log = logger("worker.loop.executor")
 class Reports(Protocol):
     """Where results go; thread-safe and never waiting (worker/link/outbox.py)."""
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_tokens(self, request_index: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, admission: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
 
 
@@ -56,11 +56,11 @@ class Reporter:
         self._counters.tokens += 1
         start, ids = request.output.take_publishable()
         if ids:
-            self._reports.add_tokens(request.slot, request.admission, start, ids, request.durable())
+            self._reports.add_tokens(request.request_index, request.admission, start, ids, request.durable())
 
     def durable(self, request: RunningRequest) -> None:
         """The durable length alone, of a request that draws no tokens at present."""
-        self._reports.set_durable(request.slot, request.admission, request.durable())
+        self._reports.set_durable(request.request_index, request.admission, request.durable())
 
     def prefilled(self, request: RunningRequest) -> None:
         self._counters.prefill_s.observe(request.prefill_s)

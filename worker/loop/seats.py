@@ -170,7 +170,7 @@ class Seats:
         chunks = self.chunks.take(chunk_count)
         request = RunningRequest(
             admission=admit.admission,
-            slot=admit.slot,
+            request_index=admit.request_index,
             seat=self._free.popleft(),
             prompt=prompt,
             sampling=admit.sampling,

@@ -40,8 +40,10 @@ from protocol.messages import Sampling
 from tests import ROOT
 
 
-def accepted(slot: int, prompt_tokens: int = 10) -> Accepted:
-    return Accepted(slot, slot, f"r{slot}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5)
+def accepted(request_index: int, prompt_tokens: int = 10) -> Accepted:
+    return Accepted(
+        request_index, request_index, f"r{request_index}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5
+    )
 
 
 def order(number: int) -> Ordered:
@@ -55,8 +57,8 @@ def tokens(count: int) -> Tokens:
 BEGUN = SummaryBegun(1, 2, (), ())
 
 
-def forgotten(*slots: int) -> Forgotten:
-    return Forgotten(np.array(slots, np.int32).tobytes(), 9)
+def forgotten(*request_indices: int) -> Forgotten:
+    return Forgotten(np.array(request_indices, np.int32).tobytes(), 9)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ async def next_command(worker: FakeWorker) -> messages.Command:
 
 async def decode(worker: FakeWorker, admit: messages.Admit, start: int, tokens: list[int]) -> None:
     """Report `tokens` from position `start` on, acknowledging the Admit."""
-    await worker.report(progress(RequestEntry(admit.slot, admit.admission, start, tokens)), command_ack=1)
+    await worker.report(progress(RequestEntry(admit.request_index, admit.admission, start, tokens)), command_ack=1)
 
 
 async def scenario(directory: Path, frames: dict[str, list[bytes]]) -> None:

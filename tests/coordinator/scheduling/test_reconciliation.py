@@ -24,7 +24,7 @@ from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
 STARTING = Memory(PAGES, PAGES, PAGES, 2)
-RESIDENT = Held(1, 30, 100, slot=7, host_pages=PAGES, hot_chunks=PAGES, is_staged=True, is_started=True)
+RESIDENT = Held(1, 30, 100, request_index=7, host_pages=PAGES, hot_chunks=PAGES, is_staged=True, is_started=True)
 
 
 class Desk:

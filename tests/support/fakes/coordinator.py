@@ -183,15 +183,15 @@ class FakeCoordinator:
 
     # ---------------------------------------------------------------- reports
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(self, request_index: int, admission: int, start: int, ids: list[int], durable: int) -> None:
         life = self._by_admission[admission]
-        assert life.number == slot
+        assert life.number == request_index
         assert start == len(life.tokens), "I5: each position once and in order"
         life.tokens += ids
         self._note_durable(life, durable)
         self.grant(life)
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, admission: int, durable: int) -> None:
         self._note_durable(self._by_admission[admission], durable)
 
     def add_event(self, event: Event) -> None:
@@ -255,7 +255,7 @@ class FakeCoordinator:
     def _admit_command(self, life: Life) -> Admit:
         return Admit(
             admission=life.admission,
-            slot=life.number,
+            request_index=life.number,
             request_id=f"r{life.number}",
             prompt=pack_int32(life.prompt),
             generated=pack_int32(life.tokens),

@@ -204,7 +204,7 @@ class FakeWorker:
             self._write_rows(run, run.rows + 1)
             self._publish(run, run.rows - run.prompt_tokens + 1)
         run.durable = max(run.durable, run.rows - self.rng.randint(0, 3))
-        self.report(run.admit.slot, run.admit.admission, run.generated, [], run.durable)
+        self.report(run.admit.request_index, run.admit.admission, run.generated, [], run.durable)
         if max(0, run.rows - run.prompt_tokens) + 1 >= end:
             run.phase = "leaving"
             self.emit(messages.Finished(run.admit.admission, "eos", run.generated))
@@ -219,7 +219,7 @@ class FakeWorker:
         """Report tokens up to `generated`; forced ones are not reported again."""
         fresh = [token_of(run.request_id, position) for position in range(run.generated, generated)]
         if fresh:
-            self.report(run.admit.slot, run.admit.admission, run.generated, fresh, run.durable)
+            self.report(run.admit.request_index, run.admit.admission, run.generated, fresh, run.durable)
             run.generated = generated
 
     def _write_rows(self, run: FakeRun, stop: int) -> None:

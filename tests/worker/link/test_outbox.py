@@ -36,7 +36,7 @@ def entries(report: Report) -> dict[int, tuple[int, int, list[int], int]]:
     """admission -> slot, start, ids, durable of the report's progress."""
     if report.progress is None:
         return {}
-    slots = unpack_int32(report.progress.slots, "slots")
+    request_indices = unpack_int32(report.progress.request_indices, "request_indices")
     admissions = unpack_int64(report.progress.admissions, "admissions")
     starts = unpack_int32(report.progress.starts, "starts")
     counts = unpack_int32(report.progress.counts, "counts")
@@ -44,7 +44,7 @@ def entries(report: Report) -> dict[int, tuple[int, int, list[int], int]]:
     durables = unpack_int32(report.progress.durables, "durables")
     found, at = {}, 0
     for i, admission in enumerate(admissions.tolist()):
-        found[admission] = (int(slots[i]), int(starts[i]), tokens[at : at + counts[i]], int(durables[i]))
+        found[admission] = (int(request_indices[i]), int(starts[i]), tokens[at : at + counts[i]], int(durables[i]))
         at += int(counts[i])
     assert at == len(tokens)
     return found

@@ -182,7 +182,7 @@ def reach(rig: Rig, life: Life, status: Status) -> None:
         coordinator.withdraw(life, "keep")
         rig.run_until(lambda: not life.admission)
         assert coordinator.admit(life, 0)
-    rig.run_until(lambda: any(r.status is status and r.slot == life.number for r in rig.executor.held()))
+    rig.run_until(lambda: any(r.status is status and r.request_index == life.number for r in rig.executor.held()))
 
 
 @pytest.mark.parametrize("status", STATUSES)
@@ -275,7 +275,7 @@ def test_before_the_first_token_nothing_is_durable() -> None:
 def admit_command(**changes: object) -> Admit:
     command = Admit(
         admission=77,
-        slot=9,
+        request_index=9,
         request_id="bad",
         prompt=pack_int32(prompt_of(9, 40)),
         generated=b"",
