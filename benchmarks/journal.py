@@ -103,15 +103,15 @@ class Load:
             self._change(AddWorker(name, 1, self._capacity), Joined(NODE, name, 1, self._capacity, MODEL))
         pages = PROMPT_TOKENS // PAGE_TOKENS + GRANT_PAGES
         for number in range(len(self._request_indices)):
-            request_index, worker, admission = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
+            request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
             asked = Accepted(
                 request_index, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time()
             )
             self._journal.append([asked])
-            stay = Admission(request_index, admission, NODE, worker, 1, 0)
-            self._change(Reserve(admission, worker, Memory(pages, 1, pages, 0)), stay)
-            self._token_log.begin_admission(request_index, admission, PROMPT_TOKENS, 1 << 30)
+            stay = Admission(request_index, placement, NODE, worker, 1, 0)
+            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
+            self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
             self._token_log.bind(request_index, number % WORKERS)
             self._granted[request_index] = GRANT_PAGES * PAGE_TOKENS
 

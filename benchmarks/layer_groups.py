@@ -203,7 +203,7 @@ class Bench:
         began = time.perf_counter()
         self.executor.submit(
             Admit(
-                admission=ticket,
+                placement=ticket,
                 request_index=0,
                 request_id=f"bench-{ticket}",
                 prompt=pack_int32(prompt),

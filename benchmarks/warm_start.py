@@ -62,16 +62,16 @@ class Tokens:
         self.ids: dict[int, list[int]] = {0: [], 1: []}
         self.released: dict[int, Released] = {}
 
-    def add_tokens(self, request_index: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
         self.times[request_index].append(time.perf_counter())
         self.ids[request_index] += ids
 
-    def set_durable(self, request_index: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Durable lengths have no reader here."""
 
     def add_event(self, event: Event) -> None:
         if isinstance(event, Released):
-            self.released[event.admission] = event
+            self.released[event.placement] = event
 
 
 class Overlap:
@@ -111,13 +111,13 @@ class Bench:
         self.reports, self.streams = Tokens(), make_streams("cuda" if device == "cuda" else "inline")
         tokenizer = make_tokenizer("bytes")
         self.executor = Executor(runner, settings, sizing, self.streams, pool, tokenizer, self.reports)
-        self.admissions = 0
+        self.placements = 0
 
     def admit(
         self, request_index: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any
     ) -> int:
         """Slot 0 decodes all the time; 1 comes and goes. Returns the admission."""
-        self.admissions += 1
+        self.placements += 1
         own = range(
             request_index * self.pages,
             request_index * self.pages + (self.pages if request_index == 0 else pages_for(self.context + 64)),
@@ -125,9 +125,9 @@ class Bench:
         whole = {"hot_slots": self.hot_slots, "hot_chunks": managed_chunks(self.hot_slots)}
         self.executor.submit(
             Admit(
-                admission=self.admissions,
+                placement=self.placements,
                 request_index=request_index,
-                request_id=f"r{self.admissions}",
+                request_id=f"r{self.placements}",
                 prompt=prompt,
                 generated=pack_int32(self.reports.ids[request_index]),
                 durable_tokens=released.durable_tokens if released else 0,
@@ -138,7 +138,7 @@ class Bench:
                 **(whole | form),
             )
         )
-        return self.admissions
+        return self.placements
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         for _ in range(TURNS_MAX):

@@ -446,11 +446,11 @@ class AuditedRow(Part, frozen=True):
 
 
 class DifferenceRow(Part, frozen=True):
-    """What a worker and the ledger of its node say of one thing; `admission` 0: of the worker, or node, as a whole."""
+    """What a worker and the ledger of its node say of one thing; `placement` 0: of the worker, or node, as a whole."""
 
     name: str
     kind: str
-    admission: int
+    placement: int
     request_id: str
     ledger: str
     worker: str
@@ -531,7 +531,7 @@ class Admit(Part, frozen=True, tag="admit"):
     hint: one that cannot be read counts, and the request starts cold.
     """
 
-    admission: int
+    placement: int
     request_index: int
     request_id: str
     prompt: bytes
@@ -551,10 +551,10 @@ class Admit(Part, frozen=True, tag="admit"):
 
 class Receive(Part, frozen=True, tag="receive"):
     """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
-    `admission`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
+    `placement`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
     writes there any more). The pages behind the prompt wait for decoding."""
 
-    admission: int
+    placement: int
     request_index: int
     request_id: str
     prompt_tokens: int
@@ -571,7 +571,7 @@ class Exited(Part, frozen=True, tag="exited"):
 class Grant(Part, frozen=True, tag="grant"):
     """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
 
-    admission: int
+    placement: int
     host_pages: bytes
     index_pages: int
     hot_chunks: int
@@ -580,7 +580,7 @@ class Grant(Part, frozen=True, tag="grant"):
 class Resize(Part, frozen=True, tag="resize"):
     """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
@@ -592,7 +592,7 @@ class Withdraw(Part, frozen=True, tag="withdraw"):
     coordinator's business.
     """
 
-    admission: int
+    placement: int
 
 
 class Stop(Part, frozen=True, tag="stop"):
@@ -667,7 +667,7 @@ class Held(Part, frozen=True):
     again, behind the welcome.
     """
 
-    admission: int
+    placement: int
     generated_tokens: int
     durable_tokens: int
     request_index: int = -1
@@ -706,11 +706,11 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
 class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
-    int32 `request_indices`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`,
-    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included). """
+    int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included)."""
 
     request_indices: bytes
-    admissions: bytes
+    placements: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
@@ -720,7 +720,7 @@ class Progress(Part, frozen=True):
 class Staged(Part, frozen=True, tag="staged"):
     """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
 
-    admission: int
+    placement: int
     prefill_ms: float
     stage_ms: float
 
@@ -728,19 +728,19 @@ class Staged(Part, frozen=True, tag="staged"):
 class Started(Part, frozen=True, tag="started"):
     """The request joined the decode batch."""
 
-    admission: int
+    placement: int
 
 
 class Parked(Part, frozen=True, tag="parked"):
     """The request is out of granted pages and waits, while its batch goes on."""
 
-    admission: int
+    placement: int
 
 
 class Resized(Part, frozen=True, tag="resized"):
     """A Resize took effect; chunks beyond `hot_chunks` are free again."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
@@ -748,7 +748,7 @@ class Resized(Part, frozen=True, tag="resized"):
 class Finished(Part, frozen=True, tag="finished"):
     """The output is complete: `reason` is eos, stop, length. Released follows."""
 
-    admission: int
+    placement: int
     reason: str
     generated_tokens: int
     tail_text: str = ""
@@ -757,7 +757,7 @@ class Finished(Part, frozen=True, tag="finished"):
 class Faulted(Part, frozen=True, tag="faulted"):
     """The request cannot go on (its own fault or the worker's); Released follows."""
 
-    admission: int
+    placement: int
     message: str
 
 
@@ -767,7 +767,7 @@ class Released(Part, frozen=True, tag="released"):
     output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
-    admission: int
+    placement: int
     durable_tokens: int
     hits: int
     misses: int
@@ -776,9 +776,9 @@ class Released(Part, frozen=True, tag="released"):
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in counters of requests so far: int64 `admissions`, `hits`, `misses`. Sent about once a second."""
+    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
 
-    admissions: bytes
+    placements: bytes
     hits: bytes
     misses: bytes
 
@@ -787,13 +787,13 @@ class Inventory(Part, frozen=True, tag="inventory"):
     """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
     one have happened.
 
-    Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
+    Parallel arrays, one element per admission that holds memory: int64 `placements` and `digests` (CRC-32 of its host
     page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
     (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
     """
 
     number: int
-    admissions: bytes
+    placements: bytes
     digests: bytes
     host_pages: bytes
     index_pages: bytes

@@ -73,7 +73,7 @@ class Admission(JournalEntry, frozen=True):
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
     request_index: int
-    admission: int
+    placement: int
     node: str
     worker: str
     epoch: int
@@ -200,7 +200,7 @@ class SummaryBegun(JournalEntry, frozen=True):
     given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
     arrivals: int
-    admissions: int
+    placements: int
     pools: tuple[PoolOpened, ...]
     workers: tuple[Joined, ...]
     drains: tuple[Drained, ...] = ()
@@ -237,7 +237,7 @@ class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
 class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     """`budget` None: only kept pages."""
 
-    admission: int
+    placement: int
     budget: EpochKey | None
     hot_chunks: int
     index_pages: int
@@ -258,7 +258,7 @@ class Summary(JournalEntry, frozen=True):
     """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
 
     arrivals: int
-    admissions: int
+    placements: int
     ordered: tuple[Ordered, ...] = ()
     stays: tuple[Admission, ...] = ()
     departed: tuple[Departed, ...] = ()

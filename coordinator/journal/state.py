@@ -95,7 +95,7 @@ class JournalState:
     drains: dict[str, Drained] = field(default_factory=dict)
     requests: dict[int, RequestRecord] = field(default_factory=dict)
     arrivals: int = 0
-    admissions: int = 0
+    placements: int = 0
 
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
@@ -107,8 +107,8 @@ class JournalState:
                 self._note_of_node(record)
             case Struck():
                 self._note_strikes(record)
-            case SummaryBegun(arrivals, admissions, pools, workers, drains):
-                self.arrivals, self.admissions = max(self.arrivals, arrivals), max(self.admissions, admissions)
+            case SummaryBegun(arrivals, placements, pools, workers, drains):
+                self.arrivals, self.placements = max(self.arrivals, arrivals), max(self.placements, placements)
                 for opened in pools:
                     self.note(opened)
                 for joined in workers:
@@ -119,8 +119,8 @@ class JournalState:
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     self.requests.pop(request_index, None)
             case Changed(changes=changes):  # where each number is given out, that of a ticket too
-                given = (change.admission for change in changes if isinstance(change, Reserve))
-                self.admissions = max(self.admissions, *given, 0)
+                given = (change.placement for change in changes if isinstance(change, Reserve))
+                self.placements = max(self.placements, *given, 0)
             case Ordered() | Admission() | HandedOver() | Departed() | Ended():
                 self._note_of_request(record)
 
@@ -218,8 +218,8 @@ class _Replay:
                 token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
             case Admission(request_index) if request_index in book.requests:
                 token_log.set_durable(request_index, record.durable_tokens)
-            case Summary(arrivals, admissions, ordered, stays, departed):
-                book.arrivals, book.admissions = arrivals, admissions
+            case Summary(arrivals, placements, ordered, stays, departed):
+                book.arrivals, book.placements = arrivals, placements
                 said: list[Record] = [*ordered, *stays, *departed]
                 for it in said:
                     self.take(it)

@@ -48,7 +48,7 @@ class Summarizing:
         book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
         pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
         self.begun = SummaryBegun(
-            book.arrivals, book.admissions, tuple(pools), tuple(workers), tuple(book.drains.values())
+            book.arrivals, book.placements, tuple(pools), tuple(workers), tuple(book.drains.values())
         )
         self.is_over = False
         self._book = book

@@ -200,10 +200,10 @@ class SchedulerApi(Actor[Message]):
             if self._auditor.expects(worker, epoch, event.number):
                 self.tell(events.InventoryTaken(worker, epoch, event))
             return
-        live = self._requests.admitted(worker, epoch, event.admission)
+        live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
-            if isinstance(event, messages.Released) and event.admission in self._placement_table.tickets:
-                self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
+            if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
+                self.tell(events.TicketClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)

@@ -85,7 +85,7 @@ def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
 def _promise(ask: CommandAsk, live: LiveRequest) -> str:
     match ask.command:
         case RequestCommand.ABORT:
-            return "aborted once its memory is released" if live.state.admission else "aborted"
+            return "aborted once its memory is released" if live.state.placement else "aborted"
         case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
         case RequestCommand.RESUME:

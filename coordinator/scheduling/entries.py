@@ -51,7 +51,7 @@ class RequestEntry:
     strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
     mark: int = -1
     # on a worker, or where its kept pages are
-    admission: int = 0
+    placement: int = 0
     worker: str = ""
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
@@ -96,7 +96,7 @@ class Ticket:
     request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
     `arrived`: all rows are there, and the worker has let go."""
 
-    admission: int
+    placement: int
     request_index: int | None
     node: str
     worker: str

@@ -189,7 +189,7 @@ class TicketClosed(msgspec.Struct, frozen=True):
 
     worker: str
     epoch: int
-    admission: int
+    placement: int
     durable_tokens: int
 
 
@@ -210,7 +210,7 @@ class Stage(Enum):
 
 class Progressed(msgspec.Struct, frozen=True):
     request_index: int
-    admission: int
+    placement: int
     stage: Stage
 
 
@@ -218,7 +218,7 @@ class Resized(msgspec.Struct, frozen=True):
     """The Resize under way took effect."""
 
     request_index: int
-    admission: int
+    placement: int
 
 
 class Departed(msgspec.Struct, frozen=True):
@@ -227,7 +227,7 @@ class Departed(msgspec.Struct, frozen=True):
     if any, is what they will be asked for first."""
 
     request_index: int
-    admission: int
+    placement: int
     durable_tokens: int
     final: bool
     first_token: int = messages.NO_TOKEN
@@ -317,7 +317,7 @@ class End(msgspec.Struct, frozen=True):
 class Lost(msgspec.Struct, frozen=True):
     """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
 
-    admission: int
+    placement: int
     proved_exit: bool
     reason: str
 
@@ -326,7 +326,7 @@ class Adopted(msgspec.Struct, frozen=True):
     """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
     was given and never heard of."""
 
-    admission: int
+    placement: int
     is_staged: bool
     is_started: bool
     is_parked: bool

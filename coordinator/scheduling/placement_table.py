@@ -43,7 +43,7 @@ class PlacementTable:
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
         self._arrivals = 0
-        self._admissions = 0
+        self._placements = 0
 
     # ---------------------------------------------------------------- requests
 
@@ -73,9 +73,9 @@ class PlacementTable:
         """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
-        self._admissions += 1
+        self._placements += 1
         entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
-        entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
+        entry.placement, entry.kept_tokens, entry.stranded_at = self._placements, 0, None
         entry.first_token, entry.decoder = NO_TOKEN, decoder
         if decoder:
             self.promised[entry.request_index] = entry
@@ -85,30 +85,30 @@ class PlacementTable:
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
-        return entry.admission
+        return entry.placement
 
     def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
         """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
-        self._admissions += 1
-        ticket = Ticket(self._admissions, entry.request_index, worker.node, worker.name, worker.epoch, pages)
-        self.tickets[ticket.admission] = ticket
-        entry.ticket = ticket.admission
-        return ticket.admission
+        self._placements += 1
+        ticket = Ticket(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
+        self.tickets[ticket.placement] = ticket
+        entry.ticket = ticket.placement
+        return ticket.placement
 
     def ticket_of(self, entry: RequestEntry) -> Ticket | None:
         return self.tickets.get(entry.ticket)
 
     def close_ticket(self, ticket: Ticket) -> None:
         """Its pages are free, or a request's like any other."""
-        del self.tickets[ticket.admission]
+        del self.tickets[ticket.placement]
         entry = self.entries.get(ticket.request_index) if ticket.request_index is not None else None
-        if entry is not None and entry.ticket == ticket.admission:
+        if entry is not None and entry.ticket == ticket.placement:
             entry.ticket = 0
 
     def hand_over(self, entry: RequestEntry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
         """It is off its worker, and what it keeps is where its ticket is."""
         self.depart(entry, kept_tokens, ticket.pages, first_token)
-        entry.node, entry.admission = ticket.node, ticket.admission
+        entry.node, entry.placement = ticket.node, ticket.placement
 
     def tickets_on(self, worker: str, epoch: int) -> list[Ticket]:
         """Those that the epoch has yet to let go."""
@@ -163,14 +163,14 @@ class PlacementTable:
         if kept_pages:
             self.kept[entry.request_index] = entry
         else:
-            entry.admission, entry.node = 0, ""
+            entry.placement, entry.node = 0, ""
         if not entry.held:
             insort(self.waiting, entry.rank)
 
     def demote(self, entry: RequestEntry) -> None:
         """A waiting request gives its kept pages up."""
         del self.kept[entry.request_index]
-        entry.pages = entry.kept_tokens = entry.admission = 0
+        entry.pages = entry.kept_tokens = entry.placement = 0
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
     def hold(self, entry: RequestEntry, held: bool) -> None:
@@ -213,9 +213,9 @@ class PlacementTable:
 
     # ---------------------------------------------------------------- from the journal
 
-    def go_on_from(self, arrivals: int, admissions: int) -> None:
+    def go_on_from(self, arrivals: int, placements: int) -> None:
         """These were the highest numbers of an earlier life."""
-        self._arrivals, self._admissions = arrivals, admissions
+        self._arrivals, self._placements = arrivals, placements
 
     def recover(
         self,
@@ -233,10 +233,10 @@ class PlacementTable:
         return entry
 
     def recover_kept(
-        self, entry: RequestEntry, node: str, admission: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+        self, entry: RequestEntry, node: str, placement: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
     ) -> None:
         """It keeps pages of a departed admission."""
-        entry.node, entry.admission, entry.kept_tokens, entry.pages = node, admission, kept_tokens, pages
+        entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages
         entry.first_token = first_token
         self.kept[entry.request_index] = entry
 
@@ -245,14 +245,14 @@ class PlacementTable:
         entry: RequestEntry,
         node: str,
         worker: str,
-        admission: int,
+        placement: int,
         memory: Memory,
         *,
         prefills_only: bool = False,
     ) -> None:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
-        entry.phase, entry.node, entry.worker, entry.admission = EntryPhase.STARTING, node, worker, admission
+        entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
         entry.pages, entry.slab_pages, entry.hot = (
             memory.host_pages,
             memory.slab_pages,
@@ -346,7 +346,7 @@ class PlacementTable:
                 "kept": phase is EntryPhase.WAITING and entry.pages > 0,
                 "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
             }
-            holds = bool(entry.node) and ledger_of(entry.node).held(entry.admission)
+            holds = bool(entry.node) and ledger_of(entry.node).held(entry.placement)
             if listed != expected or (holds and holds != entry.memory):
                 raise InternalError(
                     f"request {entry.request_index} in {phase}: {listed}; holds {holds}, mirror {entry.memory}"

@@ -157,7 +157,7 @@ class _Plan:
         }
 
     def frees(self, entry: RequestEntry) -> int:
-        return self.ledgers[entry.node].freeable(entry.admission)
+        return self.ledgers[entry.node].freeable(entry.placement)
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -301,15 +301,15 @@ class _Plan:
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
-        take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
+        take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
-        admission = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
         self.spaces[worker.name].take(_needs(memory))
         if ask.decoder:
             self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, admission, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
+            Admit(entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
         )
 
     def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
@@ -409,7 +409,7 @@ class _Plan:
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
         self.hosts[entry.node].pages += self.frees(entry)
-        self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
+        self.decisions.append(Demote(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
     def _retract(self, entry: RequestEntry, keep: bool, cause: Cause, reason: str) -> None:

@@ -138,7 +138,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
                     self._counters.failed[self.state.cause or UNKNOWN] += 1
                 self._listener.ended(action)
             case Departed():
-                self._token_log.end_admission(action.request_index)
+                self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)
             case Closed():
                 self._tell_scheduler(action)

@@ -66,7 +66,7 @@ class RequestTable:
     def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.by_index: dict[int, LiveRequest] = {}
-        self.by_admission: dict[int, LiveRequest] = {}
+        self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
         self._token_log = token_log
         self._settings = settings
@@ -87,12 +87,12 @@ class RequestTable:
             if count >= bound:
                 raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
 
-    def begin_admission(self, live: LiveRequest, admission: int, epoch: int) -> None:
+    def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
         live.epoch = epoch
-        self.by_admission[admission] = live
+        self.by_placement[placement] = live
 
-    def end_admission(self, admission: int) -> None:
-        live = self.by_admission.pop(admission, None)
+    def end_placement(self, placement: int) -> None:
+        live = self.by_placement.pop(placement, None)
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
@@ -130,21 +130,21 @@ class RequestTable:
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
-        admissions = unpack_int64(counters.admissions, "admissions").tolist()
+        placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
-        if not len(admissions) == len(hits) == len(misses):
+        if not len(placements) == len(hits) == len(misses):
             raise ProtocolError("arrays of different lengths", field="counters", remedy="one element each")
-        for admission, *swaps in zip(admissions, hits, misses, strict=True):
-            live = self.admitted(worker, epoch, admission)
+        for placement, *swaps in zip(placements, hits, misses, strict=True):
+            live = self.admitted(worker, epoch, placement)
             if live is not None:
                 live.swaps = Swaps(*swaps)
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, admission: int) -> LiveRequest | None:
+    def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
         """Whose admission it is; None when it has departed or is another worker's."""
-        live = self.by_admission.get(admission)
+        live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
     def request_index(self, request_id: str, user: str | None = None) -> int:

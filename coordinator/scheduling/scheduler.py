@@ -162,7 +162,7 @@ class Scheduler(SchedulerApi):
         first = restore(book, place, ports)
         self._submissions.ids_made = book.arrivals
         for live in self._requests.live.values():
-            if live.entry.admission and live.entry.worker in self._placement_table.workers and live.state.admission:
+            if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
@@ -212,7 +212,7 @@ class Scheduler(SchedulerApi):
                 self._dispatch.starve(entry)
 
     def _ticket_closed(self, it: events.TicketClosed) -> Effects:
-        return self._dispatch.ticket_closed(it.worker, it.epoch, it.admission, it.durable_tokens)
+        return self._dispatch.ticket_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
         for tell in turn.tells:
@@ -228,7 +228,7 @@ class Scheduler(SchedulerApi):
             case events.Resized():
                 turn.take(self._dispatch.resized(message))
             case events.Departed():
-                self._requests.end_admission(message.admission)
+                self._requests.end_placement(message.placement)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.request_index)))
                 self._warm_starts.keep(message.request_index, message.warm_start)
             case events.Closed():
@@ -423,11 +423,11 @@ class Scheduler(SchedulerApi):
     def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         live = self._requests.by_index[entry.request_index]
-        self._requests.begin_admission(live, decision.admission, worker.epoch)
+        self._requests.begin_placement(live, decision.placement, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
-            admission=decision.admission,
+            placement=decision.placement,
             request_index=entry.request_index,
             request_id=live.state.request_id,
             prompt=live.prompt,
@@ -449,8 +449,8 @@ class Scheduler(SchedulerApi):
         return Tell(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 
     def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
-        self._token_log.begin_admission(
-            entry.request_index, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+        self._token_log.begin_placement(
+            entry.request_index, entry.placement, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
     def _granted_tokens(self, entry: RequestEntry) -> int:
@@ -488,7 +488,7 @@ class Scheduler(SchedulerApi):
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
-        return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
+        return now >= stop.deadline or all(live.state.held and not live.state.placement for live in lives)
 
 
 def _mode(keep: bool) -> str:

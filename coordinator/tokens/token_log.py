@@ -37,7 +37,7 @@ ARENA_TOKENS: Final = 1 << 28
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
 
-NO_ADMISSION: Final = -1
+NO_PLACEMENT: Final = -1
 NO_SOURCE: Final = -1
 
 assert ARENA_TOKENS % EXTENT_TOKENS_MIN == 0
@@ -51,7 +51,7 @@ class Appended(NamedTuple):
     """What became of one Progress.
 
     `request_indices` are those that it spoke for rightfully, each with `known` tokens before and `fresh` ones now;
-    `tokens` were new, `repeated_tokens` known already (a replay), `stale_entries` of departed admissions. """
+    `tokens` were new, `repeated_tokens` known already (a replay), `stale_entries` of departed admissions."""
 
     request_indices: RequestIndices
     known: Int32Array
@@ -138,7 +138,7 @@ class TokenLog:
         self._free = deque(range(request_indices))
         self._base: Int64Array = np.zeros(request_indices, np.int64)
         self._capacity: Int32Array = np.full(request_indices, -1, np.int32)
-        self._admission: Int64Array = np.full(request_indices, NO_ADMISSION, np.int64)
+        self._placement: Int64Array = np.full(request_indices, NO_PLACEMENT, np.int64)
         self._source: Int32Array = np.full(request_indices, NO_SOURCE, np.int32)
         self._prompt: Int32Array = np.zeros(request_indices, np.int32)
         self._granted: Int32Array = np.zeros(request_indices, np.int32)
@@ -173,18 +173,18 @@ class TokenLog:
     def close(self, request_index: int) -> None:
         """Forget the request; the slot and its room are free."""
         self._extents.free(int(self._base[request_index]), self._capacity_of(request_index))
-        self.end_admission(request_index)
+        self.end_placement(request_index)
         self._capacity[request_index] = -1
         for cursor in (self.lengths, self.committed, self._taken, self._summed, self._durable, self._durable_taken):
             cursor[request_index] = 0
         self._free.append(request_index)
 
-    def begin_admission(
-        self, request_index: int, admission: int, prompt_tokens: int, granted_tokens: int, durable_tokens: int = 0
+    def begin_placement(
+        self, request_index: int, placement: int, prompt_tokens: int, granted_tokens: int, durable_tokens: int = 0
     ) -> None:
-        """From now on only `admission` may append, and only once `bind` has named its link."""
+        """From now on only `placement` may append, and only once `bind` has named its link."""
         self._capacity_of(request_index)
-        self._admission[request_index] = admission
+        self._placement[request_index] = placement
         self._prompt[request_index] = prompt_tokens
         self._granted[request_index] = granted_tokens
         self._durable[request_index] = durable_tokens
@@ -194,14 +194,14 @@ class TokenLog:
         """The link with number `source` speaks for the slot's admission."""
         self._source[request_index] = source
 
-    def rebind(self, request_index: int, admission: int, source: int) -> None:
+    def rebind(self, request_index: int, placement: int, source: int) -> None:
         """As `bind`, if the slot's admission is that one: a worker's word is not taken for it."""
-        if 0 <= request_index < self.request_indices and self._admission[request_index] == admission:
+        if 0 <= request_index < self.request_indices and self._placement[request_index] == placement:
             self.bind(request_index, source)
 
-    def end_admission(self, request_index: int) -> None:
-        """Nobody may append until the next `begin_admission` and `bind`; what was said stays."""
-        self._admission[request_index] = NO_ADMISSION
+    def end_placement(self, request_index: int) -> None:
+        """Nobody may append until the next `begin_placement` and `bind`; what was said stays."""
+        self._placement[request_index] = NO_PLACEMENT
         self._source[request_index] = NO_SOURCE
 
     # ------------------------------------------------------------ grants
@@ -237,8 +237,8 @@ class TokenLog:
         Raises ProtocolError, having changed nothing, when arrays disagree, a slot appears twice, tokens exceed what
         the request asked for, or a position is missed: reports apply in order, so the worker has lost count.
         """
-        request_indices, admissions, starts, counts, tokens, durables = self._unpack(progress)
-        mine = (self._admission[request_indices] == admissions) & (self._source[request_indices] == source)
+        request_indices, placements, starts, counts, tokens, durables = self._unpack(progress)
+        mine = (self._placement[request_indices] == placements) & (self._source[request_indices] == source)
         stale = len(mine) - int(np.count_nonzero(mine))
         if stale:
             tokens = tokens[np.repeat(mine, counts)]
@@ -285,12 +285,12 @@ class TokenLog:
         request_indices = unpack_int32(progress.request_indices, "request_indices").astype(
             np.intp
         )  # as indices are: eight lookups follow
-        admissions = unpack_int64(progress.admissions, "admissions")
+        placements = unpack_int64(progress.placements, "placements")
         starts = unpack_int32(progress.starts, "starts")
         counts = unpack_int32(progress.counts, "counts")
         tokens = unpack_int32(progress.tokens, "tokens")
         durables = unpack_int32(progress.durables, "durables")
-        if not len(request_indices) == len(admissions) == len(starts) == len(counts) == len(durables):
+        if not len(request_indices) == len(placements) == len(starts) == len(counts) == len(durables):
             raise ProtocolError(
                 "arrays of different lengths", field="progress", remedy="one element per request in each"
             )
@@ -302,7 +302,7 @@ class TokenLog:
             raise ProtocolError("negative positions", field="starts, counts")
         if int(counts.sum(dtype=np.int64)) != len(tokens):
             raise ProtocolError("counts do not add up to the tokens sent", field="tokens", value=len(tokens))
-        return request_indices, admissions, starts, counts, tokens, durables
+        return request_indices, placements, starts, counts, tokens, durables
 
     def _check_entries(
         self, request_indices: RequestIndices, starts: Int32Array, counts: Int32Array, known: Int32Array
@@ -444,7 +444,7 @@ class TokenLog:
             == self._extents.size,
             "what is committed is known": bool((self.committed <= self.lengths).all()),
             "no request is longer than it asked for": bool((self.lengths[opened] <= self._capacity[opened]).all()),
-            "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._admission >= 0].all()),
+            "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),
         }
         for claim, holds in checks.items():
             if not holds:

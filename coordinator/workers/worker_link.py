@@ -392,7 +392,7 @@ class WorkerLinks:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
         for held in hello.held:
-            self._log.rebind(held.request_index, held.admission, link.number)
+            self._log.rebind(held.request_index, held.placement, link.number)
         link.is_awaited = False
         log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
         self._welcome(link, received.peer, adopted=True)
@@ -474,7 +474,7 @@ class WorkerLinks:
             return
         if isinstance(command, messages.Admit):
             self._log.bind(command.request_index, link.number)
-            self._counters.admissions += 1
+            self._counters.placements += 1
         try:
             link.state.commands.append(command)
         except CapacityError as error:

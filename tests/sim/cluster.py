@@ -306,9 +306,9 @@ class CoordinatorLife:
         live = self.scheduler._requests.by_index.get(request_index)
         return self._cluster.truths[live.state.request_id] if live is not None else None
 
-    def durable(self, request_index: int, admission: int) -> int:
+    def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log
-        return log.durable(request_index) if log._admission[request_index] == admission else 0
+        return log.durable(request_index) if log._placement[request_index] == placement else 0
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""

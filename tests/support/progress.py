@@ -14,7 +14,7 @@ LINK = 7
 
 class RequestEntry(NamedTuple):
     request_index: int
-    admission: int
+    placement: int
     start: int
     tokens: Sequence[int]
     durable: int = 0
@@ -23,7 +23,7 @@ class RequestEntry(NamedTuple):
 def progress(*entries: RequestEntry) -> Progress:
     return Progress(
         request_indices=pack_int32([entry.request_index for entry in entries]),
-        admissions=pack_int64([entry.admission for entry in entries]),
+        placements=pack_int64([entry.placement for entry in entries]),
         starts=pack_int32([entry.start for entry in entries]),
         counts=pack_int32([len(entry.tokens) for entry in entries]),
         tokens=pack_int32([token for entry in entries for token in entry.tokens]),

@@ -86,9 +86,9 @@ class FakeLink:
         if not isinstance(said, tuple):
             self.rig.scheduler.on_event(self.worker.name, self.worker.epoch, said)  # type: ignore[arg-type]
             return
-        request_index, admission, start, tokens, durable = said
+        request_index, placement, start, tokens, durable = said
         heard = self.rig.token_log.append(
-            progress(RequestEntry(request_index, admission, start, tokens, durable)), self.number
+            progress(RequestEntry(request_index, placement, start, tokens, durable)), self.number
         )
         short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
@@ -162,8 +162,8 @@ class SchedulerRig:
         for link in list(self.links.values()):
             while link.downlink:
                 link.obey()
-            for admission in list(link.worker.runs):
-                link.worker.advance(admission)
+            for placement in list(link.worker.runs):
+                link.worker.advance(placement)
             while link.uplink:
                 link.hear()
 
@@ -217,7 +217,7 @@ class SchedulerRig:
                 assert worker.hot_chunks_free == worker.capacity.hot_chunks
                 assert worker.seats_free == worker.capacity.seats
                 assert worker.running == 0
-        assert not self.scheduler._requests.by_admission
+        assert not self.scheduler._requests.by_placement
 
 
 @asynccontextmanager

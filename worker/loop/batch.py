@@ -46,7 +46,7 @@ class RunningRequest:
     top-k is downloaded to.
     """
 
-    admission: int
+    placement: int
     request_index: int
     seat: int
     prompt: Int32Array

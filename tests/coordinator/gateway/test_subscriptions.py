@@ -44,7 +44,7 @@ def log() -> TokenLog:
     log = TokenLog(request_indices=4, arena_tokens=1 << 19)
     for request_index in range(4):
         assert log.open(100_000) == request_index
-        log.begin_admission(request_index, request_index + 1, 10, 64)
+        log.begin_placement(request_index, request_index + 1, 10, 64)
         log.bind(request_index, LINK)
     return log
 
@@ -166,7 +166,7 @@ class Readers(RuleBasedStateMachine):
         self.final: set[int] = set()
         for request_index in range(3):
             self.log.open(1_000)
-            self.log.begin_admission(request_index, request_index + 1, 10, 64)
+            self.log.begin_placement(request_index, request_index + 1, 10, 64)
             self.log.bind(request_index, LINK)
             self.said.append([])
 

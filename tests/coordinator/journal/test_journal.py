@@ -46,7 +46,7 @@ class Desk:
         self.wakes = 0
         self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
         self.request_index = self.log.open(100)
-        self.log.begin_admission(self.request_index, 1, 10, 1 << 20)
+        self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
         self.log.bind(self.request_index, 7)
 
     def _wake(self) -> None:

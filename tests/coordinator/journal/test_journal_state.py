@@ -81,7 +81,7 @@ def picture_of(book: JournalState, log: TokenLog) -> Picture:
     orders = {request_index: (it.ordered, it.strikes, it.mark, it.killed) for request_index, it in live.items()}
     images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
     workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
-    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.admissions
+    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.placements
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -216,13 +216,13 @@ class JournalMachine(RuleBasedStateMachine):
         if request_index is None:
             return
         known, joined = self.book.requests[request_index], self.live[pick % len(self.live)]
-        take_over = known.stay.admission if known.stay else None
-        number, want = self.book.admissions + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
+        take_over = known.stay.placement if known.stay else None
+        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
         if self.ledger.shortfall(joined.worker, want):
             return
         stay = Admission(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
         self.change(Reserve(number, joined.worker, want, take_over), stay)
-        self.log.begin_admission(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
+        self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
         self.log.bind(request_index, 1)
 
     @rule(pick=st.integers(0), count=st.integers(0, 9), durable=st.integers(0, 200))
@@ -233,7 +233,7 @@ class JournalMachine(RuleBasedStateMachine):
         start, stay = self.log.length(request_index), self.book.requests[request_index].stay
         assert stay is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(RequestEntry(request_index, stay.admission, start, tokens, durable)), 1)
+        self.log.append(progress(RequestEntry(request_index, stay.placement, start, tokens, durable)), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:
@@ -242,8 +242,8 @@ class JournalMachine(RuleBasedStateMachine):
         if request_index is not None and (stay := self.book.requests[request_index].stay) and self.ledger.pages_free:
             if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more, seat=False):
                 return
-            self.change(Extend(stay.admission, more))
-            self.change(Shrink(stay.admission, Memory(hot_chunks=min(1, self.ledger.held(stay.admission).hot_chunks))))
+            self.change(Extend(stay.placement, more))
+            self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))
 
     @rule(pick=st.integers(0), keep=st.booleans())
     def retract(self, pick: int, keep: bool) -> None:
@@ -255,11 +255,11 @@ class JournalMachine(RuleBasedStateMachine):
         """`full_pages`: a process not proved gone may still write the last one."""
         stay = self.book.requests[request_index].stay
         assert stay is not None
-        held = self.ledger.held(stay.admission).host_pages
+        held = self.ledger.held(stay.placement).host_pages
         kept = min(self.log.durable(request_index), held * 64) if keep else 0
         kept = kept // 64 * 64 if full_pages else kept
-        change: Change = Keep(stay.admission, -(-kept // 64)) if kept else Release(stay.admission)
-        self.log.end_admission(request_index)
+        change: Change = Keep(stay.placement, -(-kept // 64)) if kept else Release(stay.placement)
+        self.log.end_placement(request_index)
         self.change(change, Departed(request_index, kept))
 
     @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
@@ -287,7 +287,7 @@ class JournalMachine(RuleBasedStateMachine):
         if request_index is not None:
             known = self.book.requests[request_index]
             if known.stay is not None:
-                self.change(Release(known.stay.admission), Departed(request_index, 0))
+                self.change(Release(known.stay.placement), Departed(request_index, 0))
             self.write(Ended(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
 
     @rule(pick=st.integers(0))
@@ -354,10 +354,10 @@ def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), Changed("b", changes)]
     book = replay(records, new_log(journalled=True))
-    assert book.ledgers["b"].admissions() == {7}
-    assert book.admissions == 7
+    assert book.ledgers["b"].placements() == {7}
+    assert book.placements == 7
     released = replay([*records, Changed("b", (Release(7),))], new_log(journalled=True))
-    assert released.admissions == 7
+    assert released.placements == 7
 
 
 def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:

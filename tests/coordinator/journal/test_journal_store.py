@@ -362,7 +362,7 @@ def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
     with opened(path) as store:
         book = replay(store.read(), TokenLog(4, 1 << 12, journalled=True))
         known = book.requests[0]
-        assert (book.arrivals, book.admissions, known.ordered) == (5, 9, order(3))
+        assert (book.arrivals, book.placements, known.ordered) == (5, 9, order(3))
         assert (known.stay, known.on_worker, known.kept_tokens) == (
             Admission(0, 7, "n0", "w0", 1, 64),
             False,

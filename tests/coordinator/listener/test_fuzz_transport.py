@@ -61,7 +61,7 @@ async def against_gateway(directory: Path, role: str, frames: list[bytes]) -> No
 async def against_links(directory: Path, frames: list[bytes]) -> None:
     async with running_links(LinkRig(directory)) as rig:
         victim = await rig.joined("victim")
-        request_index = rig.admitted("victim", admission=1)
+        request_index = rig.admitted("victim", placement=1)
         await victim.hear()
         await victim.report(progress(RequestEntry(request_index, 1, 0, [0, 1])))
         await victim.hear()

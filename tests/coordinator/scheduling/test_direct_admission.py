@@ -305,11 +305,11 @@ def test_keep_of_a_prompt_handed_over_keeps_its_reserve() -> None:
     fake.submit(0, 100, 300)
     fake.settle()
     entry = fake.entry(0)
-    pages, admission = entry.pages, entry.admission
+    pages, placement = entry.pages, entry.placement
     assert pages > 2
     steps: list[object] = []
     take = fake.take
     fake.take = lambda heard: (steps.extend(it.change for it in heard.steps), take(heard))[1]  # type: ignore[method-assign, func-returns-value]
     run_until(fake, lambda: is_running(fake, 0))
-    assert Keep(admission, pages) in steps
+    assert Keep(placement, pages) in steps
     assert entry.first_token == NO_TOKEN

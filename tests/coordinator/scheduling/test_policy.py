@@ -66,7 +66,7 @@ def hot(fake: FakeCluster, request_index: int) -> int:
 def run_until_resized(fake: FakeCluster, request_index: int) -> int:
     """Slot of the first request that policy resizes while only `request_index` advances."""
     for _ in range(300):
-        fake.workers["w0"].advance(fake.entry(request_index).admission)
+        fake.workers["w0"].advance(fake.entry(request_index).placement)
         while fake.uplinks["w0"]:
             fake.hear_next("w0")
         resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.Resize)]
@@ -429,8 +429,8 @@ class PolicyMachine(RuleBasedStateMachine):
     def worker_advances(self, data: st.DataObject) -> None:
         runs = [(worker, a) for worker in self.cluster.workers.values() for a in worker.runs]
         if runs:
-            worker, admission = data.draw(st.sampled_from(runs))
-            worker.advance(admission)
+            worker, placement = data.draw(st.sampled_from(runs))
+            worker.advance(placement)
 
     @rule(name=st.sampled_from(["w0", "w1"]), count=st.integers(1, 4))
     def commands_arrive(self, name: str, count: int) -> None:
@@ -529,8 +529,8 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         cluster = self.cluster
         for zombie in list(cluster.zombies):
-            for admission in list(zombie.runs):
-                zombie.advance(admission)
+            for placement in list(zombie.runs):
+                zombie.advance(placement)
             cluster.prove_exit(zombie)
         for name in ("w0", "w1"):
             if name not in cluster.workers:

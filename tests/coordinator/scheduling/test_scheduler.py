@@ -378,8 +378,8 @@ async def test_worker_loss_in_every_state(autojump_clock: MockClock, state: str,
             await rig.scheduler.resume(("r!",), "test")
         await rig.run_until("r!", "FINISHED")
         for zombie in list(rig.zombies):
-            for admission in list(zombie.worker.runs):
-                zombie.worker.advance(admission)
+            for placement in list(zombie.worker.runs):
+                zombie.worker.advance(placement)
             rig.prove_exit(zombie)
         await rig.settle()
         rig.check_nothing_leaked()
@@ -519,9 +519,9 @@ async def test_a_worker_cannot_touch_requests_of_another(autojump_clock: MockClo
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
         await rig.run_until("r!", "RUNNING")
-        for admission in (0, 1, 2, 10**12):
-            rig.scheduler.on_event("w9", 1, messages.Released(admission, 0, 0, 0))
-            rig.scheduler.on_event("w0", 99, messages.Faulted(admission, "no"))
+        for placement in (0, 1, 2, 10**12):
+            rig.scheduler.on_event("w9", 1, messages.Released(placement, 0, 0, 0))
+            rig.scheduler.on_event("w0", 99, messages.Faulted(placement, "no"))
         await rig.settle()
         assert rig.state("r!") == "RUNNING"
 

@@ -26,9 +26,9 @@ def log() -> TokenLog:
     return TokenLog(request_indices=8, arena_tokens=1024)
 
 
-def started(log: TokenLog, admission: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64) -> int:
+def started(log: TokenLog, placement: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64) -> int:
     request_index = log.open(max_tokens)
-    log.begin_admission(request_index, admission, prompt, granted)
+    log.begin_placement(request_index, placement, prompt, granted)
     log.bind(request_index, LINK)
     return request_index
 
@@ -54,12 +54,12 @@ def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: Token
     assert tokens_of(log, request_index) == [1, 2, 3, 4], "I5: delivered positions never change"
 
 
-@pytest.mark.parametrize(("admission", "link"), [(2, LINK), (1, LINK + 1), (-1, LINK)])
-def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, admission: int, link: int) -> None:
+@pytest.mark.parametrize(("placement", "link"), [(2, LINK), (1, LINK + 1), (-1, LINK)])
+def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, placement: int, link: int) -> None:
     request_index, other = started(log, 1), started(log, 5)
     empty = log.open(10)
     report = progress(
-        RequestEntry(request_index, admission, 0, [66], 3),
+        RequestEntry(request_index, placement, 0, [66], 3),
         RequestEntry(other, 5, 0, [50]),
         RequestEntry(empty, -1, 0, [66]),
     )
@@ -73,9 +73,9 @@ def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, 
 def test_a_new_admission_silences_the_old_and_keeps_what_was_delivered(log: TokenLog) -> None:
     request_index = started(log, 1)
     log.append(progress(RequestEntry(request_index, 1, 0, [1, 2], durable=11)), LINK)
-    log.end_admission(request_index)
+    log.end_placement(request_index)
     assert log.append(progress(RequestEntry(request_index, 1, 2, [3])), LINK).stale_entries == 1
-    log.begin_admission(request_index, 9, 10, 64, durable_tokens=11)
+    log.begin_placement(request_index, 9, 10, 64, durable_tokens=11)
     log.bind(request_index, LINK + 1)
     assert log.append(progress(RequestEntry(request_index, 1, 2, [3])), LINK).stale_entries == 1
     log.append(progress(RequestEntry(request_index, 9, 2, [4])), LINK + 1)
@@ -103,7 +103,7 @@ def entry_with(log: TokenLog, field: str) -> Progress:
         "ragged": {"request_indices": b"abc"},
         "unknown slot": {"request_indices": pack_int32([0, 8])},
         "negative slot": {"request_indices": pack_int32([0, -8])},
-        "twice": {"request_indices": pack_int32([0, 0]), "admissions": pack_int64([1, 1])},
+        "twice": {"request_indices": pack_int32([0, 0]), "placements": pack_int64([1, 1])},
         "too many": {"counts": pack_int32([50, 0]), "tokens": pack_int32([7] * 50)},
     }[field]
     fields = {name: getattr(good, name) for name in good.__struct_fields__} | changed
@@ -127,9 +127,9 @@ def entry_with(log: TokenLog, field: str) -> Progress:
     ],
 )
 def test_a_wrong_report_is_refused_whole(log: TokenLog, field: str) -> None:
-    for admission in (1, 2):
-        request_index = started(log, admission)
-        log.append(progress(RequestEntry(request_index, admission, 0, [admission])), LINK)
+    for placement in (1, 2):
+        request_index = started(log, placement)
+        log.append(progress(RequestEntry(request_index, placement, 0, [placement])), LINK)
     with pytest.raises(ProtocolError):
         log.append(entry_with(log, field), LINK)
     assert [tokens_of(log, request_index) for request_index in (0, 1)] == [[1], [2]]
@@ -158,8 +158,8 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
 def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
     """128 tokens ahead: one request is told per 96 tokens reported, and the rest when a quarter is left."""
     log = TokenLog(request_indices=100, arena_tokens=1 << 15)
-    for admission in range(100):
-        started(log, admission, max_tokens=200, prompt=0, granted=128)
+    for placement in range(100):
+        started(log, placement, max_tokens=200, prompt=0, granted=128)
     told: list[list[int]] = []
     for position in range(128):
         step = [
@@ -175,8 +175,8 @@ def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
 
 def test_urgent_shortages_are_all_told_at_once() -> None:
     log = TokenLog(request_indices=100, arena_tokens=1 << 15)
-    for admission in range(100):
-        started(log, admission, max_tokens=200, prompt=0, granted=32)
+    for placement in range(100):
+        started(log, placement, max_tokens=200, prompt=0, granted=32)
     appended = log.append(
         progress(*[RequestEntry(request_index, request_index, 0, [7]) for request_index in range(100)]), LINK
     )
@@ -199,7 +199,7 @@ def test_a_closed_slot_cannot_be_used(log: TokenLog) -> None:
     with pytest.raises(InternalError):
         log.close(request_index)
     with pytest.raises(InternalError):
-        log.begin_admission(request_index, 2, 10, 64)
+        log.begin_placement(request_index, 2, 10, 64)
     assert log.append(progress(RequestEntry(request_index, 1, 0, [1])), LINK).stale_entries == 1
 
 
@@ -229,8 +229,8 @@ class LogAndModel(RuleBasedStateMachine):
         self.log = TokenLog(request_indices=4, arena_tokens=512)
         self.outputs: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
-        self.admission: dict[int, int] = {}
-        self.admissions = 0
+        self.placement: dict[int, int] = {}
+        self.placements = 0
 
     @rule(max_tokens=st.integers(1, 200))
     def open(self, max_tokens: int) -> None:
@@ -247,9 +247,9 @@ class LogAndModel(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 3), request_index=st.none())
     def begin(self, pick: int, request_index: int | None) -> None:
         request_index = sorted(self.outputs)[pick % len(self.outputs)] if request_index is None else request_index
-        self.admissions += 1
-        self.admission[request_index] = self.admissions
-        self.log.begin_admission(request_index, self.admissions, 10, 64)
+        self.placements += 1
+        self.placement[request_index] = self.placements
+        self.log.begin_placement(request_index, self.placements, 10, 64)
         self.log.bind(request_index, LINK)
 
     @precondition(lambda self: self.outputs)
@@ -257,7 +257,7 @@ class LogAndModel(RuleBasedStateMachine):
     def close(self, pick: int) -> None:
         request_index = sorted(self.outputs)[pick % len(self.outputs)]
         self.log.close(request_index)
-        del self.outputs[request_index], self.max_tokens[request_index], self.admission[request_index]
+        del self.outputs[request_index], self.max_tokens[request_index], self.placement[request_index]
 
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
@@ -269,7 +269,7 @@ class LogAndModel(RuleBasedStateMachine):
             room = self.max_tokens[request_index] - start
             tokens = data.draw(st.lists(st.integers(0, 1000), max_size=min(room, 20)))
             stale = data.draw(st.booleans())
-            entries.append(RequestEntry(request_index, self.admission[request_index] - stale, start, tokens))
+            entries.append(RequestEntry(request_index, self.placement[request_index] - stale, start, tokens))
             if not stale:
                 output.extend(tokens[len(output) - start :])
         self.log.append(progress(*entries), LINK)

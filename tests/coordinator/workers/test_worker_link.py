@@ -133,14 +133,14 @@ class Rig:
         assert isinstance(await worker.hear(), WorkerWelcome)
         return worker
 
-    def admitted(self, name: str = "w0", admission: int = 1) -> int:
+    def admitted(self, name: str = "w0", placement: int = 1) -> int:
         """A request of that admission, given to the worker; its slot."""
         request_index = self.log.open(100)
-        self.log.begin_admission(request_index, admission, 10, 1 << 20)
+        self.log.begin_placement(request_index, placement, 10, 1 << 20)
         sampling = messages.Sampling(max_tokens=100)
         self.scheduler.ports[name].send(
             messages.Admit(
-                admission, request_index, f"r{request_index}", bytes(40), b"", 0, sampling, bytes(4), 1, 1, 0, 1
+                placement, request_index, f"r{request_index}", bytes(40), b"", 0, sampling, bytes(4), 1, 1, 0, 1
             )
         )
         return request_index
@@ -224,7 +224,7 @@ async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_p
 
 async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
     owner, other = await rig.joined("w0"), await rig.joined("w1")
-    request_index = rig.admitted("w0", admission=77)
+    request_index = rig.admitted("w0", placement=77)
     await other.report(progress(RequestEntry(request_index, 77, 0, [6, 6, 6])))
     assert await other.hear() == ReportAck(INCARNATION, 1)
     assert tokens_of(rig, request_index) == []
@@ -251,7 +251,7 @@ async def test_shortages_are_told_once(rig: Rig) -> None:
 @pytest.mark.parametrize("broken", ["missed position", "unsent command", "unsent replay", "number 0", "flood"])
 async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else(rig: Rig, broken: str) -> None:
     worker, neighbour = await rig.joined("w0"), await rig.joined("w1")
-    request_index, other = rig.admitted("w0", admission=1), rig.admitted("w1", admission=2)
+    request_index, other = rig.admitted("w0", placement=1), rig.admitted("w1", placement=2)
     await worker.hear()
     match broken:
         case "missed position":
@@ -318,8 +318,8 @@ async def test_strangers_and_other_epochs_are_not_heard(rig: Rig) -> None:
 
 async def test_commands_go_out_numbered_and_together(rig: Rig) -> None:
     worker = await rig.joined()
-    for admission in (1, 2, 3):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in (1, 2, 3):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
     assert await worker.hear() == Commands(INCARNATION, 1, (Withdraw(1), Withdraw(2), Withdraw(3)))
     await worker.beat(command_ack=3)
     await worker.say(messages.ReplayCommands(1, 4))
@@ -340,8 +340,8 @@ async def test_an_overdue_acknowledgement_brings_replay_without_a_reconnect(rig:
 
 async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None:
     worker = await rig.joined()
-    for admission in (1, 2):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in (1, 2):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
         await worker.hear()
     await worker.beat(command_ack=1)
     await worker.say(messages.ReplayCommands(1, 2))
@@ -373,8 +373,8 @@ async def test_a_full_socket_keeps_commands_in_order(tmp_path: Path) -> None:
     async with running(Rig(tmp_path, queue_messages=2)) as rig:
         worker = await rig.joined()
         count = 400
-        for admission in range(count):
-            rig.scheduler.ports["w0"].send(messages.Grant(admission, bytes(4 * 40_000), 0, 0))
+        for placement in range(count):
+            rig.scheduler.ports["w0"].send(messages.Grant(placement, bytes(4 * 40_000), 0, 0))
         await trio.sleep(0.05)
         expected = 1
         while expected <= count:
@@ -389,8 +389,8 @@ async def test_a_full_socket_keeps_commands_in_order(tmp_path: Path) -> None:
 async def test_a_worker_that_never_acknowledges_counts_as_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_log, "COMMANDS_UNACKED_MAX", 10)
     worker = await rig.joined()
-    for admission in range(12):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in range(12):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
     assert rig.scheduler.told[-1] == ("down", "w0", 1, False)
     worker.close()
 

@@ -56,7 +56,7 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
 async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
     port = expected(rig)
     request_index = rig.log.open(100)
-    rig.log.begin_admission(request_index, 3, 10, 1 << 20)
+    rig.log.begin_placement(request_index, 3, 10, 1 << 20)
     port.send(Withdraw(99))  # waits for the hello
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
@@ -75,7 +75,7 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
 async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
     expected(rig)
     request_index = rig.log.open(100)
-    rig.log.begin_admission(request_index, 4, 10, 1 << 20)
+    rig.log.begin_placement(request_index, 4, 10, 1 << 20)
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()

@@ -67,7 +67,7 @@ class FakeLive:
     sampling: messages.Sampling
     prompt: bytes
     tokens: list[int] = field(default_factory=list)
-    admission: int = 0
+    placement: int = 0
     durable: int = 0
     endings: list[Ending] = field(default_factory=list)
 
@@ -130,9 +130,9 @@ class FakeCluster:
             else:
                 self._route(said)
 
-    def _append(self, request_index: int, admission: int, start: int, tokens: list[int], durable: int) -> None:
+    def _append(self, request_index: int, placement: int, start: int, tokens: list[int], durable: int) -> None:
         live = self.live.get(request_index)
-        if live is None or live.admission != admission:
+        if live is None or live.placement != placement:
             return
         assert start <= len(live.tokens), "I5: a gap"
         live.tokens += tokens[len(live.tokens) - start :]
@@ -143,7 +143,7 @@ class FakeCluster:
 
     def _route(self, event: object) -> None:
         for request_index, live in self.live.items():
-            if live.state.admission == event.admission:  # type: ignore[attr-defined]
+            if live.state.placement == event.placement:  # type: ignore[attr-defined]
                 return self.tell(request_index, event)  # type: ignore[arg-type]
         return None
 
@@ -186,7 +186,7 @@ class FakeCluster:
             case Resized():
                 self.take(self.dispatch.resized(action))
             case Departed():
-                live.admission = 0
+                live.placement = 0
                 self.take(self.dispatch.departed(action, len(live.tokens)))
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
                 if live.state.worker in self.ports:
@@ -228,10 +228,10 @@ class FakeCluster:
         entry, live = decision.entry, self.live[decision.entry.request_index]
         assert isinstance(step, tuple)
         assert isinstance(step.change, changes.Reserve)
-        live.admission, live.durable = decision.admission, decision.durable_tokens
+        live.placement, live.durable = decision.placement, decision.durable_tokens
         generated = np.array(live.tokens, dtype=np.int32).tobytes()
         command = messages.Admit(
-            decision.admission,
+            decision.placement,
             entry.request_index,
             live.state.request_id,
             live.prompt,
@@ -269,8 +269,8 @@ class FakeCluster:
         for name, worker in list(self.workers.items()):
             while self.ports[name].downlink:
                 self.obey_next(name)
-            for admission in list(worker.runs):
-                worker.advance(admission)
+            for placement in list(worker.runs):
+                worker.advance(placement)
             while self.uplinks[name]:
                 self.hear_next(name)
         self.settle(tick=True)

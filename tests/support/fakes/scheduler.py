@@ -61,7 +61,7 @@ class FakeScheduler:
         if request_id in self.request_indices:
             raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
         request_index = self.log.open(submit.sampling.max_tokens)
-        self.log.begin_admission(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
+        self.log.begin_placement(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
         self.log.bind(request_index, LINK)
         self.request_indices[request_id] = request_index
         self.owners[request_id] = owner
