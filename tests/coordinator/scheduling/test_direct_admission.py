@@ -31,8 +31,8 @@ def pair(*, prefill: dict[str, int] | None = None, decode: dict[str, int] | None
     return fake
 
 
-def admits(plan: list[decisions.Decision]) -> list[decisions.Admit]:
-    return [decision for decision in plan if isinstance(decision, decisions.Admit)]
+def admits(plan: list[decisions.Decision]) -> list[decisions.AdmitDecision]:
+    return [decision for decision in plan if isinstance(decision, decisions.AdmitDecision)]
 
 
 # ---------------------------------------------------------------- who goes where

@@ -69,7 +69,7 @@ def run_until_resized(fake: FakeCluster, request_index: int) -> int:
         fake.workers["w0"].advance(fake.entry(request_index).placement)
         while fake.uplinks["w0"]:
             fake.hear_next("w0")
-        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.Resize)]
+        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.ResizeDecision)]
         if resizes:
             return resizes[0].entry.request_index
         while fake.ports["w0"].downlink:
@@ -130,7 +130,7 @@ def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     assert fake.settle(tick=True) == []
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
-    assert isinstance(decision, decisions.Resize)
+    assert isinstance(decision, decisions.ResizeDecision)
     assert decision.hot_size == HotSize(256, 5)
 
 
@@ -255,7 +255,7 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
     fake.submit(4, 500, 60, priority=1)
     for _ in range(3):
         for decision in fake.settle():
-            if isinstance(decision, decisions.Demote | decisions.Retract):
+            if isinstance(decision, decisions.DemoteDecision | decisions.RetractDecision):
                 gone.append(f"{type(decision).__name__} {decision.entry.request_index}")
     assert gone[:2] == ["Demote 1", "Demote 0"]
     assert fake.entry(0).held

@@ -7,10 +7,17 @@ import pytest
 
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.decisions import Admit, Demote
+from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
 from coordinator.scheduling.entries import Phase, Worker
-from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
+from coordinator.scheduling.events import (
+    EndOrder,
+    PlacementEnded,
+    PlacementProgressed,
+    RetractOrder,
+    RowsGivenUp,
+    Stage,
+)
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
@@ -44,7 +51,7 @@ class Desk:
         self.hear(self.dispatch.worker_up(worker))
         return worker
 
-    def settle(self) -> list[Admit]:
+    def settle(self) -> list[AdmitDecision]:
         self.dispatch.dirty = True
         plan = self.dispatch.plan(self.now)
         for decision in plan:
@@ -52,7 +59,7 @@ class Desk:
                 if step is not None:
                     apply(self.ledgers[step.node], step.change)
         self.check()
-        return [decision for decision in plan if isinstance(decision, Admit)]
+        return [decision for decision in plan if isinstance(decision, AdmitDecision)]
 
     def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
@@ -68,10 +75,10 @@ class Desk:
     # what workers say
 
     def staged(self) -> None:
-        self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.placement, Stage.STAGED)))
+        self.hear(self.dispatch.progressed(PlacementProgressed(SLOT, self.entry.placement, Stage.STAGED)))
 
     def sent(self, durable_tokens: int = PROMPT) -> Effects:
-        event = Departed(SLOT, self.entry.placement, durable_tokens, False)
+        event = PlacementEnded(SLOT, self.entry.placement, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
     def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
@@ -174,7 +181,7 @@ def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
     assert Release(ticket) in changes(heard)
     assert desk.ledgers["b"].count_pages().quarantined == pages
-    assert [type(tell.event) for tell in heard.tells] == [Retract]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent(0)
     (again,) = desk.settle()
     assert again.decoder != taker
@@ -187,7 +194,7 @@ def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk)
     desk.sent()
     heard = desk.closed(ticket, 0)
     assert changes(heard) == [Release(ticket)]
-    assert [type(tell.event) for tell in heard.tells] == [Demoted]
+    assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
     assert (desk.entry.phase, desk.entry.pages) == (Phase.WAITING, 0)
     assert desk.ledgers["b"].pages_free == 64
 
@@ -208,7 +215,7 @@ def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side
         else:
             heard = desk.closed(ticket, 0)
             desk.sent(0)
-    ends = [tell.event for tell in heard.tells if isinstance(tell.event, End)]
+    ends = [tell.event for tell in heard.tells if isinstance(tell.event, EndOrder)]
     assert ends[0].outcome == "FAILED"
     assert f"{TRANSFERS_FAILED_MAX} transfers failed" in ends[0].reason
     assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
@@ -254,7 +261,7 @@ def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk:
     desk.staged()
     desk.closed(ticket)
     heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
-    assert [type(tell.event) for tell in heard.tells] == [Retract]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent()
     assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (Phase.WAITING, 0, 0)
 
@@ -328,5 +335,5 @@ def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(de
     assert (desk.entry.phase, desk.entry.node) == (Phase.WAITING, "a")
     assert desk.entry.kept_tokens
     desk.dispatch.plan(100.0, tick=True)
-    assert not any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
-    assert any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))
+    assert not any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
+    assert any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))
