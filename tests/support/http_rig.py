@@ -14,7 +14,7 @@ import trio.testing
 
 from hisparse.client.client import open_client
 from hisparse.http.api_keys import ApiKeys
-from hisparse.http.front import SchedulerApi
+from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutputs
 from metrics.http import HttpSources, scrape
@@ -133,9 +133,7 @@ class FrontRig:
         self.sources = HttpSources(
             "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
         )
-        self.front = SchedulerApi(
-            settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources)
-        )
+        self.front = Front(settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources))
         self._nursery = nursery
 
     def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:

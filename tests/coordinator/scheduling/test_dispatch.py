@@ -10,7 +10,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import Phase, RequestEntry, Worker
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
     HotBufferResized,
@@ -31,7 +31,7 @@ class Desk:
     def __init__(self) -> None:
         self.ledger = Ledger(32)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
-        self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort())
+        self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort())
         self.hear(self.dispatch.worker_up(self.worker))
         self.entry = self.dispatch.placement_table.add(7, 0, 100, 300)
         self.settle()
@@ -70,7 +70,7 @@ def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     placement = desk.entry.placement
     assert steps(desk.depart(130)) == [Keep(placement, 3)]
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (Phase.WAITING, 3, 40)
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (EntryPhase.WAITING, 3, 40)
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
     assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
@@ -87,9 +87,9 @@ def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: 
     desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=True))
     desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "operator"))
     desk.depart(130)
-    desk.hear(desk.dispatch.worker_up(Worker("w0", "n0", 2, capacity(), MODEL, FakePort())))
+    desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
     assert desk.settle() == []
-    assert (desk.entry.phase, desk.ledger.pages_free) == (Phase.CLOSING, 32)
+    assert (desk.entry.phase, desk.ledger.pages_free) == (EntryPhase.CLOSING, 32)
     desk.dispatch.closed(7)
     assert not desk.dispatch.placement_table.entries
 

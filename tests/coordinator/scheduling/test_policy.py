@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.entries import Drain
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
@@ -342,7 +342,7 @@ def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -
         fake.submit(request_index, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0, 1, 2))
     crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.placement_table.workers[name].requests)
-    fake.drain_worker(crowded, Drain(1e9, handover=True))
+    fake.drain_worker(crowded, WorkerDrain(1e9, handover=True))
     rows = {request_index: len(fake.live[request_index].tokens) for request_index in range(3)}
     for _ in range(5):
         fake.round()
@@ -356,7 +356,7 @@ def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() ->
     fake = cluster()
     fake.submit(0, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0))
-    fake.drain_worker("w0", Drain(fake.now + 5, handover=True))
+    fake.drain_worker("w0", WorkerDrain(fake.now + 5, handover=True))
     for _ in range(3):
         fake.round()
     assert is_running(fake, 0), "nowhere to go: it goes on in place"
@@ -511,7 +511,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["w0", "w1"]), handover=st.booleans(), seconds=st.integers(1, 9))
     def drain(self, name: str, handover: bool, seconds: int) -> None:
         if name in self.cluster.workers:
-            self.cluster.drain_worker(name, Drain(self.cluster.now + seconds, handover))
+            self.cluster.drain_worker(name, WorkerDrain(self.cluster.now + seconds, handover))
 
     @rule(name=st.sampled_from(["w0", "w1"]))
     def undrain(self, name: str) -> None:

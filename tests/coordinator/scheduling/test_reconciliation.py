@@ -12,7 +12,7 @@ from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import Phase, RequestEntry, Worker
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.reconciliation import adopt
@@ -35,7 +35,7 @@ class Desk:
         self.ledger.add_worker("w0", 1, capacity())
         self.ledger.reserve(1, "w0", memory)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
-        self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
+        self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
@@ -75,14 +75,14 @@ def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
 def test_what_was_staged_gives_its_slab_back() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (Phase.RUNNING, 0)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
     assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
 
 
 def test_a_prompt_that_is_being_prefilled_goes_on() -> None:
     desk = Desk()
     assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (Phase.STARTING, 2)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.STARTING, 2)
 
 
 def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
@@ -145,7 +145,7 @@ def test_what_is_not_there_any_more_has_departed() -> None:
     desk = Desk()
     (tell,) = desk.adopt().tells
     assert tell.event == WorkerLost(1, True, "w0 has it no more")
-    assert desk.entry.phase is Phase.LEAVING
+    assert desk.entry.phase is EntryPhase.LEAVING
 
 
 def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:

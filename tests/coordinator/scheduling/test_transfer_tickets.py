@@ -9,7 +9,7 @@ from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
-from coordinator.scheduling.entries import Phase, Worker
+from coordinator.scheduling.entries import EntryPhase, WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
     PlacementEnded,
@@ -36,17 +36,17 @@ class Desk:
         self.ledgers = {"a": Ledger(64), "b": Ledger(64)}
         self.dispatch = Dispatch(self.ledgers, 96)
         self.placement_table = self.dispatch.placement_table
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, WorkerEntry] = {}
         for name in workers.split():
             self.join(name)
         self.entry = self.placement_table.add(SLOT, 0, PROMPT, 300)
         self.now = 0.0
 
-    def join(self, name: str, role: str = "", epoch: int = 1) -> Worker:
+    def join(self, name: str, role: str = "", epoch: int = 1) -> WorkerEntry:
         role = role or (PREFILL if name[0] == "p" else DECODE)
         size = msgspec.structs.replace(capacity(role, host_pages=64), sends=True, receives=True)
         node = "a" if name[0] == "p" else "b"
-        worker = Worker(name, node, epoch, size, MODEL, FakePort(), receiver=b"there", pid=4711)
+        worker = WorkerEntry(name, node, epoch, size, MODEL, FakePort(), receiver=b"there", pid=4711)
         self.workers[name] = worker
         self.hear(self.dispatch.worker_up(worker))
         return worker
@@ -195,7 +195,7 @@ def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk)
     heard = desk.closed(ticket, 0)
     assert changes(heard) == [Release(ticket)]
     assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
-    assert (desk.entry.phase, desk.entry.pages) == (Phase.WAITING, 0)
+    assert (desk.entry.phase, desk.entry.pages) == (EntryPhase.WAITING, 0)
     assert desk.ledgers["b"].pages_free == 64
 
 
@@ -263,7 +263,7 @@ def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk:
     heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent()
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (Phase.WAITING, 0, 0)
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (EntryPhase.WAITING, 0, 0)
 
 
 def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
@@ -332,7 +332,7 @@ def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(de
     desk.hear(desk.dispatch.revoke(ticket))
     desk.closed(ticket.placement, 0)
     desk.sent()
-    assert (desk.entry.phase, desk.entry.node) == (Phase.WAITING, "a")
+    assert (desk.entry.phase, desk.entry.node) == (EntryPhase.WAITING, "a")
     assert desk.entry.kept_tokens
     desk.dispatch.plan(100.0, tick=True)
     assert not any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))

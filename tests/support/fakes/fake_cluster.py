@@ -18,7 +18,7 @@ from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import Drain, RequestEntry, Worker
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -105,7 +105,7 @@ class FakeCluster:
             name, node, epoch, size, self.pools[node], uplink.append, lambda *said: uplink.append(said), self.rng
         )
         self.workers[name], self.ports[name], self.uplinks[name] = fake, FakePort(), uplink
-        worker = Worker(name, node, epoch, size, MODEL, self.ports[name])
+        worker = WorkerEntry(name, node, epoch, size, MODEL, self.ports[name])
         self.take(self.dispatch.worker_up(worker))
 
     def lose_worker(self, name: str, *, proved: bool) -> None:
@@ -268,7 +268,7 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- to the end
 
-    def drain_worker(self, name: str, drain: Drain | None) -> None:
+    def drain_worker(self, name: str, drain: WorkerDrain | None) -> None:
         self.dispatch.drain(self.dispatch.placement_table.workers[name], drain)
 
     def round(self) -> None:
