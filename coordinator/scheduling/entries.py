@@ -87,7 +87,7 @@ class RequestEntry:
     @property
     def memory(self) -> Memory:
         on_worker = self.phase in ON_WORKER
-        return Memory(self.pages, self.chunks, self.pages if on_worker else 0, self.slab_pages)
+        return Memory(self.pages, self.chunks, self.pages * on_worker, self.slab_pages, int(on_worker))
 
 
 @dataclass(slots=True, eq=False)

@@ -161,4 +161,4 @@ def test_staged_gives_the_slab_back(desk: Desk) -> None:
     desk.settle()
     heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))
     assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
-    assert desk.ledger.budget("w0").slab_pages_free == 8
+    assert desk.ledger.budget("w0").free.slab_pages == 8

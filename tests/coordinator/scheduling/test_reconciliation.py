@@ -76,7 +76,7 @@ def test_what_was_staged_gives_its_slab_back() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
     assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
-    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
+    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0, 1)
 
 
 def test_a_prompt_that_is_being_prefilled_goes_on() -> None:

@@ -111,7 +111,7 @@ def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
     assert there.change == Reserve(admit.transfer.ticket, admit.transfer.worker.name, Memory(admit.transfer.pages))
     assert (there.node, admit.worker.node, admit.memory.host_pages) == ("b", "a", 3)
     assert admit.transfer.pages > 3
-    assert desk.ledgers["b"].budget(admit.transfer.worker.name).seats_free == 2
+    assert desk.ledgers["b"].budget(admit.transfer.worker.name).free.seats == 2
 
 
 def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:

@@ -310,8 +310,8 @@ class FakeCluster:
             assert ledger.pages_free == ledger.pages_total
         for name, worker in self.workers.items():
             budget = self.ledgers[worker.node].budget(name)
-            assert budget.hot_chunks_free == worker.capacity.hot_chunks
-            assert budget.seats_free == worker.capacity.seats
+            assert budget.free.hot_chunks == worker.capacity.hot_chunks
+            assert budget.free.seats == worker.capacity.seats
 
 
 def _nobody(*_: object) -> None:
