@@ -306,6 +306,12 @@ class Demoted(msgspec.Struct, frozen=True):
     reason: str
 
 
+class StillWaits(msgspec.Struct, frozen=True):
+    """What it waits for is of a kind that its history does not name yet."""
+
+    reason: str
+
+
 class End(msgspec.Struct, frozen=True):
     """`outcome` ABORTED or FAILED, whatever the request is doing; `cause`, in one word, of a failure."""
 
@@ -334,4 +340,4 @@ class Adopted(msgspec.Struct, frozen=True):
     grant: messages.Grant | None
 
 
-Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted
+Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | StillWaits | End | Lost | Adopted

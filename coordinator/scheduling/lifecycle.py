@@ -68,6 +68,7 @@ class Kind(StrEnum):
     RETRACT = "retract"
     RESUME = "resume"
     DEMOTED = "demoted"
+    WAITS = "waits"  # why it is not admitted yet
     END = "end"  # abort, or the coordinator stops
     LOST = "lost"
     ADOPTED = "adopted"  # a coordinator that restarted has heard from its worker
@@ -114,6 +115,7 @@ _WAITING: Final[dict[Kind, Target]] = {
     Kind.RETRACT: WAIT,
     Kind.RESUME: WAIT,
     Kind.DEMOTED: WAIT,
+    Kind.WAITS: SAME,
     Kind.END: OUTCOME,
 }
 _OVER: Final[dict[Kind, Target]] = {

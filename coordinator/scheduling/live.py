@@ -12,10 +12,13 @@ from coordinator.errors import CapacityError, NotFound, ProtocolError, WrongStat
 from coordinator.gateway.token_log import TokenLog
 from coordinator.messages import Counters, RequestRow, Sampling, StoryLine, Submit
 from coordinator.scheduling.events import Told
+from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.members import Entry
+from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 
 if TYPE_CHECKING:
+    from coordinator.scheduling.dispatch import Dispatch
     from coordinator.settings import CoordinatorSettings
 
 
@@ -63,11 +66,14 @@ class Ended(NamedTuple):
 class Requests:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
-    def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
+    def __init__(
+        self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float, dispatch: Dispatch
+    ) -> None:
         self.live: dict[str, Live] = {}
         self.by_slot: dict[int, Live] = {}
         self.by_admission: dict[int, Live] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
+        self.pending = PendingReasons(dispatch.roster, dispatch.policy, self._request_id)
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
@@ -223,8 +229,18 @@ class Requests:
             retractions=state.retractions,
             age_s=now - live.submitted_at,
             held=state.held,
-            reason=state.reason,
+            reason=self._reason(live, now),
         )
+
+    def _reason(self, live: Live, now: float) -> str:
+        """Of a request that waits: for what, as of now; else that of the last line of its history that has one."""
+        state, entry = live.state, live.entry
+        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.ticket):
+            return self.pending.explain(entry, now).text
+        return state.reason
+
+    def _request_id(self, slot: int) -> str:
+        return self.by_slot[slot].state.request_id
 
     def story(self, live: Live) -> tuple[StoryLine, ...]:
         """Times are seconds since the epoch."""

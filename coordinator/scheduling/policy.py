@@ -75,7 +75,7 @@ from coordinator.scheduling.sizing import (
     page_limit,
     pages_wanted,
 )
-from coordinator.scheduling.space import HostSpace, Space
+from coordinator.scheduling.space import NO_OUTCOME, Ask, HostSpace, Outcome, Refusal, Space
 from kernels.layout import PAGE_TOKENS, pages_for
 
 #: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
@@ -96,23 +96,6 @@ STRANDED_LIMIT_S: Final = 60.0
 assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
-class _Ask(NamedTuple):
-    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
-    own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
-    prefills; the host pages are in that."""
-
-    worker: Worker
-    pages: int
-    rungs: list[Rung]
-    need: Needs
-    spare_chunks: int = 0
-    decoder: _Ask | None = None
-
-    @property
-    def parts(self) -> tuple[_Ask, ...]:
-        return (self,) if self.decoder is None else (self, self.decoder)
-
-
 class _Shape(NamedTuple):
     """What a request asks of any worker of one capacity."""
 
@@ -128,6 +111,7 @@ class Policy:
         self.roster = roster
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
+        self.outcome = NO_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """What to do now; applied to the roster, yet to be applied to the ledgers. `tick`: do what can wait, too."""
@@ -141,6 +125,7 @@ class Policy:
         plan.apply_forced()
         if tick and not self.roster.waiting and not self.roster.starving:
             plan.enlarge()
+        self.outcome = Outcome(plan.spaces, plan.refused, plan.blocked)
         return plan.decisions
 
 
@@ -153,7 +138,8 @@ class _Plan:
         self.ledgers = policy.ledgers
         self.now = now
         self.decisions: list[Decision] = []
-        self.blocked: set[str] = set()
+        self.blocked: dict[str, Entry] = {}  # nodes, and who blocks them
+        self.refused: dict[int, Refusal] = {}
         self.takers = [worker for worker in policy.roster.workers.values() if worker.takes]
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
@@ -183,7 +169,7 @@ class _Plan:
         """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
         waiting = self.roster.waiting
         nodes = {worker.node for worker in self.roster.workers.values()}
-        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked:
+        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked.keys():
             at += not self._consider(self.roster.by_rank[waiting[at]])
         return at
 
@@ -191,6 +177,7 @@ class _Plan:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on, or that is not to be
         tried again yet, blocks none."""
         if self.now < entry.paused_until:
+            self.refused[entry.slot] = Refusal([])
             return False
         all_asks = self._asks(entry)
         suspects = self.roster.suspects
@@ -200,14 +187,16 @@ class _Plan:
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True
-        self.blocked.update(ask.worker.node for ask in all_asks)
+        self.refused[entry.slot] = Refusal(all_asks, bool(all_asks) and not asks, made is not None)
+        for ask in all_asks:
+            self.blocked.setdefault(ask.worker.node, entry)
         return False
 
     def _may_join(self, entry: Entry, worker: Worker) -> bool:
         """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
         return self.roster.suspects.may_join(entry, self.roster.on(worker.name))
 
-    def _asks(self, entry: Entry) -> list[_Ask]:
+    def _asks(self, entry: Entry) -> list[Ask]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
@@ -216,10 +205,10 @@ class _Plan:
             return asks
         return asks + self._pairs(entry)
 
-    def _asks_of(self, entry: Entry, part: str) -> list[_Ask]:
+    def _asks_of(self, entry: Entry, part: str) -> list[Ask]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
         shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
-        asks: list[_Ask] = []
+        asks: list[Ask] = []
         for worker in self.takers:
             if worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
@@ -229,11 +218,11 @@ class _Plan:
             if key not in shapes:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
-                ask = _Ask(worker, *shape)
+                ask = Ask(worker, *shape)
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
 
-    def _pairs(self, entry: Entry) -> list[_Ask]:
+    def _pairs(self, entry: Entry) -> list[Ask]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
         first = [ask for ask in self._asks_of(entry, PREFILL) if entry.way == DIRECT or not ask.worker.decodes]
@@ -241,7 +230,7 @@ class _Plan:
             return []
         second = self._asks_of(entry, DECODE)
         second.sort(key=lambda ask: (self._fits(ask), self._preference(ask)), reverse=True)
-        pairs: list[_Ask] = []
+        pairs: list[Ask] = []
         for ask in first:
             worker = ask.worker
             able = [it for it in second if worker.hands_to(it.worker)]
@@ -250,7 +239,7 @@ class _Plan:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.prompt_tokens)
                 need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
-                pairs.append(_Ask(worker, pages, [NO_RUNG], need, 0, other))
+                pairs.append(Ask(worker, pages, [NO_RUNG], need, 0, other))
         return pairs
 
     def _shape(self, entry: Entry, worker: Worker, part: str) -> _Shape | None:
@@ -261,7 +250,7 @@ class _Plan:
         memory = first_memory(entry.length, pages, entry.pages, rungs[0])
         return _Shape(pages, rungs, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
-    def _fits(self, ask: _Ask) -> bool:
+    def _fits(self, ask: Ask) -> bool:
         fits = self.spaces[ask.worker.name].covers(ask.need)
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
@@ -279,7 +268,7 @@ class _Plan:
             return [forced_rung(entry.forced_slots, pages)]
         return ladder(pages, worker.capacity)
 
-    def _with_margin(self, entry: Entry, ask: _Ask) -> _Ask:
+    def _with_margin(self, entry: Entry, ask: Ask) -> Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
         target = ask.worker
         chunks = index_pages = host_pages = 0
@@ -294,7 +283,7 @@ class _Plan:
         margin = Needs(0, chunks, index_pages, 0, host_pages)
         return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
 
-    def _preference(self, ask: _Ask) -> tuple[bool, bool, bool, int, int, int]:
+    def _preference(self, ask: Ask) -> tuple[bool, bool, bool, int, int, int]:
         """Rather directly, and within a node; rather where it can be resident, then where chunks are plenty, then where
         seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
@@ -303,7 +292,7 @@ class _Plan:
         is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
         return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
 
-    def _admit(self, entry: Entry, ask: _Ask) -> None:
+    def _admit(self, entry: Entry, ask: Ask) -> None:
         worker = ask.worker
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
@@ -319,7 +308,7 @@ class _Plan:
             Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder, transfer)
         )
 
-    def _open_transfer(self, entry: Entry, ask: _Ask) -> Transfer | None:
+    def _open_transfer(self, entry: Entry, ask: Ask) -> Transfer | None:
         """To a worker of another node."""
         if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
             return None
@@ -348,7 +337,7 @@ class _Plan:
         return None
 
     def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
-        ask = _Ask(worker, pages, [], _growth(entry, pages))
+        ask = Ask(worker, pages, [], _growth(entry, pages))
         if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self._fits(ask):
@@ -376,7 +365,7 @@ class _Plan:
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: Entry, asks: list[_Ask]) -> _Ask | None:
+    def _make_room(self, entry: Entry, asks: list[Ask]) -> Ask | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
         found = [
             (_cost(remedies), at, remedies) for at, ask in enumerate(asks) if (remedies := self._remedies(entry, ask))
@@ -388,7 +377,7 @@ class _Plan:
             self._carry_out(entry, part, remedy)
         return asks[at]
 
-    def _remedies(self, entry: Entry, ask: _Ask) -> list[Remedy]:
+    def _remedies(self, entry: Entry, ask: Ask) -> list[Remedy]:
         """One for each worker concerned; none when one of them has none."""
         remedies: list[Remedy] = []
         for part in ask.parts:
@@ -399,7 +388,7 @@ class _Plan:
             remedies.append(remedy)
         return remedies
 
-    def _carry_out(self, entry: Entry, ask: _Ask, remedy: Remedy) -> None:
+    def _carry_out(self, entry: Entry, ask: Ask, remedy: Remedy) -> None:
         worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")

@@ -24,6 +24,7 @@ from coordinator.scheduling.events import (
     Resume,
     Retract,
     Stage,
+    StillWaits,
     Told,
     Verb,
 )
@@ -351,6 +352,10 @@ class RequestState:
             self._move(target, now, Kind.DEMOTED, event.reason)
         return []
 
+    def _still_waits(self, event: StillWaits, _: Target, __: Rows, now: float) -> list[Action]:
+        self._note(now, Kind.WAITS, event.reason)
+        return []
+
     def _ended(self, event: End, target: Target, rows: Rows, now: float) -> list[Action]:
         if target is SAME:
             return []
@@ -441,6 +446,7 @@ _HANDLERS: Final[dict[type, tuple[Kind, Handler]]] = {
     Retract: (Kind.RETRACT, RequestState._retract),
     Resume: (Kind.RESUME, RequestState._resume),
     Demoted: (Kind.DEMOTED, RequestState._demoted),
+    StillWaits: (Kind.WAITS, RequestState._still_waits),
     End: (Kind.END, RequestState._ended),
     Lost: (Kind.LOST, RequestState._lost),
     Adopted: (Kind.ADOPTED, RequestState._adopted),

@@ -35,6 +35,7 @@ class Roster:
         self.by_rank: dict[Rank, Entry] = {}
         self.waiting: list[Rank] = []
         self.workers: dict[str, Worker] = {}
+        self.unexplained: dict[int, Entry] = {}  # waiting, and no reason is in the history yet
         self.starving: dict[int, Entry] = {}
         self.kept: dict[int, Entry] = {}  # off their workers, with host pages
         self.forcing: dict[int, Entry] = {}  # an operator's hot size has yet to be applied
@@ -52,7 +53,7 @@ class Roster:
         """A new request, waiting."""
         self._arrivals += 1
         entry = Entry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, way=way)
-        self.entries[slot] = self.by_rank[entry.rank] = entry
+        self.entries[slot] = self.by_rank[entry.rank] = self.unexplained[slot] = entry
         insort(self.waiting, entry.rank)
         return entry
 
@@ -71,7 +72,7 @@ class Roster:
         self._admissions += 1
         entry.phase, entry.worker, entry.node = Phase.STARTING, worker.name, worker.node
         entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
-        entry.first_token, entry.decoder = NO_TOKEN, decoder
+        entry.first_token, entry.decoder, entry.reasons_told = NO_TOKEN, decoder, frozenset()
         if decoder:
             self.promised[entry.slot] = entry
         entry.came_with = entry.generated
@@ -161,6 +162,7 @@ class Roster:
             entry.admission, entry.node = 0, ""
         if not entry.held:
             insort(self.waiting, entry.rank)
+            self.unexplained[entry.slot] = entry
 
     def demote(self, entry: Entry) -> None:
         """A waiting request gives its kept pages up."""
@@ -172,8 +174,10 @@ class Roster:
         if entry.phase is Phase.WAITING and held != entry.held:
             if held:
                 _discard(self.waiting, entry.rank)
+                self.unexplained.pop(entry.slot, None)
             else:
                 insort(self.waiting, entry.rank)
+                self.unexplained[entry.slot] = entry
         entry.held = held
 
     def force(self, entry: Entry, hot_slots: int) -> None:
@@ -191,6 +195,7 @@ class Roster:
     def _unlist(self, entry: Entry) -> None:
         """Take it out of every list that its phase had put it in."""
         self.starving.pop(entry.slot, None)
+        self.unexplained.pop(entry.slot, None)
         self.kept.pop(entry.slot, None)
         if entry.phase is Phase.WAITING:
             _discard(self.waiting, entry.rank)

@@ -124,7 +124,7 @@ class Scheduler(Front):
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._roster = self._dispatch.roster
         self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
-        self._requests = Requests(token_log, settings, wall_offset_s)
+        self._requests = Requests(token_log, settings, wall_offset_s, self._dispatch)
         self._last_topk = LastTopk()
         self._auditor = Auditor(
             self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
@@ -379,6 +379,9 @@ class Scheduler(Front):
             if isinstance(decision, decisions.Admit) and decision.transfer is not None:
                 self._receive(decision.entry, decision.transfer, taken)
             self._announce(decision, pages)
+        if tick:
+            for entry, reason in self._requests.pending.due(now):
+                self._tell(Tell(entry.slot, events.StillWaits(reason.text)))
 
     async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something

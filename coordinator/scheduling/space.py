@@ -1,9 +1,53 @@
-"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far. Pure."""
+"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far; and what
+requests ask of it. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
 from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.members import Entry, Worker
 from coordinator.scheduling.room import Needs
+from coordinator.scheduling.sizing import Rung
+
+
+class Ask(NamedTuple):
+    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
+    own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
+    prefills; the host pages are in that."""
+
+    worker: Worker
+    pages: int
+    rungs: list[Rung]
+    need: Needs
+    spare_chunks: int = 0
+    decoder: Ask | None = None
+
+    @property
+    def parts(self) -> tuple[Ask, ...]:
+        return (self,) if self.decoder is None else (self, self.decoder)
+
+
+class Refusal(NamedTuple):
+    """A plan considered a waiting request and did not admit it. `asks`: how workers could take it on if they had room.
+    `is_barred`: suspicion leaves none of them. `is_coming`: room is being made for it."""
+
+    asks: list[Ask]
+    is_barred: bool = False
+    is_coming: bool = False
+
+
+class Outcome(NamedTuple):
+    """What a plan leaves beside its decisions: what is free after it by worker, the refused by slot, and by node the
+    request that blocks it for those of lower rank."""
+
+    spaces: Mapping[str, Space]
+    refused: Mapping[int, Refusal]
+    blocked: Mapping[str, Entry]
+
+
+NO_OUTCOME: Final = Outcome({}, {}, {})
 
 
 class HostSpace:
