@@ -26,10 +26,12 @@ from coordinator.scheduling.events import (
     LinkStats,
     Progressed,
     Resized,
+    StillWaits,
     Told,
 )
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.members import Drain, Entry, Worker
+from coordinator.scheduling.pending import PendingKind, PendingReasons
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from coordinator.scheduling.sizing import misfit
 from tests.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
@@ -88,6 +90,8 @@ class FakeCluster:
         self.pools = {node: FakePool(host_pages) for node in nodes}
         self.dispatch = Dispatch(self.ledgers, AHEAD_TOKENS)
         self.live: dict[int, FakeLive] = {}
+        roster, policy = self.dispatch.roster, self.dispatch.policy
+        self.pending = PendingReasons(roster, policy, lambda slot: self.live[slot].state.request_id)
         self.workers: dict[str, FakeWorker] = {}
         self.ports: dict[str, FakePort] = {}
         self.uplinks: dict[str, deque[object]] = {}
@@ -221,7 +225,18 @@ class FakeCluster:
                 memory = decision.cause in decisions.DISPLACING
                 assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
         self._check_order(plan)
+        if tick:
+            self._check_reasons()
         return plan
+
+    def _check_reasons(self) -> None:
+        """After a plan, every request that waits does so for something that has a name."""
+        for rank in self.dispatch.roster.waiting:
+            entry = self.dispatch.roster.by_rank[rank]
+            reason = self.pending.explain(entry, self.now)
+            assert reason.kind is not PendingKind.TURN, (entry, reason)
+        for entry, reason in self.pending.due(self.now):
+            self.tell(entry.slot, StillWaits(reason.text))
 
     def _carry_out(self, decision: decisions.Decision) -> None:
         step = self.dispatch.step(decision)
