@@ -38,6 +38,6 @@ def _run(result: Result) -> str:
     at = result["machine"]
     driver = at["driver_pcie"].splitlines()[0].split(",")[0]
     return (
-        f"Command: `{at['command']}`. Machine: {at['gpu']}, driver {driver}, torch {at['torch']}, Python {at['python']}; "
-        f"copy {at['copy_gb_per_s']:,.0f} GB/s, bfloat16 product {at['mma_tflop_per_s']:.0f} TFLOP/s."
+        f"Command: `{at['command']}`. Machine: {at['gpu']}, driver {driver}, torch {at['torch']}, "
+        f"Python {at['python']}; copy {at['copy_gb_per_s']:,.0f} GB/s, bfloat16 product {at['mma_tflop_per_s']:.0f} TFLOP/s."
     )

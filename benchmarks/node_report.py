@@ -1,4 +1,4 @@
-"""Tables of what a node does besides decode steps: pool, staging, resuming, warm starts, crashes, layer groups. Pure."""
+"""Tables of host pool, staging and resuming, warm starts, crashes and layer groups, from results. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def host_pool(result: Result) -> str:
     at = result["machine"]
     columns = ("size", "threads", "huge pages", "touch", "register", "unregister", "drop mappings", "remove", "memset")
     return (
-        f"Command: `python -m benchmarks.host_pool --dir /dev/shm --budget-seconds 30`. Machine: {at['gpu']}, {at['cpus']} "
-        f"cores, torch {at['torch']}. One run; left out: {len(result['left_out'])} cells.\n\n"
+        f"Command: `python -m benchmarks.host_pool --dir /dev/shm --budget-seconds 30`. Machine: {at['gpu']}, "
+        f"{at['cpus']} cores, torch {at['torch']}. One run; left out: {len(result['left_out'])} cells.\n\n"
         f"{table(columns, map(_pool_line, result['rows']))}"
     )
 

@@ -47,8 +47,8 @@ SECTIONS: Final = (
     ),
     Section(
         "index_topk",
-        "µs per launch: 64 heads of 128, top-k 2048, scattered index pages, no keys in L2. `memory`, `products`: floors "
-        "by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered, in brackets "
+        "µs per launch: 64 heads of 128, top-k 2048, scattered index pages, no keys in L2. `memory`, `products`: "
+        "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered, in brackets "
         "its topk and sort alone.",
         {"index_topk-H200.json": kernel_report.index_topk},
         "index_topk-H200.svg",
@@ -56,23 +56,23 @@ SECTIONS: Final = (
     Section(
         "Attention over rows",
         "µs per launch: 128 heads over rows of 512 + 64 values, 2,048 entries a query; requests over hot buffers of "
-        "4,096 rows, prompt tokens over one context of 32,768. Floors as above. Measured before the kernel's groups met "
-        "at mbarriers, which made prompts over bfloat16 rows 1 to 2 % slower.",
+        "4,096 rows, prompt tokens over one context of 32,768. Floors as above. Measured before the kernel's groups "
+        "met at mbarriers, which made prompts over bfloat16 rows 1 to 2 % slower.",
         {"attention-H200.json": kernel_report.attention},
         "attention-H200.svg",
     ),
     Section(
         "Decode within one KV budget",
-        "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: the "
-        "ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and not "
+        "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
+        "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and not "
         "copied. The idle time of the first row of parts holds the profiler's own start.",
         {"decode-H200.json": decode_report.section},
         "decode-H200.svg",
     ),
     Section(
         "Staging and resuming",
-        "`resumed`: from the command to the first token: index keys (and rows, when resident) loaded, tables set up, one "
-        "step with a cold hot buffer. A plain copy is one contiguous DMA of as many bytes.",
+        "`resumed`: from the command to the first token: index keys (and rows, when resident) loaded, tables set up, "
+        "one step with a cold hot buffer. A plain copy is one contiguous DMA of as many bytes.",
         {"resume-H200.json": node_report.resume},
     ),
     Section(
@@ -94,7 +94,8 @@ SECTIONS: Final = (
     ),
     Section(
         "First tokens",
-        "ms. `busy`: requests that decode beside; `gap`: their longest wait for a token; `handover`: prefilled to ready.",
+        "ms. `busy`: requests that decode beside; `gap`: their longest wait for a token; `handover`: from "
+        "prefilled to ready.",
         {
             "two_gpus-H200x2.json": transfer_report.links,
             "ttft-H200x2.json": transfer_report.first_tokens,

@@ -208,7 +208,7 @@ def test_rows_on_their_way_and_a_transfer_that_failed() -> None:
     desk.closed(ticket.admission, 0)
     assert pending.explain(desk.entry, 0.0) == (
         PendingKind.PAUSED,
-        f"1 transfers failed, the next in {TRANSFER_PAUSE_S:.1f} s",
+        f"transfer 1 failed, the next in {TRANSFER_PAUSE_S:.1f} s",
     )
     assert desk.entry.slot == SLOT
 

@@ -41,6 +41,7 @@ PURE = [
     "scheduling/lifecycle",
     "scheduling/live",
     "scheduling/members",
+    "scheduling/pending",
     "scheduling/policy",
     "scheduling/request_state",
     "scheduling/room",

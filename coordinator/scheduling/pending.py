@@ -135,7 +135,7 @@ class PendingReasons:
             text = f"its {entry.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
             return PendingReason(PendingKind.TRANSFER, text)
         if now < entry.paused_until:
-            text = f"{entry.transfers_failed} transfers failed, the next in {entry.paused_until - now:.1f} s"
+            text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
             return PendingReason(PendingKind.PAUSED, text)
         if refusal is None or not refusal.asks:
             return self._unasked(entry, now)
