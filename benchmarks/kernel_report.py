@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.decode_report import table
 from benchmarks.swap_in_cells import spread
 
-Result = Mapping[str, Any]
+Result = dict[str, Any]
 
 
 def index_topk(result: Result) -> str:
@@ -39,5 +38,6 @@ def _run(result: Result) -> str:
     driver = at["driver_pcie"].splitlines()[0].split(",")[0]
     return (
         f"Command: `{at['command']}`. Machine: {at['gpu']}, driver {driver}, torch {at['torch']}, "
-        f"Python {at['python']}; copy {at['copy_gb_per_s']:,.0f} GB/s, bfloat16 product {at['mma_tflop_per_s']:.0f} TFLOP/s."
+        f"Python {at['python']}; copy {at['copy_gb_per_s']:,.0f} GB/s, "
+        f"bfloat16 product {at['mma_tflop_per_s']:.0f} TFLOP/s."
     )

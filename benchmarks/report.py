@@ -48,8 +48,8 @@ SECTIONS: Final = (
     Section(
         "index_topk",
         "µs per launch: 64 heads of 128, top-k 2048, scattered index pages, no keys in L2. `memory`, `products`: "
-        "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered, in brackets "
-        "its topk and sort alone.",
+        "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered, "
+        "in brackets its topk and sort alone.",
         {"index_topk-H200.json": kernel_report.index_topk},
         "index_topk-H200.svg",
     ),
@@ -64,8 +64,8 @@ SECTIONS: Final = (
     Section(
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
-        "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and not "
-        "copied. The idle time of the first row of parts holds the profiler's own start.",
+        "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
+        "not copied. The idle time of the first row of parts holds the profiler's own start.",
         {"decode-H200.json": decode_report.section},
         "decode-H200.svg",
     ),
