@@ -115,8 +115,8 @@ class PendingReasons:
         its kind is noted the first time."""
         roster = self._roster
         yield from list(islice(roster.unexplained.values(), NOTES_MAX))
-        if roster.waiting:
-            yield roster.by_rank[roster.waiting[0]]
+        if roster.waiting and (first := roster.by_rank[roster.waiting[0]]).slot not in self._policy.outcome.refused:
+            yield first
         for slot in islice(self._policy.outcome.refused, NOTES_MAX):
             entry = roster.entries.get(slot)
             if entry is not None and entry.phase is Phase.WAITING and not entry.held:
@@ -137,10 +137,10 @@ class PendingReasons:
         if now < entry.paused_until:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
             return PendingReason(PendingKind.PAUSED, text)
+        if refusal is not None and refusal.is_barred:
+            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
         if refusal is None or not refusal.asks:
             return self._unasked(entry, now)
-        if refusal.is_barred:
-            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
         return self._shortage(entry, refusal)
 
     def _suspicion(self, entry: Entry) -> str:
@@ -209,7 +209,8 @@ class PendingReasons:
         if not takers:
             kind = PendingKind.DRAINING if any(it.drain for it in workers) else PendingKind.RECONNECT
             return PendingReason(kind, f"no worker{where} takes requests: {_absent(workers)}")
-        unable = _unable(entry, takers)
+        was_considered = entry.slot in self._policy.outcome.refused  # else the plan came to no end of those ahead
+        unable = _unable(entry, takers) if was_considered else None
         if unable is not None:
             others = [it for it in workers if not it.takes]
             return unable._replace(text=unable.text + (f"; {_absent(others)}" if others else ""))
@@ -269,5 +270,6 @@ def _lacking(entry: Entry, takers: Sequence[Worker], part: str) -> PendingReason
     able = [it for it in takers if it.capacity.role in (part, BOTH)]
     if not able:
         return PendingReason(PendingKind.ROLE, f"no worker that takes requests {_PARTS[part]}")
-    misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in able), key=len)
+    unlike = {id(it.capacity): it for it in reversed(able)}.values()  # most workers of a group share one capacity
+    misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in unlike), key=len)
     return PendingReason(PendingKind.TOO_LARGE, "; ".join(misfits)) if misfits else None
