@@ -23,9 +23,9 @@ import pytest
 from hisparse.client.client import Client, run_client
 from protocol.errors import NotFound
 from protocol.messages import RequestRow, Sampling
+from tests import ROOT
 from tests.processes.test_up import Up, eventually, running
 from tests.support.http_rig import KEY, TEMPLATE, write_chat_model
-from tests.support.process_rig import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
