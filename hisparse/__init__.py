@@ -11,8 +11,8 @@
 `hisparse.kernels` has the swap-in runtime for model code of one's own. All other modules and packages of this
 distribution are internal: they change without notice.
 
-A name is imported when it is first used (PEP 562). Importing this package raises ImportError when another distribution's
-`kernels`, `protocol`, ... hides one of ours (hisparse.clashes).
+A name is imported when it is first used (PEP 562). Importing this package raises ImportError when the `kernels`,
+`protocol`, ... of another distribution hides one of ours (hisparse.clashes).
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ PACKAGES: Final = ("coordinator", "kernels", "metrics", "protocol", "worker")
 MARK: Final = b"Internal to hisparse"
 HEAD_BYTES: Final = 4_096
 ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-REMEDY: Final = "take it off the path (working directory, PYTHONPATH) or install hisparse in a virtual environment alone"
+REMEDY: Final = (
+    "take it off the path (working directory, PYTHONPATH), or install hisparse alone in a virtual environment"
+)
 
 
 class NameClash(ImportError):

@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def attributes(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `module`; `homes` has, by the module that defines them, names split by blanks."""
+    """`__getattr__` and `__dir__` for `module`, which has an `__all__`; `homes` has, by the module that defines them, names split by blanks."""
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def get(name: str) -> object:
@@ -19,6 +19,6 @@ def attributes(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], o
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *home_of})
+        return sorted({*vars(sys.modules[module]), *sys.modules[module].__all__})
 
     return get, names

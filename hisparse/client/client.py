@@ -231,17 +231,16 @@ async def open_client(
 ) -> AsyncIterator[Client]:
     """A connected Client, for code that runs under trio; closed on leaving. Other code calls `run_client`.
 
-    `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to operators.
-    `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp what `read_peer_key` reads, or
-    Insecure().
+    `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to
+    operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp what `read_peer_key`
+    reads, or Insecure().
 
     Raises Unavailable when no coordinator answers, NotAllowed when the key is not let in, WrongState outside trio. What
     the block raises comes out as it is, not in a group. Cancelled: the connection is closed; submitted requests go on.
     """
     if not trio.lowlevel.in_trio_task():
-        raise WrongState(
-            "opened outside trio", field="client", value=endpoint, remedy="call run_client, or run the caller by trio.run"
-        )
+        remedy = "call run_client, or run the caller by trio.run"
+        raise WrongState("opened outside trio", field="client", value=endpoint, remedy=remedy)
     connection = Connection(endpoint, role, name, reconnect_limit_s, key)
     await connection.connect()
     failure: Exception | None = None

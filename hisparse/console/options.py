@@ -1,4 +1,7 @@
-"""What every verb shares: settings options, exit codes, errors in one line on stderr. Imports click and no package beside hisparse."""
+"""What every verb shares: settings options, exit codes, errors in one line on stderr.
+
+Imports click and `hisparse.clashes` alone: a clash is reported without `protocol`, which may be another one.
+"""
 
 from __future__ import annotations
 
