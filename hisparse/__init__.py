@@ -36,6 +36,7 @@ __all__ = [
     "DifferenceRow",
     "Ended",
     "HiSparseError",
+    "HistoryLine",
     "Insecure",
     "InternalError",
     "ModelInfo",
@@ -48,8 +49,7 @@ __all__ = [
     "RequestRow",
     "RequestRows",
     "Sampling",
-    "StoryLine",
-    "Stream",
+    "TokenStream",
     "Tokenizer",
     "TokenizerData",
     "Unavailable",
@@ -67,7 +67,7 @@ __all__ = [
 if TYPE_CHECKING:
     from hisparse.client.client import Client, open_client, run_client
     from hisparse.client.connection import ConnectionLost
-    from hisparse.client.token_stream import Stream
+    from hisparse.client.token_stream import TokenStream
     from hisparse.client.tokenizer_cache import fetch_tokenizer
     from protocol.errors import (
         BadInput,
@@ -86,13 +86,13 @@ if TYPE_CHECKING:
         AuditRows,
         DifferenceRow,
         Ended,
+        HistoryLine,
         ModelInfo,
         PoolRow,
         RequestDetail,
         RequestRow,
         RequestRows,
         Sampling,
-        StoryLine,
         TokenizerData,
         Welcome,
         WorkerCapacity,
@@ -109,12 +109,12 @@ else:
     _HOMES: Final = {
         "hisparse.client.client": "Client open_client run_client",
         "hisparse.client.connection": "ConnectionLost",
-        "hisparse.client.token_stream": "Stream",
+        "hisparse.client.token_stream": "TokenStream",
         "hisparse.client.tokenizer_cache": "fetch_tokenizer",
         "protocol.errors": "BadInput CapacityError ConfigError HiSparseError InternalError NotAllowed NotFound "
         "ProtocolError Unavailable WrongState",
         "protocol.messages": "AuditRows AuditedRow DifferenceRow Ended ModelInfo PoolRow RequestDetail RequestRow "
-        "RequestRows Sampling StoryLine TokenizerData Welcome WorkerCapacity WorkerRow",
+        "RequestRows Sampling HistoryLine TokenizerData Welcome WorkerCapacity WorkerRow",
         "protocol.text": "Detokenizer Tokenizer",
         "protocol.transport.keys": "Insecure PeerKey read_peer_key",
     }
