@@ -8,7 +8,10 @@ from importlib import import_module
 
 
 def attributes(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `module`, which has an `__all__`; `homes` has, by the module that defines them, names split by blanks."""
+    """`__getattr__` and `__dir__` for `module`, which has an `__all__`.
+
+    `homes` has names, split by blanks, by the module that defines them.
+    """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def get(name: str) -> object:

@@ -429,7 +429,7 @@ class WorkerRow(Part, frozen=True):
 
 
 class PoolRow(Part, frozen=True):
-    """The host pool of a node, in pages; `reservations` are pages promised to requests that may still grow."""
+    """The host pool of a node, in pages; `reservations` counts requests that hold some."""
 
     node: str
     host_pages: int
