@@ -45,7 +45,7 @@ def test_open_client_outside_trio_names_run_client() -> None:
         async with open_client("ipc:///nowhere"):
             pass
 
-    with pytest.raises(WrongState, match="outside trio .call run_client"):
+    with pytest.raises(WrongState, match=r"outside trio \(call run_client"):
         asyncio.run(ask())
 
 
