@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 
+from benchmarks import report
 from benchmarks.decode_report import find
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
@@ -181,7 +182,15 @@ def test_the_readme_boasts_with_what_was_measured() -> None:
     assert f"At 8k they gain little or lose, {short[0]:.1f} to {short[1]:.1f} times" in said
     row = next(row for row in result("resume-H200.json") if row["context"] == 32_768)
     resumed, prefilled = 1e3 * row["managed_resumed_s"], row["managed_first_token_s"]
-    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s" in said
+    layers = report.result("resume-H200.json")["setting"]["layers"]
+    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s ({layers} layers)" in said
+
+
+def test_no_command_serves_what_no_worker_can_hold() -> None:
+    """DeepSeek-V3.2 is neither in bfloat16 nor smaller than a GPU, and weights are not sharded."""
+    shown = [(name, match[1]) for name, match in found(r"(?:--model|MODEL_DIR)[ =]([\w/.-]+)")]
+    assert len(shown) > 5
+    assert [it for it in shown if "V3.2" in it[1] or "GLM-5" in it[1]] == []
 
 
 def result(name: str) -> list[dict[str, Any]]:
