@@ -160,7 +160,8 @@ class FrontRig:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
 
     def aborted(self) -> list[str]:
-        return [request_id for verb, ids, *_ in self.gateway.scheduler.verbs if verb == "abort" for request_id in ids]
+        aborts = [ids for verb, ids, *_ in self.gateway.scheduler.verbs if verb == "abort"]
+        return [request_id for ids in aborts if isinstance(ids, tuple) for request_id in ids]
 
 
 @asynccontextmanager
