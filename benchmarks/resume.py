@@ -57,7 +57,7 @@ class Stays(Clock):
 
 def median_s(work: Callable[[], object]) -> float:
     """Seconds on the device, median of REPEATS after one more. All launches are queued when the first may begin."""
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS + 1):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HELD_CYCLES)
@@ -79,9 +79,9 @@ def measure_copies(state: DeviceState, context: int) -> dict[str, float]:
         for piece in token.split(PIECE_TOKENS)
     ]
 
-    def move(verb: Callable[..., None]) -> None:
+    def move(command: Callable[..., None]) -> None:
         for piece in places:
-            verb(state, *piece)
+            command(state, *piece)
 
     size = pages * state.geometry.page_bytes
     device, host = state.rows.view(-1)[:size], state.host.view(-1)[:size]
@@ -116,11 +116,11 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     prompt = pack_int32([(number + 37 * token) % vocab for token in range(context)])
     hot_chunks = managed_chunks(hot_slots) if hot_slots else pages
 
-    def admit(admission: int, durable: int, generated: list[int]) -> Admit:
+    def admit(placement: int, durable: int, generated: list[int]) -> Admit:
         return Admit(
-            admission=admission,
-            slot=0,
-            request_id=f"stay-{admission}",
+            placement=placement,
+            request_index=0,
+            request_id=f"stay-{placement}",
             prompt=prompt,
             generated=pack_int32(generated),
             durable_tokens=durable,
@@ -138,7 +138,7 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     turn_until(executor, lambda: len(reports.steps) >= 8)
     staged = reports.last(Staged)
     executor.submit(Withdraw(number))
-    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.admission == number)
+    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.placement == number)
     durable = reports.last(Released).durable_tokens
     reports.steps.clear()
     executor.submit(admit(number + 1, durable, list(range(durable - context + 1))))
@@ -166,7 +166,8 @@ def prefill_operations(config: Any, context: int) -> float:
     token = attention + index + 3 * c.hidden_size * c.intermediate_size
     selected = sum(min(position + 1, c.index_topk) for position in range(context)) * heads * (2 * latent + rope)
     scores = context * (context + 1) / 2 * c.index_n_heads * c.index_head_dim
-    return 2.0 * c.num_hidden_layers * (token * context + selected + scores)
+    operations: float = 2.0 * c.num_hidden_layers * (token * context + selected + scores)
+    return operations
 
 
 def product_rate() -> float:

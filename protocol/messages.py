@@ -1,13 +1,14 @@
 """The whole wire protocol: every struct that crosses a ZMQ socket, the unions, the version and the codecs.
 
-This file imports msgspec alone; the worker imports it too. All structs are tagged `array_like` (no field names on
-the wire) and frozen. Arrays of numbers travel as little-endian `bytes` (int32 unless said otherwise): a list of 256
-ints costs 5.5 us to decode, the same bytes 0.9 us. `protocol.arrays` packs and unpacks them.
+This file imports msgspec alone. All structs are frozen and `array_like` (no field names on the wire). The first element
+of a message is its tag, written down in the struct: renaming a struct changes nothing on the wire. Arrays of numbers
+travel as little-endian `bytes` (int32 unless said otherwise): a list of 256 ints costs 5.5 us to decode, the same bytes
+0.9 us. `protocol.arrays` packs and unpacks them.
 
 Four directions, each with its own union, so that a peer cannot say what its role does not allow:
 
     client  -> gateway      ClientMessage      submit, attach, abort, ask
-    admin   -> gateway      AdminMessage       the client's verbs and the operator's
+    admin   -> gateway      AdminMessage       the client's commands and the operator's
     gateway -> client/admin GatewayMessage     replies (matched by `tag`), deliveries, ends
     worker  -> coordinator  WorkerMessage      hello, reports (numbered), heartbeats
     coordinator -> worker   CoordinatorMessage welcome, commands (numbered), acknowledgements
@@ -15,7 +16,7 @@ Four directions, each with its own union, so that a peer cannot say what its rol
 Identities that appear in several messages:
 
     request_id  str     chosen by the client or made by the gateway; unique among the requests the coordinator knows
-    slot        int32   index of a live request in the coordinator's token log; reused after the request is forgotten
+    request_index int32   index of a live request in the coordinator's token log; reused after the request is forgotten
     admission   int64   one stay of one request on one worker; never reused. Reports and commands that carry an
                         admission that has departed are acknowledged and do nothing
     epoch       int64   one life of one worker process; command and report numbers start at 1 in each
@@ -28,14 +29,15 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+#: 2: tags are written down in each struct; they were class names before, which no peer understands any more.
+PROTOCOL_VERSION: Final = 2
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: Largest message between coordinator and worker: an Admit carries prompt and delivered tokens.
 WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Longest `last_topk` of a request; one that is longer is not sent, and its request starts cold.
-LAST_TOPK_BYTES_MAX: Final = 1024 * 1024
+#: Longest `warm_start` of a request; one that is longer is not sent, and its request starts cold.
+WARM_START_BYTES_MAX: Final = 1024 * 1024
 #: A tokenizer travels in pieces of this size, so that it never delays commands for long.
 TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
 #: Longest request id, worker name or node name.
@@ -49,12 +51,12 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.admission`): prefilled and staged by the worker that decodes it,
-#: directly into host pages by another one, or as the scheduler sees fit.
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes
+#: it, directly into host pages by another one, or as the scheduler sees fit.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
-ADMISSIONS: Final = (AUTO, STAGED, DIRECT)
+PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
 #: `Admit.hot_slots` of a stay that only computes the prompt.
 NO_HOT_BUFFER: Final = -1
 #: No first token is held back: none was drawn, or it was said.
@@ -64,7 +66,7 @@ assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a me
 assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # what a client may send, an Admit can carry
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of everything on the wire: one array whose first element names the struct."""
 
 
@@ -147,7 +149,7 @@ class WorkerCapacity(Part, frozen=True):
 # ---------------------------------------------------------------- client and admin -> gateway
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="hello"):
     """First message on a client or admin connection. `role` is "client" or "admin" and must match the socket."""
 
     protocol: int
@@ -155,12 +157,11 @@ class Hello(Message, frozen=True):
     name: str = ""
 
 
-class Submit(Message, frozen=True):
+class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `admission`
-    is one of ADMISSIONS.
-    """
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
+    `prefill_mode` is one of PREFILL_MODES."""
 
     tag: int
     prompt: bytes
@@ -168,10 +169,10 @@ class Submit(Message, frozen=True):
     request_id: str = ""
     priority: int = 0
     subscribe: bool = True
-    admission: str = AUTO
+    prefill_mode: str = AUTO
 
 
-class Attach(Message, frozen=True):
+class Attach(Message, frozen=True, tag="attach"):
     """Subscribe to a request from generated position `offset` on."""
 
     tag: int
@@ -179,50 +180,50 @@ class Attach(Message, frozen=True):
     offset: int = 0
 
 
-class Detach(Message, frozen=True):
+class Detach(Message, frozen=True, tag="detach"):
     tag: int
     request_id: str
 
 
-class AbortRequests(Message, frozen=True):
+class AbortRequests(Message, frozen=True, tag="abort_requests"):
     tag: int
     request_ids: tuple[str, ...]
 
 
-class AcknowledgeOutputs(Message, frozen=True):
+class AcknowledgeOutputs(Message, frozen=True, tag="acknowledge_outputs"):
     """The outputs of these ended requests were received and are safe: they need not be kept any more."""
 
     tag: int
     request_ids: tuple[str, ...]
 
 
-class ListRequests(Message, frozen=True):
+class ListRequests(Message, frozen=True, tag="list_requests"):
     """Rows of live and recently ended requests; `limit` bounds the reply."""
 
     tag: int
     limit: int = 10_000
 
 
-class DescribeRequest(Message, frozen=True):
-    """One request with its story: every transition with time and reason."""
+class DescribeRequest(Message, frozen=True, tag="describe_request"):
+    """One request with its history: every transition with time and reason."""
 
     tag: int
     request_id: str
 
 
-class ListWorkers(Message, frozen=True):
+class ListWorkers(Message, frozen=True, tag="list_workers"):
     tag: int
 
 
-class ListPools(Message, frozen=True):
+class ListPools(Message, frozen=True, tag="list_pools"):
     tag: int
 
 
-class FetchTokenizer(Message, frozen=True):
+class FetchTokenizer(Message, frozen=True, tag="fetch_tokenizer"):
     tag: int
 
 
-class RetractRequests(Message, frozen=True):
+class RetractRequests(Message, frozen=True, tag="retract_requests"):
     """Take requests off their workers. `keep` leaves host pages in place; `hold` waits for an operator's resume."""
 
     tag: int
@@ -231,12 +232,12 @@ class RetractRequests(Message, frozen=True):
     hold: bool = True
 
 
-class ResumeRequests(Message, frozen=True):
+class ResumeRequests(Message, frozen=True, tag="resume_requests"):
     tag: int
     request_ids: tuple[str, ...]
 
 
-class ResizeRequests(Message, frozen=True):
+class ResizeRequests(Message, frozen=True, tag="resize_requests"):
     """Force the hot buffer: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
 
     tag: int
@@ -244,7 +245,7 @@ class ResizeRequests(Message, frozen=True):
     hot_slots: int
 
 
-class DrainWorkers(Message, frozen=True):
+class DrainWorkers(Message, frozen=True, tag="drain_workers"):
     """Stop admitting to workers (empty tuple: all). With `handover` running requests move to other workers of the node;
     what has nowhere to go finishes in place. At the deadline the rest is retracted (keep) and waits for capacity."""
 
@@ -254,18 +255,18 @@ class DrainWorkers(Message, frozen=True):
     deadline_s: float = 300.0
 
 
-class UndrainWorkers(Message, frozen=True):
+class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
     tag: int
     workers: tuple[str, ...]
 
 
-class AuditWorkers(Message, frozen=True):
+class AuditWorkers(Message, frozen=True, tag="audit_workers"):
     """Compare what all connected workers hold with the ledgers, now and twice; answered by AuditRows."""
 
     tag: int
 
 
-class ReleaseQuarantine(Message, frozen=True):
+class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     """The operator vouches that the processes of these workers' lost epochs are gone, which nothing else can prove:
     pages that they might still have written are free again. A worker that does live writes into what others own."""
 
@@ -273,7 +274,7 @@ class ReleaseQuarantine(Message, frozen=True):
     workers: tuple[str, ...]
 
 
-class StopCoordinator(Message, frozen=True):
+class StopCoordinator(Message, frozen=True, tag="stop_coordinator"):
     """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
 
     tag: int
@@ -309,7 +310,7 @@ AdminMessage: TypeAlias = (
 # ---------------------------------------------------------------- gateway -> client and admin
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to Hello. `model` is None until the first worker has registered."""
 
     protocol: int
@@ -318,7 +319,7 @@ class Welcome(Message, frozen=True):
     model: ModelInfo | None = None
 
 
-class Failure(Message, frozen=True):
+class Failure(Message, frozen=True, tag="failure"):
     """Any refusal. `tag` is that of the request, or -1 when the message could not be read.
 
     `code` is stable (see protocol.errors); `field`, `value` and `remedy` say what was wrong and what to do.
@@ -332,7 +333,7 @@ class Failure(Message, frozen=True):
     remedy: str = ""
 
 
-class Accepted(Message, frozen=True):
+class Accepted(Message, frozen=True, tag="accepted"):
     """A submitted or attached request. `handle` names it in this connection's deliveries (-1: not subscribed)."""
 
     tag: int
@@ -340,14 +341,14 @@ class Accepted(Message, frozen=True):
     handle: int
 
 
-class Done(Message, frozen=True):
-    """An operator's or client's verb was carried out; `detail` has one line per request or worker concerned."""
+class Done(Message, frozen=True, tag="done"):
+    """An operator's or client's command was carried out; `detail` has one line per request or worker concerned."""
 
     tag: int
     detail: tuple[str, ...] = ()
 
 
-class Delivery(Message, frozen=True):
+class Delivery(Message, frozen=True, tag="delivery"):
     """New tokens of any number of subscribed requests, as four int32 arrays.
 
     Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`; `tokens` is their
@@ -360,7 +361,7 @@ class Delivery(Message, frozen=True):
     tokens: bytes
 
 
-class Ended(Message, frozen=True):
+class Ended(Message, frozen=True, tag="ended"):
     """The last word on a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
 
     `tail_text` is text before a stop string that ended inside a token; the client appends it to its decoded text.
@@ -394,7 +395,7 @@ class RequestRow(Part, frozen=True):
     reason: str
 
 
-class StoryLine(Part, frozen=True):
+class HistoryLine(Part, frozen=True):
     at_s: float  # seconds since the epoch
     event: str
     state: str
@@ -445,46 +446,46 @@ class AuditedRow(Part, frozen=True):
 
 
 class DifferenceRow(Part, frozen=True):
-    """What a worker and the ledger of its node say of one thing; `admission` 0: of the worker, or node, as a whole."""
+    """What a worker and the ledger of its node say of one thing; `placement` 0: of the worker, or node, as a whole."""
 
     name: str
     kind: str
-    admission: int
+    placement: int
     request_id: str
     ledger: str
     worker: str
     repaired: bool
 
 
-class RequestRows(Message, frozen=True):
+class RequestRows(Message, frozen=True, tag="request_rows"):
     tag: int
     rows: tuple[RequestRow, ...]
     truncated: bool = False
 
 
-class RequestDetail(Message, frozen=True):
+class RequestDetail(Message, frozen=True, tag="request_detail"):
     tag: int
     row: RequestRow
-    story: tuple[StoryLine, ...]
+    history: tuple[HistoryLine, ...]
 
 
-class WorkerRows(Message, frozen=True):
+class WorkerRows(Message, frozen=True, tag="worker_rows"):
     tag: int
     rows: tuple[WorkerRow, ...]
 
 
-class PoolRows(Message, frozen=True):
+class PoolRows(Message, frozen=True, tag="pool_rows"):
     tag: int
     rows: tuple[PoolRow, ...]
 
 
-class AuditRows(Message, frozen=True):
+class AuditRows(Message, frozen=True, tag="audit_rows"):
     tag: int
     audited: tuple[AuditedRow, ...]
     differences: tuple[DifferenceRow, ...]
 
 
-class TokenizerData(Message, frozen=True):
+class TokenizerData(Message, frozen=True, tag="tokenizer_data"):
     """The tokenizer of the served model: `kind` "bytes" has no data, "json" is a whole tokenizer.json."""
 
     tag: int
@@ -512,7 +513,7 @@ GatewayMessage: TypeAlias = (
 # ---------------------------------------------------------------- coordinator -> worker
 
 
-class Admit(Part, frozen=True, tag=True):
+class Admit(Part, frozen=True, tag="admit"):
     """Take a request in. Memory is given with it, and was committed in the ledger before this was sent (I4).
 
     `prompt` and `generated` are int32 ids; `generated` tokens were delivered before (resume or replay) and are forced,
@@ -526,12 +527,12 @@ class Admit(Part, frozen=True, tag=True):
     `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
     describes (worker/transfer), and leave when all were delivered, or that has failed.
 
-    `last_topk`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
+    `warm_start`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
     hint: one that cannot be read counts, and the request starts cold.
     """
 
-    admission: int
-    slot: int
+    placement: int
+    request_index: int
     request_id: str
     prompt: bytes
     generated: bytes
@@ -545,62 +546,62 @@ class Admit(Part, frozen=True, tag=True):
     first_token: int = NO_TOKEN
     ticket: int = 0
     destination: bytes = b""
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
-class Receive(Part, frozen=True, tag=True):
+class Receive(Part, frozen=True, tag="receive"):
     """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
-    `admission`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
+    `placement`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
     writes there any more). The pages behind the prompt wait for decoding."""
 
-    admission: int
-    slot: int
+    placement: int
+    request_index: int
     request_id: str
     prompt_tokens: int
     host_pages: bytes
 
 
-class Exited(Part, frozen=True, tag=True):
+class Exited(Part, frozen=True, tag="exited"):
     """Process `pid` of `worker` is proved gone: it sends nothing any more."""
 
     worker: str
     pid: int
 
 
-class Grant(Part, frozen=True, tag=True):
+class Grant(Part, frozen=True, tag="grant"):
     """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
 
-    admission: int
+    placement: int
     host_pages: bytes
     index_pages: int
     hot_chunks: int
 
 
-class Resize(Part, frozen=True, tag=True):
+class Resize(Part, frozen=True, tag="resize"):
     """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
 
-class Withdraw(Part, frozen=True, tag=True):
+class Withdraw(Part, frozen=True, tag="withdraw"):
     """Leave the batch at the next step boundary and release everything; answered by Released.
 
     Retraction (keep or drop), abort and handover are the same to a worker: what happens to the host pages is the
     coordinator's business.
     """
 
-    admission: int
+    placement: int
 
 
-class Stop(Part, frozen=True, tag=True):
+class Stop(Part, frozen=True, tag="stop"):
     """Exit once the running requests have ended, at the latest after `deadline_s`."""
 
     deadline_s: float
 
 
-class Audit(Part, frozen=True, tag=True):
+class Audit(Part, frozen=True, tag="audit"):
     """Say at this step boundary what every admission holds; answered by Inventory `number`."""
 
     number: int
@@ -609,7 +610,7 @@ class Audit(Part, frozen=True, tag=True):
 Command: TypeAlias = Admit | Receive | Exited | Grant | Resize | Withdraw | Stop | Audit
 
 
-class WorkerWelcome(Message, frozen=True):
+class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     """Answer to WorkerHello. `report_ack` is the last report of this epoch that counts: send what came after.
 
     `adopted`: a coordinator of a higher incarnation knows this epoch from its journal, and goes on with it.
@@ -622,7 +623,7 @@ class WorkerWelcome(Message, frozen=True):
     adopted: bool = False
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, tag="refused"):
     """The worker may not join: wrong protocol, another model than its group, a pool of another shape, ..."""
 
     code: str
@@ -630,7 +631,7 @@ class Refused(Message, frozen=True):
     remedy: str = ""
 
 
-class Commands(Message, frozen=True):
+class Commands(Message, frozen=True, tag="commands"):
     """Commands `first`, `first`+1, ... A worker applies each once and in order; a gap is answered by Replay."""
 
     incarnation: int
@@ -638,14 +639,14 @@ class Commands(Message, frozen=True):
     commands: tuple[Command, ...]
 
 
-class ReportAck(Message, frozen=True):
+class ReportAck(Message, frozen=True, tag="report_ack"):
     """All reports up to `number` were received, and what they said was written to the journal."""
 
     incarnation: int
     number: int
 
 
-class ReplayReports(Message, frozen=True):
+class ReplayReports(Message, frozen=True, tag="replay_reports"):
     """A gap was seen: send reports from `first` on again."""
 
     incarnation: int
@@ -666,10 +667,10 @@ class Held(Part, frozen=True):
     again, behind the welcome.
     """
 
-    admission: int
+    placement: int
     generated_tokens: int
     durable_tokens: int
-    slot: int = -1
+    request_index: int = -1
     host_pages: int = 0
     hot_slots: int = 0
     hot_chunks: int = 0
@@ -680,7 +681,7 @@ class Held(Part, frozen=True):
     is_released: bool = False
 
 
-class WorkerHello(Message, frozen=True):
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message on a worker connection; a fresh DEALER per (re)connect.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
@@ -705,95 +706,94 @@ class WorkerHello(Message, frozen=True):
 class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
-    int32 `slots`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`, int32
-    `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included).
-    """
+    int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included)."""
 
-    slots: bytes
-    admissions: bytes
+    request_indices: bytes
+    placements: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
     durables: bytes
 
 
-class Staged(Part, frozen=True, tag=True):
+class Staged(Part, frozen=True, tag="staged"):
     """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
 
-    admission: int
+    placement: int
     prefill_ms: float
     stage_ms: float
 
 
-class Started(Part, frozen=True, tag=True):
+class Started(Part, frozen=True, tag="started"):
     """The request joined the decode batch."""
 
-    admission: int
+    placement: int
 
 
-class Parked(Part, frozen=True, tag=True):
+class Parked(Part, frozen=True, tag="parked"):
     """The request is out of granted pages and waits, while its batch goes on."""
 
-    admission: int
+    placement: int
 
 
-class Resized(Part, frozen=True, tag=True):
+class Resized(Part, frozen=True, tag="resized"):
     """A Resize took effect; chunks beyond `hot_chunks` are free again."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
 
-class Finished(Part, frozen=True, tag=True):
+class Finished(Part, frozen=True, tag="finished"):
     """The output is complete: `reason` is eos, stop, length. Released follows."""
 
-    admission: int
+    placement: int
     reason: str
     generated_tokens: int
     tail_text: str = ""
 
 
-class Faulted(Part, frozen=True, tag=True):
+class Faulted(Part, frozen=True, tag="faulted"):
     """The request cannot go on (its own fault or the worker's); Released follows."""
 
-    admission: int
+    placement: int
     message: str
 
 
-class Released(Part, frozen=True, tag=True):
+class Released(Part, frozen=True, tag="released"):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
     are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
-    output was said yet, is what to go on from: a stop string may begin in it. `last_topk` are the positions
+    output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
-    admission: int
+    placement: int
     durable_tokens: int
     hits: int
     misses: int
     first_token: int = NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
-class Counters(Part, frozen=True, tag=True):
-    """Swap-in counters of requests so far: int64 `admissions`, `hits`, `misses`. Sent about once a second."""
+class Counters(Part, frozen=True, tag="counters"):
+    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
 
-    admissions: bytes
+    placements: bytes
     hits: bytes
     misses: bytes
 
 
-class Inventory(Part, frozen=True, tag=True):
+class Inventory(Part, frozen=True, tag="inventory"):
     """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
     one have happened.
 
-    Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
+    Parallel arrays, one element per admission that holds memory: int64 `placements` and `digests` (CRC-32 of its host
     page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
     (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
     """
 
     number: int
-    admissions: bytes
+    placements: bytes
     digests: bytes
     host_pages: bytes
     index_pages: bytes
@@ -808,7 +808,7 @@ class Inventory(Part, frozen=True, tag=True):
 Event: TypeAlias = Staged | Started | Parked | Resized | Finished | Faulted | Released | Counters | Inventory
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, tag="report"):
     """Numbered from 1 in each epoch; `command_ack` is cumulative. Tokens apply before events."""
 
     number: int
@@ -818,14 +818,14 @@ class Report(Message, frozen=True):
     events: tuple[Event, ...]
 
 
-class ReplayCommands(Message, frozen=True):
+class ReplayCommands(Message, frozen=True, tag="replay_commands"):
     """A gap was seen: send commands from `first` on again."""
 
     epoch: int
     first: int
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Sent by the link, about the executor: `executor_beats` grows while the executor's loop turns, busy or idle, so a
     live link over a hung executor is seen. `leaving`: the process withdraws everything and exits; admit nothing."""
 
@@ -843,7 +843,7 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
 
 
-class TokenizerChunk(Message, frozen=True):
+class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):
     """Piece `index` of `total` of the worker's tokenizer."""
 
     epoch: int

@@ -1,10 +1,10 @@
 """The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
 appended.
 
-    records ──replay──► Book and token log        at start; coordinator.scheduling.recovery goes on from it
-    append  ──note────► Book                      while running; ledgers and token log are the live ones, changed
-                                                  by their owners
-    Book    ──────────► coordinator.journal.summary says it again in fewer records, now and then
+    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery goes on from it
+    append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
+                                                     their owners
+    JournalState ─────► coordinator.journal.summary  says it again in fewer records, now and then
 
 A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
 
@@ -25,27 +25,27 @@ import msgspec
 from coordinator.journal.ledger_image import epochs_of, ledger_from
 from coordinator.journal.records import (
     DRAINS_MAX,
-    Accepted,
-    Admission,
-    Changed,
-    Departed,
-    Drained,
-    Ended,
-    Forgotten,
-    HandedOver,
-    Joined,
+    LedgerChanged,
     NodeImage,
     NodePart,
-    Ordered,
-    Output,
     PoolOpened,
     Record,
-    Struck,
+    RequestAccepted,
+    RequestDeparted,
+    RequestEnded,
+    RequestHandedOver,
+    RequestOrdered,
+    RequestOutput,
+    RequestPlaced,
+    RequestsForgotten,
+    RequestsStruck,
     Summary,
     SummaryBegun,
     SummaryEnded,
-    Tokens,
-    Undrained,
+    TokensAppended,
+    WorkerDrained,
+    WorkerJoined,
+    WorkerUndrained,
     digest_of,
     news_of,
 )
@@ -57,83 +57,83 @@ from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 
 
-def no_order(slot: int) -> Ordered:
+def no_order(request_index: int) -> RequestOrdered:
     """Nobody wants anything of a request but its output."""
-    return Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
+    return RequestOrdered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
 
 
 @dataclass(slots=True)
-class Known:
+class RequestRecord:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
     of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
 
-    accepted: Accepted
+    accepted: RequestAccepted
     prompt_tokens: int
-    ordered: Ordered
-    stay: Admission | None = None
+    ordered: RequestOrdered
+    stay: RequestPlaced | None = None
     on_worker: bool = False
     kept_tokens: int = 0
     first_token: int = NO_TOKEN
     strikes: int = 0
     mark: int = -1  # generated tokens at the last of them
     killed: str = ""  # the worker that died then
-    ended: Ended | None = None
+    ended: RequestEnded | None = None
     prompt_digest: bytes = b""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnded) -> None:
         self.ended, self.prompt_digest = ended, digest_of(self.accepted.prompt)
         self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
 
 
 @dataclass(slots=True)
-class Book:
+class JournalState:
     """`ledgers` by node are the live ones; the highest numbers given out so far are for those who give out more."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     pools: dict[str, PoolOpened] = field(default_factory=dict)
-    workers: dict[EpochKey, Joined] = field(default_factory=dict)
-    drains: dict[str, Drained] = field(default_factory=dict)
-    requests: dict[int, Known] = field(default_factory=dict)
+    workers: dict[EpochKey, WorkerJoined] = field(default_factory=dict)
+    drains: dict[str, WorkerDrained] = field(default_factory=dict)
+    requests: dict[int, RequestRecord] = field(default_factory=dict)
     arrivals: int = 0
-    admissions: int = 0
+    placements: int = 0
 
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
-            case Accepted(slot):
-                self.requests[slot] = Known(record, len(record.prompt) // 4, no_order(slot))
+            case RequestAccepted(request_index):
+                self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
                 self.arrivals = max(self.arrivals, record.arrival)
-            case Joined() | PoolOpened() | Drained() | Undrained():
+            case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
-            case Struck():
+            case RequestsStruck():
                 self._note_strikes(record)
-            case SummaryBegun(arrivals, admissions, pools, workers, drains):
-                self.arrivals, self.admissions = max(self.arrivals, arrivals), max(self.admissions, admissions)
+            case SummaryBegun(arrivals, placements, pools, workers, drains):
+                self.arrivals, self.placements = max(self.arrivals, arrivals), max(self.placements, placements)
                 for opened in pools:
                     self.note(opened)
                 for joined in workers:
                     self.note(joined)
                 self.drains = {drained.worker: drained for drained in drains}
-            case Forgotten(slots, arrivals):
+            case RequestsForgotten(request_indices, arrivals):
                 self.arrivals = max(self.arrivals, arrivals)
-                for slot in unpack_int32(slots, "slots").tolist():
-                    self.requests.pop(slot, None)
-            case Changed(changes=changes):  # where each number is given out, that of a ticket too
-                given = (change.admission for change in changes if isinstance(change, Reserve))
-                self.admissions = max(self.admissions, *given, 0)
-            case Ordered() | Admission() | HandedOver() | Departed() | Ended():
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    self.requests.pop(request_index, None)
+            case LedgerChanged(changes=changes):  # where each number is given out, that of a ticket too
+                given = (change.placement for change in changes if isinstance(change, Reserve))
+                self.placements = max(self.placements, *given, 0)
+            case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
                 self._note_of_request(record)
 
-    def _note_of_node(self, record: Joined | PoolOpened | Drained | Undrained) -> None:
+    def _note_of_node(self, record: WorkerJoined | PoolOpened | WorkerDrained | WorkerUndrained) -> None:
         match record:
             case PoolOpened(node):
                 self.pools[node] = record
-            case Joined(worker=worker, epoch=epoch):
+            case WorkerJoined(worker=worker, epoch=epoch):
                 self.workers[worker, epoch] = record
                 self._note_drain_of_next(worker, epoch)
-            case Undrained(worker):
+            case WorkerUndrained(worker):
                 self.drains.pop(worker, None)
-            case Drained(worker):
+            case WorkerDrained(worker):
                 self.drains.pop(worker, None)
                 self.drains[worker] = record
                 if len(self.drains) > DRAINS_MAX:
@@ -147,37 +147,39 @@ class Book:
             if follows(epoch, drained.epoch):
                 self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
 
-    def _note_strikes(self, struck: Struck) -> None:
-        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.slots, struck.strikes, struck.marks))
-        for slot, strikes, mark in zip(*arrays, strict=True):
-            if known := self.requests.get(slot):
+    def _note_strikes(self, struck: RequestsStruck) -> None:
+        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))
+        for request_index, strikes, mark in zip(*arrays, strict=True):
+            if known := self.requests.get(request_index):
                 known.strikes, known.mark, known.killed = strikes, mark, struck.worker
 
-    def _note_of_request(self, record: Ordered | Admission | HandedOver | Departed | Ended) -> None:
-        known = self.requests.get(record.slot)
+    def _note_of_request(
+        self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestDeparted | RequestEnded
+    ) -> None:
+        known = self.requests.get(record.request_index)
         if known is None:
             return
         match record:
-            case Ordered():
+            case RequestOrdered():
                 known.ordered = record
-            case Admission():
+            case RequestPlaced():
                 known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
-            case HandedOver(slot, ticket, node, worker, epoch, kept_tokens, first_token):
-                known.stay = Admission(slot, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
+            case RequestHandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
+                known.stay = RequestPlaced(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
-            case Departed(_, kept_tokens, first_token):
+            case RequestDeparted(_, kept_tokens, first_token):
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
-            case Ended():
+            case RequestEnded():
                 known.end(record)
 
-    def joined(self, node: str) -> list[Joined]:
+    def joined(self, node: str) -> list[WorkerJoined]:
         """Epochs of `node` of which anything is left."""
         left = epochs_of(self.ledgers[node])
         return [it for key, it in self.workers.items() if it.node == node and key in left]
 
 
-def replay(records: Iterable[Record], token_log: TokenLog) -> Book:
+def replay(records: Iterable[Record], token_log: TokenLog) -> JournalState:
     """The state that `records` amount to; tokens go into `token_log`, which must be empty.
 
     Raises CapacityError when the token log is too small for them, InternalError when they do not fit each other.
@@ -199,27 +201,27 @@ class _Collected(NamedTuple):
 @dataclass(slots=True)
 class _Replay:
     token_log: TokenLog
-    book: Book = field(default_factory=Book)
+    book: JournalState = field(default_factory=JournalState)
     collected: dict[str, _Collected] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         book, token_log = self.book, self.token_log
         match record:
-            case Accepted():
-                token_log.reopen(record.slot, record.sampling.max_tokens)
-            case Forgotten(slots):
-                for slot in unpack_int32(slots, "slots").tolist():
-                    if slot in book.requests:
-                        token_log.close(slot)
-            case Tokens():
+            case RequestAccepted():
+                token_log.reopen(record.request_index, record.sampling.max_tokens)
+            case RequestsForgotten(request_indices):
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    if request_index in book.requests:
+                        token_log.close(request_index)
+            case TokensAppended():
                 token_log.recover(news_of(record))
-            case Output():
+            case RequestOutput():
                 tokens = unpack_int32(record.tokens, "tokens")
-                token_log.recover_output(OutputPart(record.slot, record.start, tokens, record.durable_tokens))
-            case Admission(slot) if slot in book.requests:
-                token_log.set_durable(slot, record.durable_tokens)
-            case Summary(arrivals, admissions, ordered, stays, departed):
-                book.arrivals, book.admissions = arrivals, admissions
+                token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
+            case RequestPlaced(request_index) if request_index in book.requests:
+                token_log.set_durable(request_index, record.durable_tokens)
+            case Summary(arrivals, placements, ordered, stays, departed):
+                book.arrivals, book.placements = arrivals, placements
                 said: list[Record] = [*ordered, *stays, *departed]
                 for it in said:
                     self.take(it)
@@ -240,7 +242,7 @@ class _Replay:
                     self.collected[node].parts.append(record)
             case NodeImage(node):
                 ledgers[node] = ledger_from([record])
-            case Changed(node, changes):
+            case LedgerChanged(node, changes):
                 self._change(node, changes)
             case SummaryEnded():
                 for node, collected in self.collected.items():

@@ -15,10 +15,10 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.events import Handle, Verb, WorkerPort
-from coordinator.scheduling.request_table import Requests, Swaps
-from coordinator.scheduling.scheduling_state import Roster
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_table import RequestTable, Swaps
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import ProtocolError
@@ -29,7 +29,7 @@ FLOOD_MARGIN: Final = 64
 
 Message: TypeAlias = (
     events.SubmitAsk
-    | events.VerbAsk
+    | events.CommandAsk
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
@@ -41,22 +41,22 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
-    | events.TicketClosed
-    | events.Progressed
-    | events.Resized
-    | events.Departed
-    | events.Closed
+    | events.TransferClosed
+    | events.PlacementProgressed
+    | events.HotBufferResized
+    | events.PlacementEnded
+    | events.RequestClosed
     | events.Recovered
     | events.Tick
 )
 
 
-class Front(Actor[Message]):
+class SchedulerApi(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
-    _requests: Requests
-    _roster: Roster
-    _fleet: Fleet
+    _requests: RequestTable
+    _placement_table: PlacementTable
+    _registry: WorkerRegistry
     _auditor: Auditor
     _clock: Callable[[], float]
     _journal: Journal
@@ -78,19 +78,19 @@ class Front(Actor[Message]):
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(Verb.ABORT, request_ids, owner, user=user)
+        return await self._command(RequestCommand.ABORT, request_ids, owner, user=user)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._verb(Verb.RETRACT, request_ids, owner, keep=keep, hold=hold)
+        return await self._command(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Let held requests wait for memory again; all or none."""
-        return await self._verb(Verb.RESUME, request_ids, owner)
+        return await self._command(RequestCommand.RESUME, request_ids, owner)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
+        return await self._command(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
@@ -125,11 +125,11 @@ class Front(Actor[Message]):
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
         """The slot of a live or recently ended request. Raises NotFound."""
-        return self._requests.slot(request_id, user)
+        return self._requests.request_index(request_id, user)
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
-        return self._fleet.model
+        return self._registry.model
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         """Live requests in rank order, then ended ones, latest first; at most `limit`."""
@@ -137,16 +137,16 @@ class Front(Actor[Message]):
 
     def describe(
         self, request_id: str, user: str | None = None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
-        """One request and its story. Raises NotFound."""
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
+        """One request and its history. Raises NotFound."""
         return self._requests.describe(request_id, self._clock(), user)
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
-        return self._fleet.worker_rows()
+        return self._registry.worker_rows()
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        return self._fleet.pool_rows()
+        return self._registry.pool_rows()
 
     def count_by_state(self) -> Counter[str]:
         """Live requests by state."""
@@ -200,10 +200,10 @@ class Front(Actor[Message]):
             if self._auditor.expects(worker, epoch, event.number):
                 self.tell(events.InventoryTaken(worker, epoch, event))
             return
-        live = self._requests.admitted(worker, epoch, event.admission)
+        live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
-            if isinstance(event, messages.Released) and event.admission in self._roster.tickets:
-                self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
+            if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
+                self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
@@ -211,13 +211,13 @@ class Front(Actor[Message]):
             live.swaps = Swaps(event.hits, event.misses)
         live.request.tell(event)
 
-    def starving(self, slots: Int32Array) -> None:
+    def starving(self, request_indices: Int32Array) -> None:
         """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
-        self.tell(events.Starving(slots))
+        self.tell(events.Starving(request_indices))
 
-    async def _verb(
+    async def _command(
         self,
-        verb: Verb,
+        command: RequestCommand,
         request_ids: tuple[str, ...],
         owner: str,
         *,
@@ -228,7 +228,7 @@ class Front(Actor[Message]):
     ) -> tuple[str, ...]:
         check_writes(self._journal)
         return await self.ask(
-            lambda reply: events.VerbAsk(
-                verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
+            lambda reply: events.CommandAsk(
+                command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
             )
         )

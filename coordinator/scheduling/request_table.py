@@ -1,4 +1,4 @@
-"""Live and ended requests, as operators and clients ask for them: rows, stories, lookups. Pure."""
+"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.journal.records import digest_of
-from coordinator.scheduling.events import Told
-from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.events import RequestOrder
+from coordinator.scheduling.lifecycle import WAITING, State
+from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, RequestRow, Sampling, StoryLine, Submit
+from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
+    from coordinator.scheduling.dispatch import Dispatch
     from protocol.settings import CoordinatorSettings
 
 
 class RequestPort(Protocol):
     """A Request actor as others see it."""
 
-    def tell(self, message: Told | WorkerEvent) -> None: ...
+    def tell(self, message: RequestOrder | WorkerEvent) -> None: ...
     def room(self) -> int: ...
 
 
@@ -37,12 +40,12 @@ NO_SWAPS = Swaps(0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """A live request: its state (to read), its actor, its entry in the roster, and what an Admit carries."""
+class LiveRequest:
+    """A live request: its state (to read), its actor, its entry in the placement table, and what an Admit carries."""
 
     state: RequestState
     request: RequestPort
-    entry: Entry
+    entry: RequestEntry
     prompt: bytes
     sampling: Sampling
     submitted_at: float
@@ -53,29 +56,32 @@ class Live:
     user: str = ""  # whose key submitted it
 
 
-class Ended(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that is over, and when it ended. Its prompt is gone."""
 
-    live: Live
+    live: LiveRequest
     at: float
 
 
-class Requests:
+class RequestTable:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
-    def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
-        self.live: dict[str, Live] = {}
-        self.by_slot: dict[int, Live] = {}
-        self.by_admission: dict[int, Live] = {}
-        self.ended: OrderedDict[str, Ended] = OrderedDict()
+    def __init__(
+        self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float, dispatch: Dispatch
+    ) -> None:
+        self.live: dict[str, LiveRequest] = {}
+        self.by_index: dict[int, LiveRequest] = {}
+        self.by_placement: dict[int, LiveRequest] = {}
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
 
     # ---------------------------------------------------------------- life
 
-    def add(self, live: Live) -> None:
-        self.live[live.state.request_id] = self.by_slot[live.entry.slot] = live
+    def add(self, live: LiveRequest) -> None:
+        self.live[live.state.request_id] = self.by_index[live.entry.request_index] = live
 
     def check_room(self, waiting: int) -> None:
         """Raise CapacityError when one more would be too many."""
@@ -87,31 +93,31 @@ class Requests:
             if count >= bound:
                 raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
 
-    def begin_admission(self, live: Live, admission: int, epoch: int) -> None:
+    def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
         live.epoch = epoch
-        self.by_admission[admission] = live
+        self.by_placement[placement] = live
 
-    def end_admission(self, admission: int) -> None:
-        live = self.by_admission.pop(admission, None)
+    def end_placement(self, placement: int) -> None:
+        live = self.by_placement.pop(placement, None)
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
-    def end(self, live: Live, now: float) -> None:
-        """It is over: only its state, its story and its tokens stay, for a while."""
+    def end(self, live: LiveRequest, now: float) -> None:
+        """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
-        self.ended[live.state.request_id] = Ended(live, now)
-        del self.live[live.state.request_id], self.by_slot[live.entry.slot]
+        self.ended[live.state.request_id] = EndedRequest(live, now)
+        del self.live[live.state.request_id], self.by_index[live.entry.request_index]
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        slots: list[int] = []
+        request_indices: list[int] = []
         while self.ended:
             first = next(iter(self.ended.values()))
             if len(self.ended) <= keep_max and now - first.at < keep_s:
                 break
-            slots.append(self.ended.popitem(last=False)[1].live.entry.slot)
-        return slots
+            request_indices.append(self.ended.popitem(last=False)[1].live.entry.request_index)
+        return request_indices
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
         """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
@@ -126,38 +132,38 @@ class Requests:
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
         ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
-        return [it.live.entry.slot for it in ended if it is not None]
+        return [it.live.entry.request_index for it in ended if it is not None]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
-        admissions = unpack_int64(counters.admissions, "admissions").tolist()
+        placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
-        if not len(admissions) == len(hits) == len(misses):
+        if not len(placements) == len(hits) == len(misses):
             raise ProtocolError("arrays of different lengths", field="counters", remedy="one element each")
-        for admission, *swaps in zip(admissions, hits, misses, strict=True):
-            live = self.admitted(worker, epoch, admission)
+        for placement, *swaps in zip(placements, hits, misses, strict=True):
+            live = self.admitted(worker, epoch, placement)
             if live is not None:
                 live.swaps = Swaps(*swaps)
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, admission: int) -> Live | None:
+    def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
         """Whose admission it is; None when it has departed or is another worker's."""
-        live = self.by_admission.get(admission)
+        live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
-    def slot(self, request_id: str, user: str | None = None) -> int:
+    def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        return _live(self.find(request_id, user)).entry.slot
+        return _live(self.find(request_id, user)).entry.request_index
 
-    def slot_of_same(self, submit: Submit, user: str) -> int:
+    def index_of_same(self, submit: Submit, user: str) -> int:
         """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
         user's."""
         live = _live(self.find(submit.request_id))
         is_same_prompt = (live.prompt_digest or digest_of(live.prompt)) == digest_of(submit.prompt)
-        asked = user, submit.sampling, submit.priority, submit.admission
-        known = live.user, live.sampling, -live.entry.rank[0], live.entry.way
+        asked = user, submit.sampling, submit.priority, submit.prefill_mode
+        known = live.user, live.sampling, -live.entry.rank[0], live.entry.prefill_mode
         if not is_same_prompt or asked != known:
             raise WrongState(
                 "is in use by another request",
@@ -165,12 +171,12 @@ class Requests:
                 value=submit.request_id,
                 remedy="choose another, or attach to it",
             )
-        return live.entry.slot
+        return live.entry.request_index
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> Live | Ended:
+    def find(self, request_id: str, user: str | None = None) -> LiveRequest | EndedRequest:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
         if found is None or user not in (None, _live(found).user):
@@ -197,14 +203,14 @@ class Requests:
 
     def describe(
         self, request_id: str, now: float, user: str | None = None
-    ) -> tuple[RequestRow, tuple[StoryLine, ...]]:
+    ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
         found = self.find(request_id, user)
-        live, at = found if isinstance(found, Ended) else (found, now)
-        return self.row(live, at), self.story(live)
+        live, at = found if isinstance(found, EndedRequest) else (found, now)
+        return self.row(live, at), self.history(live)
 
-    def row(self, live: Live, now: float) -> RequestRow:
-        state, entry, slot = live.state, live.entry, live.entry.slot
+    def row(self, live: LiveRequest, now: float) -> RequestRow:
+        state, entry, request_index = live.state, live.entry, live.entry.request_index
         swaps = _add(live.swaps_before, live.swaps)
         return RequestRow(
             request_id=state.request_id,
@@ -212,9 +218,9 @@ class Requests:
             priority=-entry.rank[0],
             worker=state.worker,
             prompt_tokens=entry.prompt_tokens,
-            generated_tokens=self._token_log.length(slot),
+            generated_tokens=self._token_log.length(request_index),
             max_tokens=entry.max_tokens,
-            durable_tokens=(state.kept_tokens or self._token_log.durable(slot)) if entry.pages else 0,
+            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if entry.pages else 0,
             host_pages=entry.pages,
             hot_slots=entry.hot.hot_slots,
             hot_chunks=entry.chunks,
@@ -223,12 +229,22 @@ class Requests:
             retractions=state.retractions,
             age_s=now - live.submitted_at,
             held=state.held,
-            reason=state.reason,
+            reason=self._reason(live, now),
         )
 
-    def story(self, live: Live) -> tuple[StoryLine, ...]:
+    def _reason(self, live: LiveRequest, now: float) -> str:
+        """Of a request that waits: for what, as of now; else that of the last line of its history that has one."""
+        state, entry = live.state, live.entry
+        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.ticket):
+            return self.pending.explain(entry, now).text
+        return state.reason
+
+    def _request_id(self, request_index: int) -> str:
+        return self.by_index[request_index].state.request_id
+
+    def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""
-        return tuple(StoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.story())
+        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
 
     def count_by_state(self) -> Counter[str]:
         return Counter(str(live.state.state) for live in self.live.values())
@@ -237,8 +253,8 @@ class Requests:
         return sum(live.state.held for live in self.live.values())
 
 
-def _live(found: Live | Ended) -> Live:
-    return found.live if isinstance(found, Ended) else found
+def _live(found: LiveRequest | EndedRequest) -> LiveRequest:
+    return found.live if isinstance(found, EndedRequest) else found
 
 
 def _add(a: Swaps, b: Swaps) -> Swaps:

@@ -10,31 +10,31 @@ from __future__ import annotations
 from typing import Final
 
 from protocol.errors import InternalError
-from protocol.messages import LAST_TOPK_BYTES_MAX
+from protocol.messages import WARM_START_BYTES_MAX
 
 #: Of all requests together; a thousand prompts of a model with 61 index groups and top-k 2048.
 KEPT_BYTES_MAX: Final = 128 * 1024 * 1024
 
-assert LAST_TOPK_BYTES_MAX < KEPT_BYTES_MAX
+assert WARM_START_BYTES_MAX < KEPT_BYTES_MAX
 
 
-class LastTopk:
+class WarmStarts:
     """By slot; unread. `kept_bytes` is their sum."""
 
     def __init__(self) -> None:
         self.kept_bytes = 0
         self._kept: dict[int, bytes] = {}
 
-    def keep(self, slot: int, packed: bytes) -> None:
-        """Replace what was kept of `slot`; nothing is kept past a bound."""
-        self.take(slot)
-        if packed and len(packed) <= min(LAST_TOPK_BYTES_MAX, KEPT_BYTES_MAX - self.kept_bytes):
-            self._kept[slot] = packed
+    def keep(self, request_index: int, packed: bytes) -> None:
+        """Replace what was kept of `request_index`; nothing is kept past a bound."""
+        self.take(request_index)
+        if packed and len(packed) <= min(WARM_START_BYTES_MAX, KEPT_BYTES_MAX - self.kept_bytes):
+            self._kept[request_index] = packed
             self.kept_bytes += len(packed)
 
-    def take(self, slot: int) -> bytes:
-        """What is kept of `slot`, nothing any more; empty if there is none."""
-        packed = self._kept.pop(slot, b"")
+    def take(self, request_index: int) -> bytes:
+        """What is kept of `request_index`, nothing any more; empty if there is none."""
+        packed = self._kept.pop(request_index, b"")
         self.kept_bytes -= len(packed)
         return packed
 

@@ -3,7 +3,7 @@
     head        the cluster and the connection to it
     pools       a line per node: host pages
     workers     at most a quarter of the height, around the selected one
-    requests    what is left, around the selected one; or the story of one; or the keys
+    requests    what is left, around the selected one; or the history of one; or the keys
     foot        keys, the question that waits for an answer, or a notice
 
 Text is ASCII but for names, so that it looks the same in any locale; what a terminal could take for a command is
@@ -41,7 +41,7 @@ HELP: Final = (
     "r   retract: leave the worker, keep host pages, wait for R",
     "R   resume a held request                           a       abort",
     "d   drain a worker with handover                    D       undrain",
-    "Enter   the story of a request                      Esc     back; no filter",
+    "Enter   the history of a request                      Esc     back; no filter",
     f"s   sort by {', '.join(ORDERS)}",
     "S   reverse the order                               e       show ended requests",
     "/   find: part of an id, a state, a worker, held    q       quit",
@@ -67,7 +67,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row]):
+class ScreenColumn(Generic[Row]):
     """`width` cells; 0: whatever is left. Left out where the terminal has less than `from_width`."""
 
     title: str
@@ -89,8 +89,8 @@ def draw(screen: Screen, width: int, height: int, now: float) -> list[Text]:
         lines += [_fit(Text(line), width) for line in HELP[:room]]
     elif screen.history.latest is None:
         lines += [_fit(Text(f" {line}"), width) for line in wrap(clean(screen.lost), width - 2)[:room]]
-    elif screen.story_id:
-        lines += _story(screen, width, room)
+    elif screen.history_id:
+        lines += _history(screen, width, room)
     else:
         lines += _requests(screen, width, room)
     lines += [Text()] * (height - 1 - len(lines))
@@ -153,21 +153,23 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def hits(row: WorkerRow) -> float | None:
         return rates[row.worker].hit_share if row.worker in rates else None
 
-    columns: list[Column[WorkerRow]] = [
-        Column("WORKER", 0, lambda row: row.worker, right=False),
-        Column("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
-        Column("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
-        Column("HOT", 4, lambda row: _percent(_hot(row))),
-        Column("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
-        Column("HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))),
-        Column("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
-        Column("TOK/S", 6, speed),
-        Column("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
-        Column("H2D/S", 5, swapped),
-        Column("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
-        Column("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
-        Column("NODE", 16, lambda row: row.node, right=False, from_width=120),
-        Column("SEEN", 5, lambda row: duration_text(row.link_age_s)),
+    columns: list[ScreenColumn[WorkerRow]] = [
+        ScreenColumn("WORKER", 0, lambda row: row.worker, right=False),
+        ScreenColumn("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
+        ScreenColumn("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
+        ScreenColumn("HOT", 4, lambda row: _percent(_hot(row))),
+        ScreenColumn("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
+        ScreenColumn(
+            "HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))
+        ),
+        ScreenColumn("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
+        ScreenColumn("TOK/S", 6, speed),
+        ScreenColumn("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
+        ScreenColumn("H2D/S", 5, swapped),
+        ScreenColumn("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
+        ScreenColumn("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
+        ScreenColumn("NODE", 16, lambda row: row.node, right=False, from_width=120),
+        ScreenColumn("SEEN", 5, lambda row: duration_text(row.link_age_s)),
     ]
     selected = screen.selected(of_workers=True) if screen.focus_workers else ""
     return _table(rows, columns, lambda row: row.worker, selected, width, rows_max)
@@ -179,20 +181,20 @@ def _requests(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def speed(row: RequestRow) -> str:
         return f"{rates[row.request_id]:.1f}" if row.request_id in rates else "-"
 
-    columns: list[Column[RequestRow]] = [
-        Column("ID", 0, lambda row: row.request_id, right=False),
-        Column("STATE", 12, _state_text, lambda row: STYLES.get(_state_text(row), ""), right=False),
-        Column("PRIO", 4, lambda row: str(row.priority)),
-        Column("WORKER", 8, lambda row: row.worker or "-", right=False),
-        Column("PROMPT", 7, lambda row: str(row.prompt_tokens)),
-        Column("NEW", 11, lambda row: f"{row.generated_tokens}/{row.max_tokens}"),
-        Column("TOK/S", 5, speed),
-        Column("HIT", 4, lambda row: _hit(row.hits / (row.hits + row.misses) if row.hits + row.misses else None)),
-        Column("HOT", 8, lambda row: hot_text(row.hot_slots), from_width=100),
-        Column("PAGES", 6, lambda row: str(row.host_pages), from_width=100),
-        Column("RETR", 4, lambda row: str(row.retractions), from_width=100),
-        Column("AGE", 6, lambda row: duration_text(row.age_s)),
-        Column("REASON", 40, lambda row: row.reason, right=False, from_width=140),
+    columns: list[ScreenColumn[RequestRow]] = [
+        ScreenColumn("ID", 0, lambda row: row.request_id, right=False),
+        ScreenColumn("STATE", 12, _state_text, lambda row: STYLES.get(_state_text(row), ""), right=False),
+        ScreenColumn("PRIO", 4, lambda row: str(row.priority)),
+        ScreenColumn("WORKER", 8, lambda row: row.worker or "-", right=False),
+        ScreenColumn("PROMPT", 7, lambda row: str(row.prompt_tokens)),
+        ScreenColumn("NEW", 11, lambda row: f"{row.generated_tokens}/{row.max_tokens}"),
+        ScreenColumn("TOK/S", 5, speed),
+        ScreenColumn("HIT", 4, lambda row: _hit(row.hits / (row.hits + row.misses) if row.hits + row.misses else None)),
+        ScreenColumn("HOT", 8, lambda row: hot_text(row.hot_slots), from_width=100),
+        ScreenColumn("PAGES", 6, lambda row: str(row.host_pages), from_width=100),
+        ScreenColumn("RETR", 4, lambda row: str(row.retractions), from_width=100),
+        ScreenColumn("AGE", 6, lambda row: duration_text(row.age_s)),
+        ScreenColumn("REASON", 40, lambda row: row.reason, right=False, from_width=140),
     ]
     selected = screen.selected(of_workers=False) if not screen.focus_workers else ""
     shown = screen.requests()
@@ -218,27 +220,27 @@ def _summary(screen: Screen, width: int) -> Text:
     return _fit(Text("".join(parts)), width, "bold")
 
 
-def _story(screen: Screen, width: int, rows_max: int) -> list[Text]:
+def _history(screen: Screen, width: int, rows_max: int) -> list[Text]:
     sample = screen.history.latest
-    detail = sample.story if sample else None
-    head = [_fit(Text(f" {clean(screen.story_id)}: Esc goes back"), width, "bold")]
-    if detail is None or detail.row.request_id != screen.story_id:
+    detail = sample.history if sample else None
+    head = [_fit(Text(f" {clean(screen.history_id)}: Esc goes back"), width, "bold")]
+    if detail is None or detail.row.request_id != screen.history_id:
         return [*head, Text(" ...")]
-    lines = [_fit(Text(f" {line}"), width) for line in _story_lines(detail)[screen.scroll :]]
+    lines = [_fit(Text(f" {line}"), width) for line in _history_lines(detail)[screen.scroll :]]
     return head + lines[: rows_max - 1]
 
 
-def _story_lines(detail: RequestDetail) -> list[str]:
+def _history_lines(detail: RequestDetail) -> list[str]:
     return [
         f"{datetime.fromtimestamp(line.at_s):%H:%M:%S.%f}"[:12]
         + f"  {line.event:<10} {line.state:<11} {clean(line.reason)}"
-        for line in detail.story
+        for line in detail.history
     ]
 
 
 def _foot(screen: Screen, width: int) -> Text:
     if screen.pending is not None:
-        question = screen.pending.verb.value.format(clean(screen.pending.target))
+        question = screen.pending.command.value.format(clean(screen.pending.target))
         return _fit(Text(f" {question} y/N"), width, "bold black on yellow")
     if screen.mode is Mode.FILTER:
         return _fit(Text(f" find: {clean(screen.filter)}_   Enter keeps it, Esc drops it"), width, "reverse")
@@ -252,7 +254,7 @@ def _foot(screen: Screen, width: int) -> Text:
 
 def _table(
     rows: Sequence[Row],
-    columns: Sequence[Column[Row]],
+    columns: Sequence[ScreenColumn[Row]],
     name: Callable[[Row], str],
     selected: str,
     width: int,

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 
+from benchmarks import report
 from benchmarks.decode_report import find
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
@@ -47,8 +48,8 @@ def found(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
             yield name, match
 
 
-def default_of(verb: str, option: str) -> float:
-    return next(float(it.default) for it in main.commands[verb].params if option in it.opts)
+def default_of(command: str, option: str) -> float:
+    return next(float(it.default) for it in main.commands[command].params if option in it.opts)
 
 
 # ---------------------------------------------------------------- commands and settings
@@ -74,9 +75,11 @@ def test_each_command_and_option_exists() -> None:
 
 
 def test_each_flag_in_prose_is_somebodys() -> None:
-    """`--deterministic` by itself: of some verb."""
-    verbs = [each for verb in main.commands.values() for each in (verb, *getattr(verb, "commands", {}).values())]
-    known = {spelt for verb in verbs for it in verb.params for spelt in (*it.opts, *it.secondary_opts)}
+    """`--deterministic` by itself: of some command."""
+    commands = [
+        each for command in main.commands.values() for each in (command, *getattr(command, "commands", {}).values())
+    ]
+    known = {spelt for command in commands for it in command.params for spelt in (*it.opts, *it.secondary_opts)}
     ours = {name for name in DOCUMENTS if name not in ("CONTRIBUTING.md", "testing.md", "http.md")}
     flags = [(name, match[1]) for name, match in found(r"`(--[a-z][a-z-]+)[` =]") if name in ours]
     assert len(flags) > 30
@@ -177,7 +180,15 @@ def test_the_readme_boasts_with_what_was_measured() -> None:
     assert f"At 8k they gain little or lose, {short[0]:.1f} to {short[1]:.1f} times" in said
     row = next(row for row in result("resume-H200.json") if row["context"] == 32_768)
     resumed, prefilled = 1e3 * row["managed_resumed_s"], row["managed_first_token_s"]
-    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s" in said
+    layers = report.result("resume-H200.json")["setting"]["layers"]
+    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s ({layers} layers)" in said
+
+
+def test_no_command_serves_what_no_worker_can_hold() -> None:
+    """DeepSeek-V3.2 is neither in bfloat16 nor smaller than a GPU, and weights are not sharded."""
+    shown = [(name, match[1]) for name, match in found(r"(?:--model|MODEL_DIR)[ =]([\w/.-]+)")]
+    assert len(shown) > 5
+    assert [it for it in shown if "V3.2" in it[1] or "GLM-5" in it[1]] == []
 
 
 def result(name: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.service import Coordinator
@@ -63,7 +63,7 @@ from worker.link.outbox import Outbox
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
 #: Modules that know how long a page is.
-PAGED: Final = ("coordinator.", "kernels.layout", "tests.sim.fake_worker")
+PAGED: Final = ("coordinator.", "protocol.", "kernels.layout", "tests.sim.fake_worker")
 #: Exit of a process shows on its pidfd within this time.
 EXIT_SEEN_S: Final = 0.02
 #: The parent starts what died after a pause of this length.
@@ -291,7 +291,7 @@ class CoordinatorLife:
 
     @property
     def is_draining(self) -> bool:
-        return self._scheduler is not None and any(it.drain for it in self._scheduler._roster.workers.values())
+        return self._scheduler is not None and any(it.drain for it in self._scheduler._placement_table.workers.values())
 
     # ------------------------------------------------------------ for the checker
 
@@ -299,20 +299,20 @@ class CoordinatorLife:
     def ledgers(self) -> dict[str, Ledger]:
         return self._scheduler._ledgers if self._scheduler else {}
 
-    def entries(self) -> list[Entry]:
-        return list(self.scheduler._roster.entries.values()) if self._scheduler else []
+    def entries(self) -> list[RequestEntry]:
+        return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
 
-    def truth_of(self, slot: int) -> Truth | None:
-        live = self.scheduler._requests.by_slot.get(slot)
+    def truth_of(self, request_index: int) -> Truth | None:
+        live = self.scheduler._requests.by_index.get(request_index)
         return self._cluster.truths[live.state.request_id] if live is not None else None
 
-    def durable(self, slot: int, admission: int) -> int:
+    def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log
-        return log.durable(slot) if log._admission[slot] == admission else 0
+        return log.durable(request_index) if log._placement[request_index] == placement else 0
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""
-        return self.scheduler._fleet._pools[node].pool_id
+        return self.scheduler._registry._pools[node].pool_id
 
     @property
     def audit_differences(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class CoordinatorLife:
 
     def drains(self) -> list[tuple[str, int, bool]]:
         """Workers that have joined this life, their epochs, and whether they drain."""
-        workers = self._scheduler._roster.workers.values() if self._scheduler else ()
+        workers = self._scheduler._placement_table.workers.values() if self._scheduler else ()
         return [(it.name, it.epoch, it.drain is not None) for it in workers if not it.awaited]
 
     @property
@@ -337,7 +337,7 @@ class CoordinatorLife:
     def check_invariants(self) -> None:
         if self._scheduler is None:
             return
-        self._scheduler._roster.check_invariants(lambda node: self.ledgers[node])
+        self._scheduler._placement_table.check_invariants(lambda node: self.ledgers[node])
         for live in self._scheduler._requests.live.values():
             live.state.check_invariants()
         self._parts.token_log.check_invariants()

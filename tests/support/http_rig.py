@@ -15,8 +15,8 @@ import trio.testing
 from hisparse.client.client import open_client
 from hisparse.http.api_keys import ApiKeys
 from hisparse.http.front import Front
-from hisparse.http.link import Link
-from hisparse.http.outputs import Outputs
+from hisparse.http.link import CoordinatorLink
+from hisparse.http.outputs import FollowedOutputs
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -127,8 +127,8 @@ class FrontRig:
     def __init__(self, gateway: GatewayRig, nursery: trio.Nursery, settings: HttpSettings, keys: ApiKeys) -> None:
         self.gateway = gateway
         self.counters = HttpCounters()
-        self.link = Link(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
-        self.outputs = Outputs(nursery, self.link, self.counters)
+        self.link = CoordinatorLink(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
+        self.outputs = FollowedOutputs(nursery, self.link, self.counters)
         self.stopping = False
         self.sources = HttpSources(
             "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
@@ -152,15 +152,15 @@ class FrontRig:
     async def submitted(self, count: int) -> list[str]:
         """Ids at the coordinator, once there are that many."""
         with trio.fail_after(LIMIT_S):
-            while len(self.gateway.scheduler.slots) < count:  # noqa: ASYNC110
+            while len(self.gateway.scheduler.request_indices) < count:  # noqa: ASYNC110
                 await trio.sleep(0.005)
-        return list(self.gateway.scheduler.slots)
+        return list(self.gateway.scheduler.request_indices)
 
     def speak(self, request_id: str, text: str | bytes) -> None:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
 
     def aborted(self) -> list[str]:
-        aborts = [ids for verb, ids, *_ in self.gateway.scheduler.verbs if verb == "abort"]
+        aborts = [ids for command, ids, *_ in self.gateway.scheduler.commands if command == "abort"]
         return [request_id for ids in aborts if isinstance(ids, tuple) for request_id in ids]
 
 

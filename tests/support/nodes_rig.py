@@ -22,7 +22,7 @@ import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.client import Client, Stream, open_client
+from hisparse.client import Client, TokenStream, open_client
 from hisparse.cluster.children import Child, child_environ, stop_children
 from hisparse.cluster.up import STOP_GRACE_S, _answers
 from protocol.config import pool_path, to_environ
@@ -80,13 +80,13 @@ class Nodes:
         """Also once more, after its exit."""
         if (before := self.children.get(name)) is not None:
             before.close()
-        verb, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
+        subcommand, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
         if name != COORDINATOR:
             spot = self.spots[int(name[1:])]
-            verb, config, namespace = "worker", self._config(name, spot), spot.namespace
+            subcommand, config, namespace = "worker", self._config(name, spot), spot.namespace
             module = ["tests.support.faulty_worker", spot.fault] if spot.fault else module
         prefix = namespace.prefix if namespace is not None else []
-        command = [*prefix, sys.executable, "-m", *module, verb, "--die-with", str(os.getpid())]
+        command = [*prefix, sys.executable, "-m", *module, subcommand, "--die-with", str(os.getpid())]
         log = self.log_dir / f"{name}.log"
         self.children[name] = Child.start(name, command, child_environ() | to_environ(config), log)
 
@@ -188,12 +188,14 @@ def mixed_prompts() -> list[list[int]]:
     return long + prompts_of(6, REQUESTS - len(long))
 
 
-async def decode_all(client: Client, prompts: list[list[int]], prefix: str, admission: str = AUTO) -> list[list[int]]:
+async def decode_all(
+    client: Client, prompts: list[list[int]], prefix: str, prefill_mode: str = AUTO
+) -> list[list[int]]:
     """Outputs in order: greedy and drawn, some ended by a stop string, some by their first token."""
     outputs: list[list[int]] = [[] for _ in prompts]
 
     async def collect(i: int) -> None:
-        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", admission=admission)
+        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", prefill_mode=prefill_mode)
         outputs[i] = await _finished(stream)
 
     async with trio.open_nursery() as nursery:
@@ -222,7 +224,7 @@ def _sampling(i: int) -> Sampling:
     )
 
 
-async def _finished(stream: Stream) -> list[int]:
+async def _finished(stream: TokenStream) -> list[int]:
     tokens = [token async for said in stream for token in said.tolist()]
     assert stream.ended is not None
     assert stream.ended.outcome == "FINISHED", stream.ended

@@ -15,7 +15,7 @@ from protocol.messages import Inventory
 class Holding(NamedTuple):
     """One admission's memory. `hot_chunks` are granted, `chunks` in use, in its slab or its hot buffer."""
 
-    admission: int
+    placement: int
     host_pages: Sequence[int]
     index_pages: int
     hot_chunks: int
@@ -35,7 +35,7 @@ def take_inventory(number: int, holdings: Iterable[Holding], free: Free) -> Inve
     rows = sorted(holdings)
     return Inventory(
         number=number,
-        admissions=pack_int64([row.admission for row in rows]),
+        placements=pack_int64([row.placement for row in rows]),
         digests=pack_int64(_digests(rows, number)),
         host_pages=pack_int32([len(row.host_pages) for row in rows]),
         index_pages=pack_int32([row.index_pages for row in rows]),

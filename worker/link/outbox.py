@@ -32,8 +32,8 @@ from typing import Final
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.messages import (
-    LAST_TOPK_BYTES_MAX,
     NO_HOT_BUFFER,
+    WARM_START_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Counters,
@@ -66,14 +66,14 @@ REPORT_TOPK_BYTES_MAX: Final = 4 * 1024 * 1024
 EVENTS_PENDING_MAX: Final = 1_048_576
 
 assert 4 * REPORT_TOKENS_MAX + 28 * REPORT_REQUESTS_MAX < WORKER_MESSAGE_BYTES_MAX // 4  # room for events' texts,
-assert REPORT_TOPK_BYTES_MAX + LAST_TOPK_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
+assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
 
 
 @dataclass(slots=True)
 class _Dirt:
     """Progress of one admission since the last report that carried it. `ids` are generated positions `start`... ."""
 
-    slot: int
+    request_index: int
     start: int
     durable: int
     ids: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Dirt:
 class _Stay:
     """One admission as the inventory has it; `is_held` by the executor."""
 
-    slot: int
+    request_index: int
     generated: int
     durable: int
     host_pages: int
@@ -96,12 +96,12 @@ class _Stay:
     is_held: bool = True
     chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
 
-    def as_held(self, admission: int) -> Held:
+    def as_held(self, placement: int) -> Held:
         return Held(
-            admission,
+            placement,
             self.generated,
             self.durable,
-            self.slot,
+            self.request_index,
             self.host_pages,
             self.hot_slots,
             self.hot_chunks,
@@ -152,33 +152,33 @@ class Outbox:
 
     # ---------------------------------------------------------------- executor's side
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
         """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
 
         Raises InternalError when they do not continue what this admission added before and no report took yet.
         """
         with self._lock:
-            dirt = self._dirt.get(admission)
+            dirt = self._dirt.get(placement)
             if dirt is None:
-                self._dirt[admission] = _Dirt(slot, start, durable, list(ids))
+                self._dirt[placement] = _Dirt(request_index, start, durable, list(ids))
             else:
-                _extend(dirt, admission, start, ids)
+                _extend(dirt, placement, start, ids)
                 dirt.durable = max(dirt.durable, durable)
-            self._note(admission, start + len(ids), durable)
+            self._note(placement, start + len(ids), durable)
         self._signal()
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Rows of this admission known to be in host memory; never lowers what was said before."""
         with self._lock:
-            dirt = self._dirt.setdefault(admission, _Dirt(slot, 0, durable))
+            dirt = self._dirt.setdefault(placement, _Dirt(request_index, 0, durable))
             dirt.durable = max(dirt.durable, durable)
-            self._note(admission, 0, durable)
+            self._note(placement, 0, durable)
         self._signal()
 
     def add_event(self, event: Event) -> None:
         """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
-            if isinstance(event, Released) and (stay := self._stays.get(event.admission)) is not None:
+            if isinstance(event, Released) and (stay := self._stays.get(event.placement)) is not None:
                 stay.is_held = False
             if isinstance(event, Counters):
                 self._counters = event
@@ -200,10 +200,12 @@ class Outbox:
         with self._lock:
             if isinstance(admit, Receive):
                 pages = len(admit.host_pages) // 4
-                self._stays[admit.admission] = _Stay(admit.slot, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False)
+                self._stays[admit.placement] = _Stay(
+                    admit.request_index, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False
+                )
                 return
-            self._stays[admit.admission] = _Stay(
-                admit.slot,
+            self._stays[admit.placement] = _Stay(
+                admit.request_index,
                 len(admit.generated) // 4,
                 admit.durable_tokens,
                 len(admit.host_pages) // 4,
@@ -215,7 +217,7 @@ class Outbox:
     def give(self, command: Grant | Resize) -> None:
         """The executor is about to get this too. Of an admission that has departed: nothing."""
         with self._lock:
-            stay = self._stays.get(command.admission)
+            stay = self._stays.get(command.placement)
             if stay is None:
                 return
             if isinstance(command, Grant):
@@ -229,12 +231,12 @@ class Outbox:
     def held(self) -> tuple[Held, ...]:
         """Every admission the executor may still touch memory of, with what it has produced."""
         with self._lock:
-            return tuple(stay.as_held(admission) for admission, stay in self._stays.items() if stay.is_held)
+            return tuple(stay.as_held(placement) for placement, stay in self._stays.items() if stay.is_held)
 
     def inventory(self) -> tuple[Held, ...]:
         """Those, and the ones whose Released was not acknowledged."""
         with self._lock:
-            return tuple(stay.as_held(admission) for admission, stay in self._stays.items())
+            return tuple(stay.as_held(placement) for placement, stay in self._stays.items())
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -323,17 +325,17 @@ class Outbox:
 
     # ---------------------------------------------------------------- under the lock
 
-    def _note(self, admission: int, generated: int, durable: int) -> None:
-        stay = self._stays.get(admission)
+    def _note(self, placement: int, generated: int, durable: int) -> None:
+        stay = self._stays.get(placement)
         if stay is not None:
             stay.generated, stay.durable = max(stay.generated, generated), max(stay.durable, durable)
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.admission)
+        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.placement)
         match event:
-            case Released(admission):
-                self._stays.pop(admission, None)
+            case Released(placement):
+                self._stays.pop(placement, None)
             case Staged() if stay:
                 stay.is_staged = True
             case Started() if stay:
@@ -351,15 +353,15 @@ class Outbox:
         """Take dirt up to the report's bounds, splitting the token list of the request that crosses them."""
         room = REPORT_TOKENS_MAX
         cut: list[tuple[int, _Dirt]] = []
-        for admission in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
-            dirt = self._dirt[admission]
+        for placement in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
+            dirt = self._dirt[placement]
             if len(dirt.ids) > room:
                 if room:
-                    cut.append((admission, _Dirt(dirt.slot, dirt.start, dirt.durable, dirt.ids[:room])))
-                    self._dirt[admission] = _Dirt(dirt.slot, dirt.start + room, dirt.durable, dirt.ids[room:])
+                    cut.append((placement, _Dirt(dirt.request_index, dirt.start, dirt.durable, dirt.ids[:room])))
+                    self._dirt[placement] = _Dirt(dirt.request_index, dirt.start + room, dirt.durable, dirt.ids[room:])
                 break
             room -= len(dirt.ids)
-            cut.append((admission, self._dirt.pop(admission)))
+            cut.append((placement, self._dirt.pop(placement)))
         return _pack(cut) if cut else None
 
     def _cut_events(self) -> Iterator[Event]:
@@ -368,19 +370,19 @@ class Outbox:
             if topk_bytes > REPORT_TOPK_BYTES_MAX:
                 return
             event = self._events.popleft()
-            topk_bytes += len(event.last_topk) if isinstance(event, Released) else 0
+            topk_bytes += len(event.warm_start) if isinstance(event, Released) else 0
             yield event
         if self._counters is not None and not self._events:
             yield self._counters
             self._counters = None
 
 
-def _extend(dirt: _Dirt, admission: int, start: int, ids: list[int]) -> None:
+def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:
     if not dirt.ids:
         dirt.start = start
     elif start != dirt.start + len(dirt.ids):
         raise InternalError(
-            f"tokens of admission {admission} do not continue position {dirt.start + len(dirt.ids)}",
+            f"tokens of admission {placement} do not continue position {dirt.start + len(dirt.ids)}",
             field="start",
             value=start,
         )
@@ -389,8 +391,8 @@ def _extend(dirt: _Dirt, admission: int, start: int, ids: list[int]) -> None:
 
 def _pack(cut: list[tuple[int, _Dirt]]) -> Progress:
     return Progress(
-        slots=pack_int32([dirt.slot for _, dirt in cut]),
-        admissions=pack_int64([admission for admission, _ in cut]),
+        request_indices=pack_int32([dirt.request_index for _, dirt in cut]),
+        placements=pack_int64([placement for placement, _ in cut]),
         starts=pack_int32([dirt.start for _, dirt in cut]),
         counts=pack_int32([len(dirt.ids) for _, dirt in cut]),
         tokens=pack_int32([token for _, dirt in cut for token in dirt.ids]),

@@ -19,7 +19,7 @@ from protocol.messages import DECODE, PREFILL, Receive
 from protocol.settings import Config, WorkerSettings
 from worker.device.inventory import Holding
 from worker.pool.file import HEADER_BYTES
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.runners.base import Runner
 from worker.transfer.handover import Incoming, Outgoing
 from worker.transfer.interface import Arrived, Delivered, Failed, Layout, PoolMemory, Revoked
@@ -48,7 +48,7 @@ def _options(settings: WorkerSettings) -> EngineOptions:
 
 
 def open_transfers(
-    transfers: Transfers, config: Config, runner: Runner, pool: HostPool, *, wake: Callable[[], None]
+    transfers: Transfers, config: Config, runner: Runner, pool: MappedPool, *, wake: Callable[[], None]
 ) -> None:
     """Give `transfers` the ends that the worker's role asks for, started. Raises ConfigError when they cannot be."""
     settings = config.worker
@@ -136,10 +136,10 @@ class Transfers:
     def receive(self, command: Receive) -> None:
         """Raises what the receiver's `open` says, then having taken nothing."""
         if self.receiver is None:
-            raise BadInput("this worker takes no pages in", field="receive", value=command.admission)
+            raise BadInput("this worker takes no pages in", field="receive", value=command.placement)
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
-        self.receiver.open(command.admission, incoming.pages)
-        self._incoming[command.admission] = incoming
+        self.receiver.open(command.placement, incoming.pages)
+        self._incoming[command.placement] = incoming
 
     def takes(self, ticket: int) -> bool:
         return ticket in self._incoming

@@ -21,49 +21,51 @@ from coordinator.journal.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal.records import Accepted, Ordered, Tokens
-from coordinator.journal.state import Book, replay
+from coordinator.journal.records import RequestAccepted, RequestOrdered, TokensAppended
+from coordinator.journal.state import JournalState, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
 from protocol.messages import Sampling
 from tests.support.fakes.journal import FakeStore
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 COMMIT_S = 0.01
 
 
-def order(number: int) -> Ordered:
-    return Ordered(0, held=False, forced_slots=number)
+def order(number: int) -> RequestOrdered:
+    return RequestOrdered(0, held=False, forced_slots=number)
 
 
 class Desk:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.log = TokenLog(4, 1 << 12, journalled=True)
-        self.book = Book()
+        self.book = JournalState()
         self.counters = JournalCounters()
         self.wakes = 0
         self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
-        self.slot = self.log.open(100)
-        self.log.begin_admission(self.slot, 1, 10, 1 << 20)
-        self.log.bind(self.slot, 7)
+        self.request_index = self.log.open(100)
+        self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
+        self.log.bind(self.request_index, 7)
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def submit(self) -> Commit:
-        return self.journal.append([Accepted(self.slot, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)])
+        return self.journal.append(
+            [RequestAccepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)]
+        )
 
     def say(self, *tokens: int) -> None:
-        start = self.log.length(self.slot)
-        self.log.append(progress(Entry(self.slot, 1, start, list(tokens), 0)), 7)
+        start = self.log.length(self.request_index)
+        self.log.append(progress(RequestEntry(self.request_index, 1, start, list(tokens), 0)), 7)
         self.journal.tokens_arrived()
 
     @property
     def delivered(self) -> int:
         """Tokens that may be delivered."""
-        return int(self.log.committed[self.slot])
+        return int(self.log.committed[self.request_index])
 
 
 @asynccontextmanager
@@ -126,7 +128,7 @@ async def test_an_empty_append_covers_tokens_that_arrived(autojump_clock: trio.t
         await desk.submit().wait()
         desk.say(5)
         await desk.journal.append(()).wait()
-        assert any(isinstance(record, Tokens) for record in desk.store.records)
+        assert any(isinstance(record, TokensAppended) for record in desk.store.records)
 
 
 async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
@@ -160,7 +162,7 @@ async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
         assert desk.counters.last_error == "disk full"
     log = TokenLog(4, 1 << 12, journalled=True)
     replay(desk.store.records, log)
-    assert log.lengths[desk.slot] == 3
+    assert log.lengths[desk.request_index] == 3
 
 
 async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
@@ -197,8 +199,8 @@ async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.t
         assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
         book = replay(desk.store.records, log)
-        assert log.tokens(desk.slot, 0) == desk.log.tokens(desk.slot, 0)
-        assert book.requests[desk.slot].ordered == order(2)
+        assert log.tokens(desk.request_index, 0) == desk.log.tokens(desk.request_index, 0)
+        assert book.requests[desk.request_index].ordered == order(2)
 
 
 async def test_a_summary_adds_a_bounded_part_to_each_group(
@@ -208,8 +210,8 @@ async def test_a_summary_adds_a_bounded_part_to_each_group(
     async with open_desk() as desk:
         for number in range(3):
             desk.log.open(100)
-            desk.journal.append([Accepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
-            desk.journal.append([Ordered(number, held=True, forced_slots=-1)])
+            desk.journal.append([RequestAccepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
+            desk.journal.append([RequestOrdered(number, held=True, forced_slots=-1)])
         desk.store.wants_summary = True
         desk.journal.summarize_if_long()
         desk.store.wants_summary = False

@@ -1,4 +1,4 @@
-"""Policy: stories told by hand, and a cluster that hypothesis drives into every state that it can reach.
+"""Policy: histories told by hand, and a cluster that hypothesis drives into every state that it can reach.
 
 Whatever has happened, once links deliver and workers make progress, every request that is not held ends: there is no
 livelock. On the way: strict rank order, no victim of the top rank, no page in two hands (I1, I2), no leak.
@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.lifecycle import TERMINAL, State
-from coordinator.scheduling.placements import Drain
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import RESIDENT, Length, Rung, misfit
+from protocol.sizing import RESIDENT, HotSize, Length, misfit
 from tests.support.fakes.fake_cluster import FakeCluster
 
 ROUNDS_MAX = 2_000
@@ -30,7 +30,7 @@ def run_to_end(cluster: FakeCluster) -> int:
         if not cluster.unfinished():
             return count
         cluster.round()
-    states = [(slot, cluster.live[slot].state.state) for slot in cluster.unfinished()]
+    states = [(request_index, cluster.live[request_index].state.state) for request_index in cluster.unfinished()]
     raise AssertionError(f"livelock: {states}")
 
 
@@ -51,27 +51,27 @@ def run_until(fake: FakeCluster, condition: Callable[[], bool]) -> None:
     raise AssertionError("did not come about")
 
 
-def is_running(fake: FakeCluster, *slots: int) -> bool:
-    return all(fake.live[slot].state.state is State.RUNNING for slot in slots)
+def is_running(fake: FakeCluster, *request_indices: int) -> bool:
+    return all(fake.live[request_index].state.state is State.RUNNING for request_index in request_indices)
 
 
-def state(fake: FakeCluster, slot: int) -> State:
-    return fake.live[slot].state.state
+def state(fake: FakeCluster, request_index: int) -> State:
+    return fake.live[request_index].state.state
 
 
-def hot(fake: FakeCluster, slot: int) -> int:
-    return fake.entry(slot).hot.hot_slots
+def hot(fake: FakeCluster, request_index: int) -> int:
+    return fake.entry(request_index).hot.hot_slots
 
 
-def run_until_resized(fake: FakeCluster, slot: int) -> int:
-    """Slot of the first request that policy resizes while only `slot` advances."""
+def run_until_resized(fake: FakeCluster, request_index: int) -> int:
+    """Slot of the first request that policy resizes while only `request_index` advances."""
     for _ in range(300):
-        fake.workers["w0"].advance(fake.entry(slot).admission)
+        fake.workers["w0"].advance(fake.entry(request_index).placement)
         while fake.uplinks["w0"]:
             fake.hear_next("w0")
-        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.Resize)]
+        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.ResizeDecision)]
         if resizes:
-            return resizes[0].entry.slot
+            return resizes[0].entry.request_index
         while fake.ports["w0"].downlink:
             fake.obey_next("w0")
     raise AssertionError("nobody was resized")
@@ -87,7 +87,7 @@ def test_one_request_alone_is_resident() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 300)
     run_until(fake, lambda: is_running(fake, 0))
-    assert fake.entry(0).hot == Rung(RESIDENT, fake.entry(0).pages)
+    assert fake.entry(0).hot == HotSize(RESIDENT, fake.entry(0).pages)
 
 
 def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
@@ -102,11 +102,11 @@ def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
 def test_fifty_at_once_shrink_their_buffers_and_none_is_kept_waiting() -> None:
     """Room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
     fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, slab_pages=500)
-    for slot in range(50):
-        fake.submit(slot, 300 + slot, LONG)
+    for request_index in range(50):
+        fake.submit(request_index, 300 + request_index, LONG)
     run_until(fake, lambda: is_running(fake, *range(50)))
     assert fake.retracted == []
-    assert {hot(fake, slot) for slot in range(50)} == {128}
+    assert {hot(fake, request_index) for request_index in range(50)} == {128}
 
 
 def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
@@ -117,29 +117,29 @@ def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
     assert (hot(fake, 0), hot(fake, 1)) == (RESIDENT, RESIDENT)
     fake.submit(2, 320, 64)
     fake.settle()
-    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (Rung(256, 5), None)
+    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (HotSize(256, 5), None)
 
 
 def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 3_000, full=True)
-    fake.dispatch.roster.force(fake.entry(0), 128)
+    fake.dispatch.placement_table.force(fake.entry(0), 128)
     run_until(fake, lambda: is_running(fake, 0))
-    fake.dispatch.roster.force(fake.entry(0), NO_HOT_BUFFER)
-    fake.dispatch.roster.workers["w0"].shrunk_at = fake.now
+    fake.dispatch.placement_table.force(fake.entry(0), NO_HOT_BUFFER)
+    fake.dispatch.placement_table.workers["w0"].shrunk_at = fake.now
     assert fake.settle(tick=True) == []
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
-    assert isinstance(decision, decisions.Resize)
-    assert decision.rung == Rung(256, 5)
+    assert isinstance(decision, decisions.ResizeDecision)
+    assert decision.hot_size == HotSize(256, 5)
 
 
 def test_growing_leaves_a_reserve() -> None:
     fake = cluster(hot_chunks=16, host_pages=2000, index_pages=2000)
     fake.submit(0, 830, LONG)  # 15 pages and more to come: resident would leave 1 of 16 chunks
-    fake.dispatch.roster.force(fake.entry(0), 256)
+    fake.dispatch.placement_table.force(fake.entry(0), 256)
     run_until(fake, lambda: is_running(fake, 0) and hot(fake, 0) == 256)
-    fake.dispatch.roster.force(fake.entry(0), NO_HOT_BUFFER)
+    fake.dispatch.placement_table.force(fake.entry(0), NO_HOT_BUFFER)
     fake.now += 2 * GROW_QUIET_S
     assert fake.settle(tick=True) == []
 
@@ -147,13 +147,13 @@ def test_growing_leaves_a_reserve() -> None:
 def test_a_forced_size_is_left_alone_and_dropped_where_it_cannot_hold() -> None:
     fake = cluster(hot_chunks=12, host_pages=400, index_pages=400)
     fake.submit(0, 200, 300)
-    fake.dispatch.roster.force(fake.entry(0), 256)
+    fake.dispatch.placement_table.force(fake.entry(0), 256)
     run_until(fake, lambda: is_running(fake, 0))
     assert hot(fake, 0) == 256
-    fake.dispatch.roster.force(fake.entry(0), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(0), RESIDENT)
     run_until(fake, lambda: hot(fake, 0) == RESIDENT)
     fake.submit(1, 300, 900)  # 19 pages at its longest, 12 chunks in all
-    fake.dispatch.roster.force(fake.entry(1), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(1), RESIDENT)
     run_to_end(fake)
     assert fake.retracted == []
 
@@ -163,19 +163,19 @@ def test_a_resident_out_of_chunks_shrinks_itself_unless_somebody_larger_can() ->
         fake = cluster(hot_chunks=16 if larger == 400 else 20)
         fake.submit(0, larger, 60)  # 8 or 12 pages
         fake.submit(1, 300, 2_000, full=True)  # 7 pages and growing
-        fake.dispatch.roster.force(fake.entry(1), RESIDENT)
+        fake.dispatch.placement_table.force(fake.entry(1), RESIDENT)
         run_until(fake, lambda f=fake: is_running(f, 0, 1))  # type: ignore[misc]
-        fake.dispatch.roster.force(fake.entry(1), NO_HOT_BUFFER)
+        fake.dispatch.placement_table.force(fake.entry(1), NO_HOT_BUFFER)
         assert run_until_resized(fake, 1) == shrunk
 
 
 def test_a_forced_resident_out_of_chunks_makes_its_inferiors_go() -> None:
     fake = cluster(hot_chunks=15)
     fake.submit(0, 300, 500, full=True)  # 13 chunks at its longest
-    fake.dispatch.roster.force(fake.entry(0), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(0), RESIDENT)
     fake.submit(1, 300, 500, full=True)
     run_until(fake, lambda: bool(fake.retracted))
-    assert [(entry.slot, cause) for entry, cause in fake.retracted] == [(1, Cause.GPU_MEMORY)]
+    assert [(entry.request_index, cause) for entry, cause in fake.retracted] == [(1, Cause.GPU_MEMORY)]
     assert hot(fake, 0) == RESIDENT
 
 
@@ -183,11 +183,11 @@ def test_a_request_goes_where_it_can_be_resident_and_chunks_are_plenty() -> None
     fake = FakeCluster(1, host_pages=100)
     for name, chunks in (("w0", 8), ("w1", 40), ("w2", 20)):
         fake.add_worker(name, "n0", hot_chunks=chunks, index_pages=60, slab_pages=30)
-    for slot, worker in ((0, "w1"), (1, "w1"), (2, "w2")):
-        fake.submit(slot, 700, 100)
+    for request_index, worker in ((0, "w1"), (1, "w1"), (2, "w2")):
+        fake.submit(request_index, 700, 100)
         fake.settle()
-        assert fake.entry(slot).worker == worker
-        assert hot(fake, slot) == RESIDENT
+        assert fake.entry(request_index).worker == worker
+        assert hot(fake, request_index) == RESIDENT
 
 
 def test_a_request_with_all_it_may_ever_hold_is_no_longer_starving() -> None:
@@ -196,7 +196,7 @@ def test_a_request_with_all_it_may_ever_hold_is_no_longer_starving() -> None:
     run_until(fake, lambda: is_running(fake, 0))
     fake.dispatch.starve(fake.entry(0))
     assert fake.settle() == []
-    assert not fake.dispatch.roster.starving
+    assert not fake.dispatch.placement_table.starving
 
 
 # ---------------------------------------------------------------- pressure
@@ -211,7 +211,7 @@ def test_gpu_pressure_shrinks_first_and_then_retracts_the_lowest_with_its_rows_k
     assert fake.retracted == []
     fake.submit(3, 300, LONG // 50, priority=1)
     fake.settle()
-    assert [(entry.slot, cause) for entry, cause in fake.retracted] == [(2, Cause.GPU_MEMORY)]
+    assert [(entry.request_index, cause) for entry, cause in fake.retracted] == [(2, Cause.GPU_MEMORY)]
     run_until(fake, lambda: is_running(fake, 3))
     assert state(fake, 2) is State.RETRACTED
     assert fake.entry(2).kept_tokens >= 300
@@ -243,11 +243,11 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
 
     vLLM: a full host is no deadlock."""
     fake = cluster(host_pages=22)
-    for slot, priority in ((0, 2), (1, 0), (2, 1), (3, 0)):
-        fake.submit(slot, 200, 400, priority=priority)  # 5 pages each
+    for request_index, priority in ((0, 2), (1, 0), (2, 1), (3, 0)):
+        fake.submit(request_index, 200, 400, priority=priority)  # 5 pages each
     run_until(fake, lambda: is_running(fake, 0, 1, 2, 3))
-    for slot in (0, 1):
-        fake.take(fake.dispatch.retract(fake.entry(slot), keep=True, hold=True, reason="operator"))
+    for request_index in (0, 1):
+        fake.take(fake.dispatch.retract(fake.entry(request_index), keep=True, hold=True, reason="operator"))
     run_until(fake, lambda: state(fake, 0) is state(fake, 1) is State.RETRACTED)
     assert fake.entry(0).pages
     assert fake.entry(1).pages
@@ -255,14 +255,14 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
     fake.submit(4, 500, 60, priority=1)
     for _ in range(3):
         for decision in fake.settle():
-            if isinstance(decision, decisions.Demote | decisions.Retract):
-                gone.append(f"{type(decision).__name__} {decision.entry.slot}")
-    assert gone[:2] == ["Demote 1", "Demote 0"]
+            if isinstance(decision, decisions.DemoteDecision | decisions.RetractDecision):
+                gone.append(f"{type(decision).__name__} {decision.entry.request_index}")
+    assert gone[:2] == ["DemoteDecision 1", "DemoteDecision 0"]
     assert fake.entry(0).held
     assert fake.entry(1).held
     fake.submit(5, 900, 60, priority=2)
     fake.settle()
-    assert [entry.slot for entry, cause in fake.retracted if cause is Cause.HOST_PAGES][:1] == [3]
+    assert [entry.request_index for entry, cause in fake.retracted if cause is Cause.HOST_PAGES][:1] == [3]
 
 
 def test_growing_makes_room_only_when_urgent() -> None:
@@ -273,7 +273,7 @@ def test_growing_makes_room_only_when_urgent() -> None:
     run_until(fake, lambda: is_running(fake, 0, 1))
     run_until(fake, lambda: bool(fake.retracted))
     ((victim, cause),) = fake.retracted
-    assert (victim.slot, cause) == (1, Cause.HOST_PAGES)
+    assert (victim.request_index, cause) == (1, Cause.HOST_PAGES)
     entry = fake.entry(0)
     assert entry.pages * 64 - 100 - entry.generated <= 64 + 2
 
@@ -325,7 +325,7 @@ def test_what_is_on_its_way_to_a_waiting_request_is_not_given_to_lower_growth() 
     assert free > 0
     fake.submit(2, (free + fake.entry(1).pages) * 64 - 62, 60, priority=1)
     fake.settle()
-    assert [entry.slot for entry, _ in fake.retracted] == [1]
+    assert [entry.request_index for entry, _ in fake.retracted] == [1]
     pages = fake.entry(0).pages
     fake.entry(0).generated = pages * 64 - 100  # and so the lower one is out of pages
     fake.dispatch.starve(fake.entry(0))
@@ -338,32 +338,32 @@ def test_what_is_on_its_way_to_a_waiting_request_is_not_given_to_lower_growth() 
 
 def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -> None:
     fake = cluster(2, seats=2)
-    for slot in range(3):
-        fake.submit(slot, 100, 2_000)
+    for request_index in range(3):
+        fake.submit(request_index, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0, 1, 2))
-    crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.roster.workers[name].requests)
-    fake.drain_worker(crowded, Drain(1e9, handover=True))
-    rows = {slot: len(fake.live[slot].tokens) for slot in range(3)}
+    crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.placement_table.workers[name].requests)
+    fake.drain_worker(crowded, WorkerDrain(1e9, handover=True))
+    rows = {request_index: len(fake.live[request_index].tokens) for request_index in range(3)}
     for _ in range(5):
         fake.round()
     assert [cause for _, cause in fake.retracted] == [Cause.HANDOVER]
-    assert fake.dispatch.roster.workers[crowded].requests == 1
+    assert fake.dispatch.placement_table.workers[crowded].requests == 1
     assert is_running(fake, 0, 1, 2)
-    assert all(len(fake.live[slot].tokens) >= rows[slot] for slot in range(3))
+    assert all(len(fake.live[request_index].tokens) >= rows[request_index] for request_index in range(3))
 
 
 def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() -> None:
     fake = cluster()
     fake.submit(0, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0))
-    fake.drain_worker("w0", Drain(fake.now + 5, handover=True))
+    fake.drain_worker("w0", WorkerDrain(fake.now + 5, handover=True))
     for _ in range(3):
         fake.round()
     assert is_running(fake, 0), "nowhere to go: it goes on in place"
     for _ in range(5):
         fake.round()
     assert state(fake, 0) is State.RETRACTED
-    assert fake.dispatch.roster.workers["w0"].requests == 0
+    assert fake.dispatch.placement_table.workers["w0"].requests == 0
     fake.drain_worker("w0", None)
     run_to_end(fake)
 
@@ -429,8 +429,8 @@ class PolicyMachine(RuleBasedStateMachine):
     def worker_advances(self, data: st.DataObject) -> None:
         runs = [(worker, a) for worker in self.cluster.workers.values() for a in worker.runs]
         if runs:
-            worker, admission = data.draw(st.sampled_from(runs))
-            worker.advance(admission)
+            worker, placement = data.draw(st.sampled_from(runs))
+            worker.advance(placement)
 
     @rule(name=st.sampled_from(["w0", "w1"]), count=st.integers(1, 4))
     def commands_arrive(self, name: str, count: int) -> None:
@@ -454,33 +454,37 @@ class PolicyMachine(RuleBasedStateMachine):
         self.cluster.settle(tick=tick)
 
     def some_request(self, data: st.DataObject) -> int | None:
-        slots = [slot for slot, live in self.cluster.live.items() if live.state.state not in TERMINAL]
-        return data.draw(st.sampled_from(slots)) if slots else None
+        request_indices = [
+            request_index for request_index, live in self.cluster.live.items() if live.state.state not in TERMINAL
+        ]
+        return data.draw(st.sampled_from(request_indices)) if request_indices else None
 
     @rule(data=st.data(), keep=st.booleans(), hold=st.booleans())
     def operator_retracts(self, data: st.DataObject, keep: bool, hold: bool) -> None:
-        slot = self.some_request(data)
-        if slot is not None:
-            heard = self.cluster.dispatch.retract(self.cluster.entry(slot), keep=keep, hold=hold, reason="operator")
+        request_index = self.some_request(data)
+        if request_index is not None:
+            heard = self.cluster.dispatch.retract(
+                self.cluster.entry(request_index), keep=keep, hold=hold, reason="operator"
+            )
             self.cluster.take(heard)
 
     @rule(data=st.data())
     def operator_resumes(self, data: st.DataObject) -> None:
-        slot = self.some_request(data)
-        if slot is not None:
-            self.cluster.take(self.cluster.dispatch.resume(self.cluster.entry(slot), "operator"))
+        request_index = self.some_request(data)
+        if request_index is not None:
+            self.cluster.take(self.cluster.dispatch.resume(self.cluster.entry(request_index), "operator"))
 
     @rule(data=st.data(), hot_slots=st.sampled_from([-1, 0, 128, 256]))
     def operator_forces_a_size(self, data: st.DataObject, hot_slots: int) -> None:
-        slot = self.some_request(data)
-        if slot is not None:
-            self.cluster.dispatch.roster.force(self.cluster.entry(slot), hot_slots)
+        request_index = self.some_request(data)
+        if request_index is not None:
+            self.cluster.dispatch.placement_table.force(self.cluster.entry(request_index), hot_slots)
 
     @rule(data=st.data())
     def client_aborts(self, data: st.DataObject) -> None:
-        slot = self.some_request(data)
-        if slot is not None:
-            self.cluster.take(self.cluster.dispatch.end(self.cluster.entry(slot), "ABORTED", "client"))
+        request_index = self.some_request(data)
+        if request_index is not None:
+            self.cluster.take(self.cluster.dispatch.end(self.cluster.entry(request_index), "ABORTED", "client"))
 
     @rule(name=st.sampled_from(["w0", "w1"]), proved=st.booleans())
     def worker_is_lost(self, name: str, proved: bool) -> None:
@@ -507,7 +511,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["w0", "w1"]), handover=st.booleans(), seconds=st.integers(1, 9))
     def drain(self, name: str, handover: bool, seconds: int) -> None:
         if name in self.cluster.workers:
-            self.cluster.drain_worker(name, Drain(self.cluster.now + seconds, handover))
+            self.cluster.drain_worker(name, WorkerDrain(self.cluster.now + seconds, handover))
 
     @rule(name=st.sampled_from(["w0", "w1"]))
     def undrain(self, name: str) -> None:
@@ -525,22 +529,22 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         cluster = self.cluster
         for zombie in list(cluster.zombies):
-            for admission in list(zombie.runs):
-                zombie.advance(admission)
+            for placement in list(zombie.runs):
+                zombie.advance(placement)
             cluster.prove_exit(zombie)
         for name in ("w0", "w1"):
             if name not in cluster.workers:
                 cluster.add_worker(name, self.node_of[name])
             cluster.drain_worker(name, None)
-        held = {slot for slot, live in cluster.live.items() if live.state.held}
+        held = {request_index for request_index, live in cluster.live.items() if live.state.held}
         before = len(cluster.retracted)
         run_to_end(cluster)
         assert len(cluster.retracted) - before <= 2 * len(cluster.live), "thrashing"
-        still = {slot for slot, live in cluster.live.items() if live.state.state not in TERMINAL}
+        still = {request_index for request_index, live in cluster.live.items() if live.state.state not in TERMINAL}
         assert still <= held, "only held requests are left"
-        for slot in still:
-            assert cluster.live[slot].state.held, "what an operator retracted stays held"
-            cluster.take(cluster.dispatch.end(cluster.entry(slot), "ABORTED", "teardown"))
+        for request_index in still:
+            assert cluster.live[request_index].state.held, "what an operator retracted stays held"
+            cluster.take(cluster.dispatch.end(cluster.entry(request_index), "ABORTED", "teardown"))
         run_to_end(cluster)
         cluster.check_invariants()
         cluster.check_nothing_leaked()

@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Joined, Tokens
-from coordinator.journal.state import Book
+from coordinator.journal.records import TokensAppended, WorkerJoined
+from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol import messages
@@ -23,7 +23,7 @@ from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, R
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
 from tests.support.fakes.worker import CAPACITY, hello
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7, "report_next": 9}
 
@@ -31,7 +31,7 @@ PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7
 def expected(
     rig: Rig, *, process: int = os.getpid(), started: int = 0, epoch: int = 1, is_live: bool = True
 ) -> WorkerPort:
-    joined = Joined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
+    joined = WorkerJoined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
     return rig.links.expect(joined, is_live=is_live)
 
 
@@ -55,18 +55,18 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
 
 async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
     port = expected(rig)
-    slot = rig.log.open(100)
-    rig.log.begin_admission(slot, 3, 10, 1 << 20)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 3, 10, 1 << 20)
     port.send(Withdraw(99))  # waits for the hello
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot),)))
+        await worker.say(hello(**PAST, held=(Held(3, 2, 10, request_index=request_index),)))
         assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
-        await worker.report(progress(Entry(slot, 3, 0, [4, 5], 10)), number=7, command_ack=6)
+        await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
-        assert rig.log.length(slot) == 2, "bound to the link that was adopted"
+        assert rig.log.length(request_index) == 2, "bound to the link that was adopted"
         assert rig.scheduler.told == [("back", "w0", 1)]
         worker.close()
         nursery.cancel_scope.cancel()
@@ -74,16 +74,18 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
 
 async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
     expected(rig)
-    slot = rig.log.open(100)
-    rig.log.begin_admission(slot, 4, 10, 1 << 20)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 4, 10, 1 << 20)
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot), Held(3, 2, 10, slot=10_000))))
+        await worker.say(
+            hello(**PAST, held=(Held(3, 2, 10, request_index=request_index), Held(3, 2, 10, request_index=10_000)))
+        )
         assert isinstance(await worker.hear(), WorkerWelcome)
-        await worker.report(progress(Entry(slot, 4, 0, [4, 5], 10)), number=7, command_ack=5)
+        await worker.report(progress(RequestEntry(request_index, 4, 0, [4, 5], 10)), number=7, command_ack=5)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
-        assert rig.log.length(slot) == 0
+        assert rig.log.length(request_index) == 0
         worker.close()
         nursery.cancel_scope.cancel()
 
@@ -163,22 +165,22 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
     """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
     store = FakeStore()
     store.error = "disk full"
-    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, Book(), log, on_tokens=lambda: None))
+    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.journal.run)  # type: ignore[attr-defined]
         await start(rig, nursery)
         worker = await rig.joined()
-        slot = rig.admitted()
+        request_index = rig.admitted()
         await worker.hear()
-        await worker.report(progress(Entry(slot, 1, 0, [4, 5], 10)), command_ack=1)
+        await worker.report(progress(RequestEntry(request_index, 1, 0, [4, 5], 10)), command_ack=1)
         assert await worker.silence(0.7)
-        assert (rig.log.length(slot), rig.log.committed[slot]) == (2, 0)
+        assert (rig.log.length(request_index), rig.log.committed[request_index]) == (2, 0)
         again = await rig.worker()
         await again.say(hello(command_ack=1, report_next=2))
         assert await again.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False), "say it again, if need be"
         store.error = ""
         assert await again.hear() == ReportAck(INCARNATION, 1)
-        assert any(isinstance(record, Tokens) for record in store.records)
+        assert any(isinstance(record, TokensAppended) for record in store.records)
         again.close()
         worker.close()
         nursery.cancel_scope.cancel()

@@ -20,7 +20,7 @@ TURNS = 1_500
 def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]]:
     """By admission: pages, their digest, index pages, chunks (None while they change) and whether it has a slab."""
     return {
-        life.admission: (
+        life.placement: (
             len(life.host_pages),
             digest_of(np.array(life.host_pages, dtype=np.int32)),
             life.index_pages,
@@ -28,13 +28,13 @@ def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]
             life.slab_pages > 0,
         )
         for life in lives
-        if life.admission
+        if life.placement
     }
 
 
 def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None, bool]]) -> object:
     columns = zip(
-        unpack_int64(inventory.admissions, "admissions").tolist(),
+        unpack_int64(inventory.placements, "placements").tolist(),
         unpack_int32(inventory.host_pages, "host_pages").tolist(),
         unpack_int64(inventory.digests, "digests").tolist(),
         unpack_int32(inventory.index_pages, "index_pages").tolist(),
@@ -43,11 +43,11 @@ def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None
         strict=True,
     )
     rows = {}
-    for admission, pages, digest, index, chunks, slab in columns:
-        given_pages, given_digest, _, given_chunks, _ = before.get(admission, (0, 0, 0, 0, False))
+    for placement, pages, digest, index, chunks, slab in columns:
+        given_pages, given_digest, _, given_chunks, _ = before.get(placement, (0, 0, 0, 0, False))
         is_untold = digest == LEAVING and pages == given_pages  # ids are not told of one that leaves
         told = given_digest if is_untold else digest
-        rows[admission] = (pages, told, index, None if given_chunks is None else chunks, slab > 0)
+        rows[placement] = (pages, told, index, None if given_chunks is None else chunks, slab > 0)
     return rows
 
 
@@ -62,7 +62,7 @@ def test_an_inventory_is_what_was_given_and_what_is_free_is_the_rest(seed: int, 
     heard = 0
     for turn in range(TURNS):
         for life in coordinator.lives:
-            if not life.outcome and not life.admission and rng.random() < 0.1:
+            if not life.outcome and not life.placement and rng.random() < 0.1:
                 coordinator.admit(life, rng.choice((0, 64, 128, 192)))
             elif life.here and life.tokens and rng.random() < 0.01:
                 coordinator.withdraw(life, rng.choice(("keep", "drop")))
