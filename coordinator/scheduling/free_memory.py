@@ -1,14 +1,51 @@
-"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far. Pure."""
+"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far; and what
+requests ask of it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import WorkerEntry
-from protocol.sizing import Memory
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from protocol.sizing import HotSize, Memory
+
+
+class PlacementAsk(NamedTuple):
+    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
+    its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
+    prefills; the host pages are in that."""
+
+    worker: WorkerEntry
+    pages: int
+    hot_sizes: list[HotSize]
+    need: Memory
+    spare_chunks: int = 0
+    decoder: PlacementAsk | None = None
+
+    @property
+    def parts(self) -> tuple[PlacementAsk, ...]:
+        return (self,) if self.decoder is None else (self, self.decoder)
+
+
+class Refusal(NamedTuple):
+    """A plan considered a waiting request and did not admit it. `asks`: how workers that it may join could take it on
+    if they had room. `is_barred`: suspicion leaves none of them. `is_coming`: room is being made for it."""
+
+    asks: list[PlacementAsk]
+    is_barred: bool = False
+    is_coming: bool = False
+
+
+class PlanOutcome(NamedTuple):
+    """What a plan leaves beside its decisions: what is free after it, the refused by slot, and by node the
+    request that blocks it for those of lower rank."""
+
+    free: FreeMemory
+    refused: Mapping[int, Refusal]
+    blocked: Mapping[str, RequestEntry]
 
 
 class FreeMemory:
@@ -22,6 +59,9 @@ class FreeMemory:
         for worker in workers:
             self._by_worker[worker.name] = ledgers[worker.node].free(worker.name)
             self._names.setdefault(worker.node, []).append(worker.name)
+
+    def knows(self, worker: WorkerEntry) -> bool:
+        return worker.name in self._by_worker
 
     def on(self, worker: WorkerEntry) -> Memory:
         return self._by_worker[worker.name]
@@ -48,3 +88,6 @@ class FreeMemory:
         if more_pages:
             self.add_host_pages(worker.node, more_pages)
         self._by_worker[worker.name] = free
+
+
+NO_PLAN_OUTCOME: Final = PlanOutcome(FreeMemory({}, ()), {}, {})

@@ -219,7 +219,7 @@ class JournalMachine(RuleBasedStateMachine):
             return
         known, joined = self.book.requests[request_index], self.live[pick % len(self.live)]
         take_over = known.stay.placement if known.stay else None
-        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2, 1)
+        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
         if self.ledger.shortfall(joined.worker, want):
             return
         stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
@@ -242,7 +242,7 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=True)
         more = Memory(1, 0, 1, 0)
         if request_index is not None and (stay := self.book.requests[request_index].stay) and self.ledger.pages_free:
-            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more):
+            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more, seat=False):
                 return
             self.change(Extend(stay.placement, more))
             self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))
@@ -336,7 +336,7 @@ def test_a_summary_says_it_in_fewer_records() -> None:
     kept = [type(record).__name__ for record in kept_of(machine.records)]
     assert len(machine.records) > 60
     assert kept[:3] == ["RequestAccepted", "SummaryBegun", "NodePart"]
-    assert (kept.count("NodePart"), kept.count("Admission"), kept[-1]) == (5, 13, "SummaryEnded")
+    assert (kept.count("NodePart"), kept.count("RequestPlaced"), kept[-1]) == (5, 13, "SummaryEnded")
 
 
 def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
