@@ -26,6 +26,7 @@ from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
+    from coordinator.journal.records import RequestOrdered
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
@@ -289,14 +290,17 @@ class MemoryGiven(msgspec.Struct, frozen=True):
 
 
 class RetractOrder(msgspec.Struct, frozen=True):
-    """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
+    """Leave the worker, or stay away from it. `keep` host rows; `ordered` says whether it is held until resumed."""
 
     keep: bool
-    hold: bool
+    ordered: RequestOrdered
     reason: str
 
 
 class ResumeOrder(msgspec.Struct, frozen=True):
+    """An operator holds it no more, as `ordered` says."""
+
+    ordered: RequestOrdered
     reason: str
 
 

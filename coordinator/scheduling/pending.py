@@ -137,7 +137,7 @@ class PendingReasons:
             yield first
         for request_index in islice(refused, NOTES_MAX):
             entry = placement_table.entries.get(request_index)
-            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.held:
+            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.ordered.held:
                 yield entry
 
     # ---------------------------------------------------------------- one request
@@ -145,12 +145,12 @@ class PendingReasons:
     def explain(self, entry: RequestEntry, now: float) -> PendingReason:
         """Of a request that waits, or whose rows are on their way to where it will."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
-        if entry.held:
+        if entry.ordered.held:
             kept = f", its {entry.kept_tokens} rows kept" if entry.kept_tokens else ""
             return PendingReason(PendingKind.HELD, f"held by an operator{kept}: hisparse resume lets it go on")
         if ticket := self._placement_table.ticket_of(entry):
             where = f"{ticket.worker} on node {ticket.node}"
-            text = f"its {entry.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
+            text = f"its {entry.facts.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
             return PendingReason(PendingKind.TRANSFER, text)
         if now < entry.paused_until:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
@@ -263,7 +263,8 @@ def _absent(workers: Sequence[WorkerEntry]) -> str:
 def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:
     """Why these workers could not take it on if they were empty; None: they could."""
     alone, pair = (BOTH,), (PREFILL, DECODE)
-    ways = ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
+    by_mode = {STAGED: (alone,), DIRECT: (pair,)}
+    ways = ((DECODE,),) if entry.pages else by_mode.get(entry.facts.prefill_mode, (alone, pair))
     reasons = [
         next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in ways
     ]

@@ -48,6 +48,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from coordinator.journal.records import Rank
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import (
     DISPLACING,
@@ -60,7 +61,7 @@ from coordinator.scheduling.decisions import (
     RetractDecision,
     Transfer,
 )
-from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Preemption, find_preemption, is_pinned, next_lower
@@ -157,7 +158,7 @@ class _Plan:
     def meet_demands(self) -> None:
         """Serve starving and waiting requests, and those to whom memory is promised, best rank first."""
         at, demands = 0, self.placement_table.starving | self.placement_table.promised
-        for entry in sorted(demands.values(), key=lambda entry: entry.rank):
+        for entry in sorted(demands.values(), key=RANK_OF):
             at = self._admit_until(at, entry.rank)
             if entry.decoder:
                 self._promise(entry)
@@ -200,8 +201,8 @@ class _Plan:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
-        asks = self._asks_of(entry, BOTH) if entry.prefill_mode != DIRECT else []
-        if entry.prefill_mode == STAGED or not (self.has_prefillers or entry.prefill_mode == DIRECT):
+        asks = self._asks_of(entry, BOTH) if entry.facts.prefill_mode != DIRECT else []
+        if entry.facts.prefill_mode == STAGED or not (self.has_prefillers or entry.facts.prefill_mode == DIRECT):
             return asks
         return asks + self._pairs(entry)
 
@@ -225,7 +226,8 @@ class _Plan:
     def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
-        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.prefill_mode == DIRECT or not ask.worker.decodes]
+        is_direct = entry.facts.prefill_mode == DIRECT
+        first = [ask for ask in self._asks_of(entry, PREFILL) if is_direct or not ask.worker.decodes]
         if not first:
             return []
         second = self._asks_of(entry, DECODE)
@@ -237,17 +239,18 @@ class _Plan:
             other = next((it for it in able if it.worker.node == worker.node), next(iter(able), None))
             if other is not None:
                 is_near = other.worker.node == worker.node
-                pages = other.pages if is_near else pages_for(entry.prompt_tokens)
+                pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
                 need = Memory(0 if is_near else pages, 0, pages, ask.need.slab_pages, 1)
                 pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, other))
         return pairs
 
     def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
-        if misfit(entry.length, worker.capacity, worker.name, part):
+        length = entry.length
+        if misfit(length, worker.capacity, worker.name, part):
             return None
-        pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
+        pages = max(pages_wanted(length, self.ahead_tokens, worker.capacity), entry.pages)
         hot_sizes = self._hot_sizes(entry, pages, worker)
-        memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
+        memory = first_memory(length, pages, entry.pages, hot_sizes[0])
         return _Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
 
     def _fits(self, ask: PlacementAsk) -> bool:
@@ -265,7 +268,7 @@ class _Plan:
 
     def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
-            return [forced_hot_size(entry.forced_slots, pages)]
+            return [forced_hot_size(entry.ordered.forced_slots, pages)]
         return hot_sizes_for(pages, worker.capacity)
 
     def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
@@ -320,8 +323,9 @@ class _Plan:
 
     def _feed(self, entry: RequestEntry, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
+        length = entry.length
         plenty, enough, least = (
-            max(0, pages_wanted(entry.length, ahead_tokens, worker.capacity) - entry.pages)
+            max(0, pages_wanted(length, ahead_tokens, worker.capacity) - entry.pages)
             for ahead_tokens in (
                 self.ahead_tokens + GRANT_STEP_PAGES * PAGE_TOKENS,
                 self.ahead_tokens,
@@ -390,7 +394,7 @@ class _Plan:
         return remedies
 
     def _carry_out(self, entry: RequestEntry, ask: PlacementAsk, remedy: Preemption) -> None:
-        worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
+        worker, whom = ask.worker, f"a request of priority {entry.facts.priority}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
         for victim in remedy.drop:
@@ -457,7 +461,7 @@ class _Plan:
             worker = self.placement_table.workers.get(entry.worker)
             if worker is None or entry.phase is not EntryPhase.RUNNING or entry.resizing is not None:
                 continue
-            hot_size = forced_hot_size(entry.forced_slots, entry.pages)
+            hot_size = forced_hot_size(entry.ordered.forced_slots, entry.pages)
             if hot_size == entry.hot or not is_pinned(entry, worker):
                 del self.placement_table.forcing[entry.request_index]
             elif hot_size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks:
@@ -487,7 +491,7 @@ class _Plan:
         """Kept pages tie a request to their node. Nobody there to decode it for long: let it be prefilled again, where
         that can be. Its own node may do that too: pages of a prompt that was to be decoded on another lie there."""
         for entry in list(self.placement_table.kept.values()):
-            if entry.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
+            if entry.ordered.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
@@ -503,11 +507,11 @@ class _Plan:
             )
             return [it for it in takers if self._shape(entry, it, part)]
 
-        if entry.prefill_mode != DIRECT and able(BOTH):
+        if entry.facts.prefill_mode != DIRECT and able(BOTH):
             return True
         pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
-        return entry.prefill_mode != STAGED and any(
-            one.hands_to(other) and (entry.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
+        return entry.facts.prefill_mode != STAGED and any(
+            one.hands_to(other) and (entry.facts.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
         )
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
 from protocol.sizing import HotSize, Memory, can_force, hot_sizes_for
@@ -58,7 +58,7 @@ def find_preemption(
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at everybody on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
-    lower.sort(key=lambda entry: entry.rank, reverse=True)
+    lower.sort(key=RANK_OF, reverse=True)
     remedy = Preemption(worker, free.plus(_on_its_way(placement_table, worker, frees)))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
     if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
@@ -169,7 +169,7 @@ def _relieve_host(
     kept = [e for e in placement_table.kept.values() if e.node == node and not e.ticket and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
-    others.sort(key=lambda entry: entry.rank, reverse=True)
+    others.sort(key=RANK_OF, reverse=True)
     for entries, chosen in ((kept, remedy.demote), (victims, remedy.drop), (others, remedy.drop)):
         for entry in entries:
             if missing <= 0:
@@ -181,7 +181,7 @@ def _relieve_host(
 
 
 def _may_demote(entry: RequestEntry, asker: RequestEntry) -> bool:
-    return entry is not asker and (entry.rank > asker.rank or entry.held)
+    return entry is not asker and (entry.rank > asker.rank or entry.ordered.held)
 
 
 def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestEntry]:
@@ -194,7 +194,8 @@ def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestE
 
 def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
     """An operator's hot size holds where the request could reach its longest with it."""
-    return entry.forced_slots != NO_HOT_BUFFER and can_force(entry.forced_slots, entry.length, worker.capacity)
+    slots = entry.ordered.forced_slots
+    return slots != NO_HOT_BUFFER and can_force(slots, entry.length, worker.capacity)
 
 
 def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:

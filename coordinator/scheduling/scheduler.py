@@ -423,10 +423,9 @@ class Scheduler(SchedulerApi):
         self._tell(self._dispatch.told(decision, pages))
 
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
-        request_id = self._requests.by_index[entry.request_index].state.request_id
-        transfer.worker.port.send(
-            messages.Receive(transfer.ticket, entry.request_index, request_id, entry.prompt_tokens, pages.tobytes())
-        )
+        facts = entry.facts
+        about = facts.request_index, facts.request_id, facts.prompt_tokens
+        transfer.worker.port.send(messages.Receive(transfer.ticket, *about, pages.tobytes()))
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
@@ -437,11 +436,11 @@ class Scheduler(SchedulerApi):
         command = messages.Admit(
             placement=decision.placement,
             request_index=entry.request_index,
-            request_id=live.state.request_id,
+            request_id=live.facts.request_id,
             prompt=live.prompt,
             generated=self._token_log.tokens(entry.request_index, 0),
             durable_tokens=decision.durable_tokens,
-            sampling=live.sampling,
+            sampling=live.facts.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             slab_pages=decision.memory.slab_pages,
@@ -458,7 +457,7 @@ class Scheduler(SchedulerApi):
 
     def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
         self._token_log.begin_placement(
-            entry.request_index, entry.placement, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+            entry.request_index, entry.placement, entry.facts.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
     def _granted_tokens(self, entry: RequestEntry) -> int:

@@ -8,6 +8,7 @@ from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Preemption, find_preemption
 from protocol.sizing import RESIDENT, HotSize, Memory
+from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 NONE_FREE = Memory(0, 0, 0, 0, 0)
@@ -28,7 +29,7 @@ class Stage:
 
     def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestEntry:
         self.request_indices += 1
-        entry = self.placement_table.add(self.request_indices, priority, 64, 640)
+        entry = add_request(self.placement_table, self.request_indices, priority, 64, 640)
         if kept:
             self.place(entry, HotSize(RESIDENT, kept), kept)
             self.placement_table.leave(entry, frees_pages=False)
