@@ -169,6 +169,11 @@ class JournalState:
             case RequestEnded():
                 known.ended, known.prompt = record, b""
 
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """The ledger of a node's new pool: empty, and its HostPool's to change."""
+        self.ledgers[opened.node] = ledger = Ledger(opened.capacity.host_pages)
+        return ledger
+
     def joined(self, node: str) -> list[WorkerJoined]:
         """Epochs of `node` of which anything is left."""
         left = epochs_of(self.ledgers[node])
@@ -228,8 +233,8 @@ class _Replay:
     def _take_of_node(self, record: Record) -> None:
         ledgers = self.book.ledgers
         match record:
-            case PoolOpened(node, capacity):
-                ledgers[node] = Ledger(capacity.host_pages)
+            case PoolOpened(node):
+                self.book.open_pool(record)
                 self.collected.pop(node, None)
             case SummaryBegun(pools=pools):
                 self.collected = {opened.node: _Collected([], []) for opened in pools}

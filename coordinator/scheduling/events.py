@@ -50,7 +50,7 @@ class LinkStats(NamedTuple):
 
 
 class WorkerPort(Protocol):
-    """The worker link as the actors see it: one epoch of one worker."""
+    """The worker link as the actors see it: one epoch of one worker. A Protocol, because links are of a room above."""
 
     def send(self, command: messages.Command) -> None:
         """Number the command, log it for replay and wake the sender. Never blocks, never fails: a link past its
@@ -71,7 +71,8 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """The gateway's side of the end of a request. The calls are synchronous and must not fail."""
+    """The gateway's side of the end of a request. The calls are synchronous and must not fail. A Protocol, because the
+    gateway is a room above."""
 
     def ended(self, ending: Ending) -> None:
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""

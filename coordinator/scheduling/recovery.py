@@ -17,8 +17,8 @@ other. Its pages are then in quarantine until its process is proved gone or has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import AddressedOrder, Ending, Listener, WorkerLost, WorkerPort
+from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request import Request
@@ -41,30 +41,26 @@ from protocol.messages import NO_TOKEN
 MakeRequest = Callable[[RequestState, WorkerPort | None], Request]
 
 
-class RecoveringScheduler(Protocol):
-    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None: ...
-
-
-class RecoveringLinks(Protocol):
-    def expect(self, joined: journal.WorkerJoined, *, is_live: bool) -> WorkerPort: ...
-
-
-def recover(book: JournalState, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
-    """Put what `book` knows into the actors. Before any of them runs."""
+def expect_workers(
+    book: JournalState, expect: Callable[[journal.WorkerJoined, bool], WorkerPort]
+) -> dict[EpochKey, WorkerPort]:
+    """Have the worker links expect every epoch of `book`, live or not; returns the ports of live ones."""
     ports: dict[EpochKey, WorkerPort] = {}
     for node, ledger in book.ledgers.items():
         for joined in sorted(book.joined(node), key=lambda it: it.epoch):
             is_live = ledger.has_live(joined.worker) and ledger.budget(joined.worker).epoch == joined.epoch
-            port = links.expect(joined, is_live=is_live)
+            port = expect(joined, is_live)
             if is_live:
                 ports[joined.worker, joined.epoch] = port
-    scheduler.recover(ports)
-    for request_index, known in book.requests.items():
+    return ports
+
+
+def endings_of(book: JournalState) -> Iterator[Ending]:
+    """Of requests that ended in an earlier life."""
+    for known in book.requests.values():
         if (ended := known.ended) is not None:
-            request_id, generated = known.facts.request_id, ended.generated_tokens
-            listener.recovered(
-                Ending(request_index, request_id, ended.outcome, ended.reason, generated, ended.tail_text)
-            )
+            about = known.facts.request_index, known.facts.request_id
+            yield Ending(*about, ended.outcome, ended.reason, ended.generated_tokens, ended.tail_text)
 
 
 class Place(NamedTuple):

@@ -32,7 +32,7 @@ from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.reconciliation import adopt
-from coordinator.scheduling.recovery import Place, restore
+from coordinator.scheduling.recovery import Place, endings_of, restore
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
@@ -120,7 +120,7 @@ class Scheduler(SchedulerApi):
         self._clock = clock
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
-        self._ledgers = self._journal.book.ledgers
+        self._ledgers: Mapping[str, Ledger] = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
@@ -165,6 +165,8 @@ class Scheduler(SchedulerApi):
             if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
+        for ending in endings_of(book):
+            self._listener.recovered(ending)
 
     def _worker_back(self, hello: messages.WorkerHello) -> Effects:
         worker = self._placement_table.workers.get(hello.worker)
@@ -334,8 +336,7 @@ class Scheduler(SchedulerApi):
         for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
-        self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
-        self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
+        self._journal.open_pool(PoolOpened(hello.node, hello.capacity, hello.model))
         self._start_pool(hello.node)
 
     def _start_pool(self, node: str) -> None:
