@@ -29,7 +29,7 @@ from typing import Any, Final
 from coordinator.errors import ConfigError, InternalError
 from kernels.layout import PAGE_TOKENS, Geometry
 
-SOURCE_DIR: Final = Path(__file__).parent
+SOURCE_DIR: Final = Path(__file__).parent / "src"
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
 LINE_BYTES: Final = 128
@@ -72,7 +72,7 @@ def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
 
 
 def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compiled:
-    """Compile CUDA C++ that may include this folder's headers. No GPU is needed. Raises InternalError with the log."""
+    """Compile CUDA C++ that may include the headers of SOURCE_DIR. No GPU is needed. Raises InternalError with the log."""
     nvrtc = _bindings("nvrtc")
     headers = {path.name: path.read_bytes() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
     program = _call(

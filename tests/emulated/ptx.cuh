@@ -1,4 +1,4 @@
-// What kernels/cuda/ptx.cuh has, on a CPU (cuda.hpp). Words on their way to shared memory get there when they are awaited.
+// What kernels/cuda/src/ptx.cuh has, on a CPU (cuda.hpp). Words on their way to shared memory get there when they are awaited.
 #pragma once
 
 #include "layout.cuh"
