@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from coordinator.errors import BadInput, ConfigError, InternalError
 from kernels import compile as kernels_compile
-from kernels.cuda import jit, parameters
+from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of, swap_in
@@ -90,12 +91,14 @@ def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() ->
         jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
 
 
-def test_host_and_device_structures_are_equal() -> None:
-    source = parameters.assertions()
-    jit.compile_source(source, "layout", (), "sm_90")
-    wrong = source.replace("SwapIn, share) == ", "SwapIn, span) == 1", 1)
-    with pytest.raises(InternalError, match=r"SwapIn\.share"):
-        jit.compile_source(wrong, "layout", (), "sm_90")
+def test_header_is_generated() -> None:
+    assert header.HEADER.read_text() == header.render(), f"run {header.COMMAND}"
+
+
+def test_header_asserts_the_sizes_that_ctypes_has() -> None:
+    size = f"sizeof(SwapIn) == {ctypes.sizeof(structures.SwapIn)}"
+    with pytest.raises(InternalError, match="as ctypes lays it out"):
+        jit.compile_source(header.render().replace(size, f"{size} + 4"), "layout", (), "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -193,14 +196,14 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
     kernel = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
     for name, value in (("kernel_of", kernel), ("processors", 132), ("stream_of", None)):
         monkeypatch.setattr(sys.modules[replay_misses.__module__], name, lambda *_, value=value: value)
-    monkeypatch.setattr(parameters, "state_parameters", lambda _: parameters.State())
+    monkeypatch.setattr(parameters, "state_parameters", lambda _: structures.State())
     for rows in (1, 8, 32, 256):
         replay_misses(cast("DeviceState", None), 0, MissPlan.allocate(rows, 4))
     assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
 
 
 def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
-    assert parameters.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
+    assert structures.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
     for k, ranks in product((1, 33, 2048, 2049, 2560, 2561, 4096), RANKS):
         share = share_of(k, ranks)
         assert k <= share * ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, stream_of
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
@@ -13,7 +13,7 @@ ROTATE_THREADS = 256  # begin_step.cuh
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     """As kernels.begin_step.begin_step, unchecked; `state` has been through `prepare`."""
     rows = batch.seats.shape[0]
-    block = parameters.BeginStep(
+    block = structures.BeginStep(
         state=parameters.state_parameters(state),
         batch=parameters.batch_parameters(batch),
         new_rows=batch.new_rows.data_ptr(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.state import DeviceState
 
@@ -53,7 +53,7 @@ def _launch(
     if n == 0:
         return
     geometry = state.geometry
-    block = parameters.CopyRows(
+    block = structures.CopyRows(
         state=parameters.layers_parameters(state, layers),
         group_of_layer=state.group_of_layer.data_ptr() + layers.start * state.group_of_layer.element_size(),
         device_row=_address(device_row),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coordinator.errors import BadInput
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
 from kernels.layout import TOPK_MAX
@@ -152,7 +152,7 @@ def index_topk(
     _require(batch.seats.shape[0] <= BATCH_MAX, "batch", batch.seats.shape[0], f"at most {BATCH_MAX} rows in a step")
     _require(queries.data_ptr() % 16 == 0, "queries", "not at a multiple of 16 bytes", "pass a clone")
     scratch = scratch_of(state)
-    block = parameters.IndexTopk(
+    block = structures.IndexTopk(
         state=parameters.state_parameters(state),
         batch=parameters.batch_parameters(batch),
         queries=queries.data_ptr(),

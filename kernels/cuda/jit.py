@@ -72,7 +72,7 @@ def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
 
 
 def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compiled:
-    """Compile CUDA C++ that may include the headers of SOURCE_DIR. No GPU is needed. Raises InternalError with the log."""
+    """Compile CUDA C++ that may include headers of SOURCE_DIR. No GPU is needed. Raises InternalError with the log."""
     nvrtc = _bindings("nvrtc")
     headers = {path.name: path.read_bytes() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
     program = _call(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
@@ -81,7 +81,7 @@ def _launch(
         return
     if data.data_ptr() % WORD_MAX:
         data = data.clone()
-    block = parameters.MoveRows(
+    block = structures.MoveRows(
         section=section.data_ptr(),
         data=data.data_ptr(),
         places=None if places is None else places.data_ptr(),

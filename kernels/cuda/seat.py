@@ -3,7 +3,7 @@ not wait either."""
 
 from __future__ import annotations
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.layout import PAGE_TOKENS, managed_chunks
 from kernels.reference.seat import clear_seat, hold_tokens, init_resident, latest_tokens
@@ -28,7 +28,7 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.INIT,
+        verb=structures.SeatVerb.INIT,
         hot_slots=hot_slots,
         chunks=managed_chunks(hot_slots),
         first_token=first_token,
@@ -41,7 +41,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.SHRINK,
+        verb=structures.SeatVerb.SHRINK,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=hot_slots,
@@ -54,7 +54,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.GROW,
+        verb=structures.SeatVerb.GROW,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=old_slots + state.tail_slots,
@@ -63,7 +63,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
 
 
 def _launch(state: DeviceState, **change: int) -> None:
-    block = parameters.SeatChange(state=parameters.state_parameters(state), **change)
+    block = structures.SeatChange(state=parameters.state_parameters(state), **change)
     groups, stream = state.geometry.groups, stream_of(state)
     work = max(change["chunks"] * PAGE_TOKENS, state.index_table.shape[1])
     tiles = min(-(-work // THREADS), -(-BLOCKS_PER_PROCESSOR * processors(state.rows.device) // groups))

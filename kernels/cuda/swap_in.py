@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from coordinator.errors import BadInput
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slots_limit, stream_of, swap_in_of
 from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
@@ -55,7 +55,7 @@ def swap_in(
         block_of(state, group, topk, batch, out_rows, plan, ranks, keepers=keeping > 0),
         stream_of(state),
         cluster=ranks,
-        shared_bytes=parameters.SWAP_IN_SHARED_BYTES,
+        shared_bytes=structures.SWAP_IN_SHARED_BYTES,
         early=early and has_clusters(state),
     )
 
@@ -70,13 +70,13 @@ def block_of(
     ranks: int,
     *,
     keepers: bool,
-) -> parameters.SwapIn:
+) -> structures.SwapIn:
     """The parameter block of a swap_in."""
     rows, k = topk.shape
     geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
     arena = state.rows.shape[1]
     before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
-    return parameters.SwapIn(
+    return structures.SwapIn(
         state=parameters.group_parameters(state, group),
         opened=batch.opened.data_ptr(),
         plan=parameters.plan_parameters(plan),
@@ -97,7 +97,7 @@ def block_of(
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group."""
     rows, k = plan.device_row.shape
-    block = parameters.ReplayMisses(
+    block = structures.ReplayMisses(
         state=parameters.state_parameters(state),
         plan=parameters.plan_parameters(plan),
         k=k,
@@ -142,7 +142,7 @@ def keepers_of(rows: int, ranks: int, at_once: int) -> int:
 
 def clusters_at_once(state: DeviceState, ranks: int) -> int:
     """Clusters of `ranks` blocks of swap_in that the device holds at once."""
-    return swap_in_of(state, ranks).clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES)
+    return swap_in_of(state, ranks).clusters_at_once(ranks, structures.SWAP_IN_SHARED_BYTES)
 
 
 def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]) -> int:

@@ -1,12 +1,6 @@
-// What host and device both know: constants and kernel parameters. The twin of kernels/layout.py and
-// kernels/cuda/parameters.py; tests/test_kernels_cuda_compile.py compiles static assertions over every offset.
+// Generated from kernels/cuda/structures.py by `python -m kernels.cuda.header`: change it there.
 //
-// State, as the kernels see it (kernels/state.py has the shapes and what each value means):
-//
-//      0  pointers, 8 bytes each, in the order below
-//    144  arena_rows, key_rows, page_bytes        int64
-//    168  seats, max_pages, max_chunks, tail_slots, layers, groups    int32
-//    192  (end)
+// What host and device share: constants, enumerations, tables and kernel parameters.
 #pragma once
 
 namespace hisparse {
@@ -19,23 +13,23 @@ using i32 = int;
 using i64 = long long;
 
 constexpr int PAGE_TOKENS = 64;
-constexpr int SLOTS_MAX = 32768 + 64;
+constexpr u32 SLOT_ABSENT = 65535;
+constexpr int SLOTS_MAX = 32832;
 constexpr int TAIL_SLOTS_MAX = 16;
-constexpr int NEXT_SLOTS = 512;
-constexpr int NEXT_RESERVE = 1024;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
-constexpr int NEXT_RING = NEXT_SLOTS + NEXT_RESERVE;
-constexpr int SWAP_IN_SHARED_BYTES = 99568;
+constexpr int NEXT_SLOTS = 512;
+constexpr int NEXT_RESERVE = 1024;
+constexpr int NEXT_RING = 1536;
 constexpr int OPENED_PAGES = 1024;
-constexpr int OPENED_CHUNKS = (SLOTS_MAX / PAGE_TOKENS + 3) / 4 * 4;  // whole vectors
-
-constexpr u32 SLOT_ABSENT = 0xFFFF;
-static_assert(SLOTS_MAX <= SLOT_ABSENT, "a slot number never reads as absent");
+constexpr int OPENED_CHUNKS = 516;
+constexpr int SWAP_IN_SHARED_BYTES = 99568;
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
+enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
 
-// The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE. All -1: empty.
+// The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE.
+// All -1: empty.
 struct NextList {
     i32 begin, count;    // of the ring that victims are taken from: multiple of a warp's places; places
     i32 reserve_begin;   // slots that were ever taken from the other one
@@ -43,15 +37,18 @@ struct NextList {
     i32 stamp, slot;     // all older slots, and those up to `slot` of this stamp, are or have been listed
     i32 asks, answered;  // how often slots were wanted, ever; when some were last added
 };
+static_assert(sizeof(NextList) == 32, "as ctypes lays it out");
 
-// What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for the
-// seat's tables.
+// What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for
+// the seat's tables.
 struct alignas(16) OpenedRow {
     i32 seat, length, hot, now;  // hot -1: padding, or a seat that was refused
     i32 page[OPENED_PAGES];      // index pages of the context's beginning, as far as it goes; -1 not granted
     i32 chunk[OPENED_CHUNKS];    // of the hot buffer, likewise
 };
+static_assert(sizeof(OpenedRow) == 6176, "as ctypes lays it out");
 
+// Tables of a device (kernels/state.py has their shapes, and what each value means).
 struct State {
     u8* rows;
     u8* index_keys;
@@ -71,44 +68,49 @@ struct State {
     i64* misses;
     i64* tripwires;
     u8* host;
-    i64 arena_rows;
-    i64 key_rows;
-    i64 page_bytes;
+    i64 arena_rows, key_rows, page_bytes;
     i32 seats, max_pages, max_chunks, tail_slots, layers, groups;
 };
+static_assert(sizeof(State) == 192, "as ctypes lays it out");
 
+// A StepBatch.
 struct Batch {
-    const void* seats;    // int32 or int64 [batch]
-    const void* lengths;  // likewise
+    const void* seats;             // int32 or int64 [batch]
+    const void* lengths;           // likewise
     const i32* num_real;
     i32 size;
     i32 wide_seats, wide_lengths;  // 1 when int64
     i32 unused;
 };
+static_assert(sizeof(Batch) == 40, "as ctypes lays it out");
 
+// A MissPlan.
 struct Plan {
     i32* device_row;   // [batch*k]: row b's copies begin at b*k
     i32* host_page;    // likewise
     i32* host_offset;  // likewise
     i32* count;        // [batch]
 };
+static_assert(sizeof(Plan) == 32, "as ctypes lays it out");
 
+// What is read first lies together: parameters come by cache lines, too.
 struct SwapIn {
-    const OpenedRow* opened;  // [rows]; what is read first lies together: parameters come by lines, too
+    const OpenedRow* opened;  // [rows]
     const i32* topk;          // [rows, k]
     i32* out_rows;            // [rows, k]
     i32 rows, k;
-    i32 slots_limit;  // slots that a seat can have
-    u32 share;        // entries of one block: a power of two, whole warps
-    i32 copies;       // 0: everything but the copies
-    u32 page_bytes;   // as in state
-    i32 keepers;      // 1: blocks of their own, behind those of the rows, keep the lists of slots that go next
+    i32 slots_limit;          // slots that a seat can have
+    u32 share;                // entries of one block: a power of two, whole warps
+    i32 copies;               // 0: everything but the copies
+    u32 page_bytes;           // as in state
+    i32 keepers;              // 1: blocks of their own, behind those of the rows, keep the lists of slots that go next
     i32 unused;
-    const u8* host_rows[2];  // of the anchor layer, by plane: in host page 0
-    u8* device_rows[2];      // likewise: in its arena
-    State state;  // slot_of, slot_token, stamp, next_*, tail, hits and misses of one group
+    const u8* host_rows[2];   // of the anchor layer, by plane: in host page 0
+    u8* device_rows[2];       // likewise: in its arena
+    State state;              // slot_of, slot_token, stamp, next_*, tail, hits and misses of one group
     Plan plan;
 };
+static_assert(sizeof(SwapIn) == 312, "as ctypes lays it out");
 
 struct BeginStep {
     State state;
@@ -121,24 +123,28 @@ struct BeginStep {
     i32* host_page;       // [batch]
     i32* host_offset;     // [batch]
 };
+static_assert(sizeof(BeginStep) == 288, "as ctypes lays it out");
 
 struct ReplayMisses {
     State state;
     Plan plan;
     i32 k, layer, rows, unused;
 };
+static_assert(sizeof(ReplayMisses) == 240, "as ctypes lays it out");
 
 struct CopyRows {
     State state;
     const i64* group_of_layer;
-    const void* device_row;  // int32 or int64 [groups, n]; null: index keys alone
-    const void* index_row;   // [n]; null: rows alone
-    const void* host_page;   // [n]
-    const void* host_offset; // [n]
+    const void* device_row;                // int32 or int64 [groups, n]; null: index keys alone
+    const void* index_row;                 // [n]; null: rows alone
+    const void* host_page;                 // [n]
+    const void* host_offset;               // [n]
     i32 n;
-    i32 wide_device_row, wide_index_row, wide_host_page, wide_host_offset;  // 1 when int64
+    i32 wide_device_row, wide_index_row;   // 1 when int64
+    i32 wide_host_page, wide_host_offset;  // likewise
     i32 to_host;
 };
+static_assert(sizeof(CopyRows) == 256, "as ctypes lays it out");
 
 struct MoveRows {
     u8* section;        // rows of one layer, or keys of one group
@@ -149,16 +155,16 @@ struct MoveRows {
     i64 start;          // position of the first row
     i32 n, plane;
 };
-
-enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
+static_assert(sizeof(MoveRows) == 56, "as ctypes lays it out");
 
 struct SeatChange {
     State state;
     i32 seat, verb;
     i32 old_slots, hot_slots;
-    i32 first_slot, chunks;  // slots from here to the end of the last chunk are set
-    i32 first_token, tokens; // what slots 0.. hold from now on
+    i32 first_slot, chunks;   // slots from here to the end of the last chunk are set
+    i32 first_token, tokens;  // what slots 0.. hold from now on
 };
+static_assert(sizeof(SeatChange) == 224, "as ctypes lays it out");
 
 struct IndexTopk {
     State state;
@@ -175,6 +181,7 @@ struct IndexTopk {
     float scale;
     i32 k, group, rows;
 };
+static_assert(sizeof(IndexTopk) == 320, "as ctypes lays it out");
 
 struct AttendRows {
     const u8* rows;       // of one layer
@@ -186,5 +193,6 @@ struct AttendRows {
     i32 span;             // entries of a split
     i32 sides;            // 2: blocks of heads in pairs, which gather for each other
 };
+static_assert(sizeof(AttendRows) == 56, "as ctypes lays it out");
 
 }  // namespace hisparse

@@ -1,0 +1,289 @@
+"""What host and device share: constants, enumerations, tables and kernel parameters. The one definition of all of them.
+
+`python -m kernels.cuda.header` writes it down for the device, as src/layout.cuh. ctypes lays the structures out as C
+does; the header asserts each size, so that every compilation checks it.
+
+A member is (C type, names, comment). A pointer, `u8*`, is typed on the device and a c_void_p here. Neighbours of one
+type may share a line, "rows, k"; "page[OPENED_PAGES]" is an array.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, ClassVar, Final, cast
+
+from kernels.layout import (
+    CONTEXT_MAX_TOKENS,
+    NEXT_RESERVE,
+    NEXT_SLOTS,
+    OPENED_CHUNKS,
+    OPENED_PAGES,
+    PAGE_TOKENS,
+    SLOT_ABSENT,
+    SLOTS_MAX,
+    TAIL_SLOTS_MAX,
+    TOPK_MAX,
+)
+from kernels.state import Tripwire
+
+SWAP_IN_SHARED_BYTES: Final = 99_568  # of a block: any device since sm_80 has room for one
+
+
+class SeatVerb(IntEnum):
+    """What change_slots does."""
+
+    INIT = 0
+    SHRINK = 1
+    GROW = 2
+
+
+CONSTANTS: Final = {
+    "PAGE_TOKENS": PAGE_TOKENS,
+    "SLOT_ABSENT": SLOT_ABSENT,
+    "SLOTS_MAX": SLOTS_MAX,
+    "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
+    "TOPK_MAX": TOPK_MAX,
+    "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
+    "NEXT_SLOTS": NEXT_SLOTS,
+    "NEXT_RESERVE": NEXT_RESERVE,
+    "NEXT_RING": NEXT_SLOTS + NEXT_RESERVE,
+    "OPENED_PAGES": OPENED_PAGES,
+    "OPENED_CHUNKS": OPENED_CHUNKS,
+    "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
+}
+UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
+ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatVerb)
+
+SCALARS: Final[dict[str, type]] = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
+Member = tuple[str, str] | tuple[str, str, str]  # C type, names, comment
+
+
+class Structure(ctypes.Structure):
+    """Docstring and comments go to the header. `align`: bytes, where C would choose less."""
+
+    members: ClassVar[tuple[Member, ...]]
+    align: ClassVar[int] = 0
+
+
+def fields(members: tuple[Member, ...]) -> list[tuple[str, type]]:
+    """`members` as ctypes wants them."""
+    return [(name, type_of(kind, extent)) for kind, names, *_ in members for name, extent in names_of(names)]
+
+
+def names_of(names: str) -> Iterator[tuple[str, int]]:
+    """Name and extent of each of "host_rows[2]", "rows, k"; extent 0: no array."""
+    for name, extent in re.findall(r"(\w+)(?:\[(\w+)\])?", names):
+        yield name, int(CONSTANTS.get(extent, extent or 0))
+
+
+def type_of(kind: str, extent: int) -> type:
+    known = {**SCALARS, **{structure.__name__: structure for structure in Structure.__subclasses__()}}
+    one: Any = ctypes.c_void_p if kind.endswith("*") else known[kind]
+    return cast("type", one * extent if extent else one)
+
+
+class NextList(Structure):
+    """The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE.
+    All -1: empty."""
+
+    members = (
+        ("i32", "begin, count", "of the ring that victims are taken from: multiple of a warp's places; places"),
+        ("i32", "reserve_begin", "slots that were ever taken from the other one"),
+        ("i32", "reserve_end", "slots that were ever added to it"),
+        ("i32", "stamp, slot", "all older slots, and those up to `slot` of this stamp, are or have been listed"),
+        ("i32", "asks, answered", "how often slots were wanted, ever; when some were last added"),
+    )
+    _fields_ = fields(members)
+
+
+class OpenedRow(Structure):
+    """What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for
+    the seat's tables."""
+
+    align = 16
+    members = (
+        ("i32", "seat, length, hot, now", "hot -1: padding, or a seat that was refused"),
+        ("i32", "page[OPENED_PAGES]", "index pages of the context's beginning, as far as it goes; -1 not granted"),
+        ("i32", "chunk[OPENED_CHUNKS]", "of the hot buffer, likewise"),
+    )
+    _fields_ = fields(members)
+
+
+class State(Structure):
+    """Tables of a device (kernels/state.py has their shapes, and what each value means)."""
+
+    members = (
+        ("u8*", "rows"),
+        ("u8*", "index_keys"),
+        ("u16*", "slot_of"),
+        ("i32*", "slot_token"),
+        ("i32*", "stamp"),
+        ("NextList*", "next_list", "[seats] of each group"),
+        ("u16*", "next_slot", "[seats, NEXT_RING] likewise"),
+        ("i32*", "next_stamp", "their stamps when they were listed"),
+        ("const i32*", "index_table"),
+        ("const i32*", "host_table"),
+        ("const i32*", "chunk_table"),
+        ("i32*", "hot_slots"),
+        ("i32*", "tail"),
+        ("i32*", "now"),
+        ("i64*", "hits"),
+        ("i64*", "misses"),
+        ("i64*", "tripwires"),
+        ("u8*", "host"),
+        ("i64", "arena_rows, key_rows, page_bytes"),
+        ("i32", "seats, max_pages, max_chunks, tail_slots, layers, groups"),
+    )
+    _fields_ = fields(members)
+
+
+class Batch(Structure):
+    """A StepBatch."""
+
+    members = (
+        ("const void*", "seats", "int32 or int64 [batch]"),
+        ("const void*", "lengths", "likewise"),
+        ("const i32*", "num_real"),
+        ("i32", "size"),
+        ("i32", "wide_seats, wide_lengths", "1 when int64"),
+        ("i32", "unused"),
+    )
+    _fields_ = fields(members)
+
+
+class Plan(Structure):
+    """A MissPlan."""
+
+    members = (
+        ("i32*", "device_row", "[batch*k]: row b's copies begin at b*k"),
+        ("i32*", "host_page", "likewise"),
+        ("i32*", "host_offset", "likewise"),
+        ("i32*", "count", "[batch]"),
+    )
+    _fields_ = fields(members)
+
+
+class SwapIn(Structure):
+    """What is read first lies together: parameters come by cache lines, too."""
+
+    members = (
+        ("const OpenedRow*", "opened", "[rows]"),
+        ("const i32*", "topk", "[rows, k]"),
+        ("i32*", "out_rows", "[rows, k]"),
+        ("i32", "rows, k"),
+        ("i32", "slots_limit", "slots that a seat can have"),
+        ("u32", "share", "entries of one block: a power of two, whole warps"),
+        ("i32", "copies", "0: everything but the copies"),
+        ("u32", "page_bytes", "as in state"),
+        ("i32", "keepers", "1: blocks of their own, behind those of the rows, keep the lists of slots that go next"),
+        ("i32", "unused"),
+        ("const u8*", "host_rows[2]", "of the anchor layer, by plane: in host page 0"),
+        ("u8*", "device_rows[2]", "likewise: in its arena"),
+        ("State", "state", "slot_of, slot_token, stamp, next_*, tail, hits and misses of one group"),
+        ("Plan", "plan"),
+    )
+    _fields_ = fields(members)
+
+
+class BeginStep(Structure):
+    members = (
+        ("State", "state"),
+        ("Batch", "batch"),
+        ("i32*", "new_rows", "[groups, batch]"),
+        ("i32*", "new_index_rows", "[batch]"),
+        ("OpenedRow*", "opened", "[batch]"),
+        ("i32*", "device_row", "[groups, batch]"),
+        ("i32*", "index_row", "[batch]"),
+        ("i32*", "host_page", "[batch]"),
+        ("i32*", "host_offset", "[batch]"),
+    )
+    _fields_ = fields(members)
+
+
+class ReplayMisses(Structure):
+    members = (("State", "state"), ("Plan", "plan"), ("i32", "k, layer, rows, unused"))
+    _fields_ = fields(members)
+
+
+class CopyRows(Structure):
+    members = (
+        ("State", "state"),
+        ("const i64*", "group_of_layer"),
+        ("const void*", "device_row", "int32 or int64 [groups, n]; null: index keys alone"),
+        ("const void*", "index_row", "[n]; null: rows alone"),
+        ("const void*", "host_page", "[n]"),
+        ("const void*", "host_offset", "[n]"),
+        ("i32", "n"),
+        ("i32", "wide_device_row, wide_index_row", "1 when int64"),
+        ("i32", "wide_host_page, wide_host_offset", "likewise"),
+        ("i32", "to_host"),
+    )
+    _fields_ = fields(members)
+
+
+class MoveRows(Structure):
+    members = (
+        ("u8*", "section", "rows of one layer, or keys of one group"),
+        ("void*", "data", "[n, bytes]"),
+        ("const i32*", "places", "[n] rows of the section, -1: none; null: by table"),
+        ("const i32*", "table", "pages of one seat"),
+        ("i64*", "tripwires"),
+        ("i64", "start", "position of the first row"),
+        ("i32", "n, plane"),
+    )
+    _fields_ = fields(members)
+
+
+class SeatChange(Structure):
+    members = (
+        ("State", "state"),
+        ("i32", "seat, verb"),
+        ("i32", "old_slots, hot_slots"),
+        ("i32", "first_slot, chunks", "slots from here to the end of the last chunk are set"),
+        ("i32", "first_token, tokens", "what slots 0.. hold from now on"),
+    )
+    _fields_ = fields(members)
+
+
+class IndexTopk(Structure):
+    members = (
+        ("State", "state"),
+        ("Batch", "batch"),
+        ("const void*", "queries", "[batch, heads, dim]"),
+        ("const float*", "weights", "[batch, heads]"),
+        ("i32*", "topk_out", "[batch, k]"),
+        ("float*", "scores", "[capacity]"),
+        ("u32*", "histogram", "[rows, 8192]"),
+        ("u64*", "edges", "[rows, 8192]"),
+        ("i32*", "sure", "[rows, TOPK_MAX]"),
+        ("i32*", "counters", "[rows, 4]"),
+        ("i64", "capacity"),
+        ("float", "scale"),
+        ("i32", "k, group, rows"),
+    )
+    _fields_ = fields(members)
+
+
+class AttendRows(Structure):
+    members = (
+        ("const u8*", "rows", "of one layer"),
+        ("const void*", "queries", "[batch, heads, dim]"),
+        ("const i32*", "entries", "[batch, k]"),
+        ("void*", "out", "[batch, heads, latent]"),
+        ("float", "scale", "times log2(e)"),
+        ("i32", "heads, k, splits"),
+        ("i32", "span", "entries of a split"),
+        ("i32", "sides", "2: blocks of heads in pairs, which gather for each other"),
+    )
+    _fields_ = fields(members)
+
+
+STRUCTURES: Final[tuple[type[Structure], ...]] = tuple(Structure.__subclasses__())
