@@ -31,7 +31,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     Raises BadInput before any change.
     """
     check_begin_step(state, batch, plan)
-    backend(state).begin_step(state, batch, plan)
+    backend(state, __name__).begin_step(state, batch, plan)
 
 
 def check_begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:

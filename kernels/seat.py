@@ -31,13 +31,14 @@ from coordinator.errors import BadInput, WrongState
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
 from kernels.layout import PAGE_TOKENS, SLOTS_MAX, managed_chunks
+from kernels.reference import seat as in_torch
 from kernels.state import DeviceState
 
 
 def init_resident(state: DeviceState, seat: int) -> None:
     """Token t of `seat` is in row t % 64 of chunk `chunk_table[seat, t // 64]`, already or by the time it is read."""
     check_number("seat", seat, state.seats)
-    backend(state).init_resident(state, seat)
+    in_torch.init_resident(state, seat)
 
 
 def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int, tokens: int) -> None:
@@ -56,7 +57,7 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
             value=f"{first_token}, {tokens}",
             remedy=f"start at a multiple of {PAGE_TOKENS} and pass at most hot_slots tokens",
         )
-    backend(state).init_managed(state, seat, hot_slots, first_token, tokens)
+    backend(state, __name__).init_managed(state, seat, hot_slots, first_token, tokens)
 
 
 def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
@@ -69,7 +70,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     _check_resize(state, seat, old_slots, hot_slots)
     if hot_slots >= old_slots:
         raise BadInput("not smaller", field="hot_slots", value=hot_slots, remedy=f"less than the present {old_slots}")
-    backend(state).shrink_managed(state, seat, old_slots, hot_slots)
+    backend(state, __name__).shrink_managed(state, seat, old_slots, hot_slots)
 
 
 def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
@@ -82,7 +83,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     if hot_slots < old_slots + state.tail_slots:
         remedy = f"at least {state.tail_slots} more than the present {old_slots}"
         raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=remedy)
-    backend(state).grow_managed(state, seat, old_slots, hot_slots)
+    backend(state, __name__).grow_managed(state, seat, old_slots, hot_slots)
 
 
 def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
@@ -97,7 +98,7 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
     sizes = Sizes()
     for name, places in (("groups", groups), ("slots", slots), ("tokens", tokens)):
         sizes.check(name, places, ("n",), torch.int64)
-    backend(state).hold_tokens(state, seat, hot_slots, groups, slots, tokens)
+    in_torch.hold_tokens(state, seat, hot_slots, groups, slots, tokens)
 
 
 def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
@@ -109,13 +110,13 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)
     Sizes(groups=state.geometry.groups).check("out", out, ("groups", "n"), torch.int32)
-    backend(state).latest_tokens(state, seat, hot_slots, out)
+    in_torch.latest_tokens(state, seat, hot_slots, out)
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:
     """An empty seat: tables unset, counters zero. Rows and maps in the chunks and pages it held mean nothing now."""
     check_number("seat", seat, state.seats)
-    backend(state).clear_seat(state, seat)
+    in_torch.clear_seat(state, seat)
 
 
 def _check_resize(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:

@@ -37,12 +37,12 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
     BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)
-    backend(state).swap_in(state, group, topk, batch, out_rows, plan)
+    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)
 
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them."""
-    backend(state).replay_misses(state, layer, plan)
+    backend(state, __name__).replay_misses(state, layer, plan)
 
 
 def check_swap_in(

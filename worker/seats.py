@@ -30,6 +30,7 @@ from coordinator.arrays import unpack_int32
 from coordinator.errors import BadInput, CapacityError, InternalError
 from coordinator.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from coordinator.settings import WorkerSettings
+from kernels.backend import prepare
 from kernels.layout import pages_for
 from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
@@ -67,10 +68,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         host=host,
         device=settings.device,
     )
-    if state.rows.is_cuda:
-        from kernels.cuda import prepare  # needs CUDA's Python bindings
-
-        prepare(state)
+    prepare(state)
     return state
 
 

@@ -1,23 +1,11 @@
-"""seat on CUDA: the contracts of kernels/seat.py. What is only filled, or happens once per stay, is torch's, which does
-not wait either."""
+"""seat on CUDA: those contracts of kernels/seat.py that torch alone would run too slowly."""
 
 from __future__ import annotations
 
 from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.layout import PAGE_TOKENS, managed_chunks
-from kernels.reference.seat import clear_seat, hold_tokens, init_resident, latest_tokens
 from kernels.state import DeviceState
-
-__all__ = [
-    "clear_seat",
-    "grow_managed",
-    "hold_tokens",
-    "init_managed",
-    "init_resident",
-    "latest_tokens",
-    "shrink_managed",
-]
 
 THREADS = 256  # seat.cuh
 BLOCKS_PER_PROCESSOR = 4
