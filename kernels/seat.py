@@ -12,7 +12,7 @@ Resident and managed turn into each other by setting up anew: resident -> manage
 are `first_token..`), managed -> resident follows a copy of all rows into fresh chunks. All but clear_seat leave the hit
 and miss counters alone: they belong to the request, not to the buffer.
 
-Slots listed as those that go next (`next_list`) are forgotten by all but latest_tokens: a list is of one buffer.
+Slots listed as those that go next (`eviction_queue`) are forgotten by all but latest_tokens: a list is of one buffer.
 
 Rows are only ever dropped here, never saved: the caller waits until the newest row's backup completed (I3).
 

@@ -19,7 +19,7 @@ from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
-from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of, swap_in
+from kernels.cuda.swap_in import blocks_per_request, has_room, refill_clusters, replay_misses, share_of, swap_in
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 
@@ -185,9 +185,9 @@ def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> Non
 
 
 def test_blocks_that_keep_lists_have_room_beside_the_others_or_there_are_none() -> None:
-    assert [keepers_of(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
-    assert keepers_of(44, 2, 66) == 22
-    assert keepers_of(45, 2, 66) == 0
+    assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
+    assert refill_clusters(44, 2, 66) == 22
+    assert refill_clusters(45, 2, 66) == 0
 
 
 def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

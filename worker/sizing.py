@@ -34,9 +34,8 @@ from coordinator.settings import WorkerSettings
 from coordinator.sizes import AUTO, parse_size
 from kernels.layout import (
     CONTEXT_MAX_TOKENS,
-    NEXT_RESERVE,
-    NEXT_SLOTS,
     PAGE_TOKENS,
+    QUEUE_RING,
     Geometry,
     managed_chunks,
     pages_for,
@@ -171,8 +170,8 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
 
 def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
-    list of slots that go next."""
-    per_group = 4 * settings.tail_slots + 48 + 6 * (NEXT_SLOTS + NEXT_RESERVE)
+    eviction queue."""
+    per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
     return settings.seats * per_seat
 

@@ -12,6 +12,7 @@ from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
 
 POINTERS = tuple(name for kind, name, *_ in State.members if kind.endswith("*"))
+BY_GROUP = ("slot_of", "slot_token", "stamp", "eviction_queue", "queue_slot", "queue_stamp", "tail", "hits", "misses")
 
 
 def state_parameters(state: DeviceState) -> State:
@@ -34,7 +35,7 @@ def state_parameters(state: DeviceState) -> State:
 def group_parameters(state: DeviceState, group: int) -> State:
     """`state_parameters` with the slot tables, tails and counters of one group instead of those of all."""
     block = state_parameters(state)
-    for name in ("slot_of", "slot_token", "stamp", "next_list", "next_slot", "next_stamp", "tail", "hits", "misses"):
+    for name in BY_GROUP:
         table: torch.Tensor = getattr(state, name)
         setattr(block, name, table.data_ptr() + group * table.stride(0) * table.element_size())
     return block

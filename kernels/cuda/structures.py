@@ -17,11 +17,13 @@ from typing import Any, ClassVar, Final, cast
 
 from kernels.layout import (
     CONTEXT_MAX_TOKENS,
-    NEXT_RESERVE,
-    NEXT_SLOTS,
     OPENED_CHUNKS,
     OPENED_PAGES,
     PAGE_TOKENS,
+    QUEUE_RESERVE,
+    QUEUE_RING,
+    QUEUE_SLOTS,
+    QUEUE_WORDS,
     SLOT_ABSENT,
     SLOTS_MAX,
     TAIL_SLOTS_MAX,
@@ -47,9 +49,9 @@ CONSTANTS: Final = {
     "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
     "TOPK_MAX": TOPK_MAX,
     "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
-    "NEXT_SLOTS": NEXT_SLOTS,
-    "NEXT_RESERVE": NEXT_RESERVE,
-    "NEXT_RING": NEXT_SLOTS + NEXT_RESERVE,
+    "QUEUE_SLOTS": QUEUE_SLOTS,
+    "QUEUE_RESERVE": QUEUE_RESERVE,
+    "QUEUE_RING": QUEUE_RING,
     "OPENED_PAGES": OPENED_PAGES,
     "OPENED_CHUNKS": OPENED_CHUNKS,
     "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
@@ -90,18 +92,21 @@ def type_of(kind: str, extent: int) -> type:
     return cast("type", one * extent if extent else one)
 
 
-class NextList(Structure):
-    """The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE.
-    All -1: empty."""
+class EvictionQueue(Structure):
+    """Cursors of a seat's eviction queue (src/eviction_queue.cuh): two rings, of QUEUE_SLOTS places and, behind it, of
+    QUEUE_RESERVE. All -1: empty."""
 
     members = (
-        ("i32", "begin, count", "of the ring that victims are taken from: multiple of a warp's places; places"),
-        ("i32", "reserve_begin", "slots that were ever taken from the other one"),
-        ("i32", "reserve_end", "slots that were ever added to it"),
-        ("i32", "stamp, slot", "all older slots, and those up to `slot` of this stamp, are or have been listed"),
-        ("i32", "asks, answered", "how often slots were wanted, ever; when some were last added"),
+        ("i32", "begin, count", "of the first ring: a multiple of a warp's places; places in use"),
+        ("i32", "reserve_begin", "slots that were ever moved out of the reserve"),
+        ("i32", "reserve_end", "slots that were ever added to the reserve"),
+        ("i32", "stamp, slot", "all older slots, and those of this stamp up to `slot`, are or have been queued"),
+        ("i32", "refills_wanted, refills_done", "refills ever asked for; value of refills_wanted at the last refill"),
     )
     _fields_ = fields(members)
+
+
+assert ctypes.sizeof(EvictionQueue) == 4 * QUEUE_WORDS
 
 
 class OpenedRow(Structure):
@@ -126,9 +131,9 @@ class State(Structure):
         ("u16*", "slot_of"),
         ("i32*", "slot_token"),
         ("i32*", "stamp"),
-        ("NextList*", "next_list", "[seats] of each group"),
-        ("u16*", "next_slot", "[seats, NEXT_RING] likewise"),
-        ("i32*", "next_stamp", "their stamps when they were listed"),
+        ("EvictionQueue*", "eviction_queue", "[groups, seats]"),
+        ("u16*", "queue_slot", "[groups, seats, QUEUE_RING]"),
+        ("i32*", "queue_stamp", "their stamps when they were queued"),
         ("const i32*", "index_table"),
         ("const i32*", "host_table"),
         ("const i32*", "chunk_table"),
@@ -183,11 +188,11 @@ class SwapIn(Structure):
         ("u32", "share", "entries of one block: a power of two, whole warps"),
         ("i32", "copies", "0: everything but the copies"),
         ("u32", "page_bytes", "as in state"),
-        ("i32", "keepers", "1: blocks of their own, behind those of the rows, keep the lists of slots that go next"),
+        ("i32", "refill_blocks", "1: blocks behind those of the rows refill eviction queues"),
         ("i32", "unused"),
         ("const u8*", "host_rows[2]", "of the anchor layer, by plane: in host page 0"),
         ("u8*", "device_rows[2]", "likewise: in its arena"),
-        ("State", "state", "slot_of, slot_token, stamp, next_*, tail, hits and misses of one group"),
+        ("State", "state", "slot_of, slot_token, stamp, queues, tail, hits and misses of one group"),
         ("Plan", "plan"),
     )
     _fields_ = fields(members)

@@ -21,7 +21,7 @@ from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slot
 from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-MAIL_MAX = 13 * 8**2  # messages in a step: every block of a request writes to every other
+PEER_MESSAGES_MAX = 13 * 8**2  # messages in a step: every block of a request writes to every other
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -37,22 +37,22 @@ def swap_in(
     *,
     ranks: int | None = None,
     early: bool = True,
-    keepers: bool = True,
+    refill_blocks: bool = True,
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
     Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
-    `keepers`: blocks of their own keep the lists of slots that go next, where the device has room for them.
+    `refill_blocks`: blocks of their own keep the lists of slots that go next, where the device has room for them.
     """
     rows, k = topk.shape
     ranks = ranks or ranks_of(state, rows, k)
     if not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
-    keeping = keepers_of(rows, ranks, clusters_at_once(state, ranks)) if keepers and ranks > 1 else 0  # clusters
+    refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
     swap_in_of(state, ranks).launch(
-        (ranks, rows + keeping),
-        block_of(state, group, topk, batch, out_rows, plan, ranks, keepers=keeping > 0),
+        (ranks, rows + refilling),
+        block_of(state, group, topk, batch, out_rows, plan, ranks, refill_blocks=refilling > 0),
         stream_of(state),
         cluster=ranks,
         shared_bytes=structures.SWAP_IN_SHARED_BYTES,
@@ -69,7 +69,7 @@ def block_of(
     plan: MissPlan,
     ranks: int,
     *,
-    keepers: bool,
+    refill_blocks: bool,
 ) -> structures.SwapIn:
     """The parameter block of a swap_in."""
     rows, k = topk.shape
@@ -88,7 +88,7 @@ def block_of(
         share=share_of(k, ranks),
         copies=_copies.get(),
         page_bytes=geometry.page_bytes,
-        keepers=keepers,
+        refill_blocks=refill_blocks,
         host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
         device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
     )
@@ -130,14 +130,14 @@ def ranks_of(state: DeviceState, rows: int, k: int) -> int:
     return blocks_per_request(rows, k, lambda ranks: clusters_at_once(state, ranks))
 
 
-def keepers_of(rows: int, ranks: int, at_once: int) -> int:
+def refill_clusters(rows: int, ranks: int, at_once: int) -> int:
     """Clusters of `ranks` blocks that keep the lists of slots that go next, each block one of them.
 
     As many as `rows` rows need, if the device, which holds `at_once`, has room for them beside theirs. Else none: the
     rows' own blocks do it.
     """
-    keepers = -(-rows // ranks)
-    return keepers if rows + keepers <= at_once else 0
+    clusters = -(-rows // ranks)
+    return clusters if rows + clusters <= at_once else 0
 
 
 def clusters_at_once(state: DeviceState, ranks: int) -> int:
@@ -153,10 +153,10 @@ def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]
     fit = [
         ranks
         for ranks in RANKS[1:]
-        if rows * ranks**2 <= MAIL_MAX and has_room(k, ranks) and rows <= clusters_at_once(ranks)
+        if rows * ranks**2 <= PEER_MESSAGES_MAX and has_room(k, ranks) and rows <= clusters_at_once(ranks)
     ]
-    kept = [ranks for ranks in fit if keepers_of(rows, ranks, clusters_at_once(ranks))]
-    return max(kept or fit or RANKS[:1])
+    refilled = [ranks for ranks in fit if refill_clusters(rows, ranks, clusters_at_once(ranks))]
+    return max(refilled or fit or RANKS[:1])
 
 
 def share_of(k: int, ranks: int) -> int:

@@ -18,9 +18,9 @@ constexpr int SLOTS_MAX = 32832;
 constexpr int TAIL_SLOTS_MAX = 16;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
-constexpr int NEXT_SLOTS = 512;
-constexpr int NEXT_RESERVE = 1024;
-constexpr int NEXT_RING = 1536;
+constexpr int QUEUE_SLOTS = 512;
+constexpr int QUEUE_RESERVE = 1024;
+constexpr int QUEUE_RING = 1536;
 constexpr int OPENED_PAGES = 1024;
 constexpr int OPENED_CHUNKS = 516;
 constexpr int SWAP_IN_SHARED_BYTES = 99568;
@@ -28,16 +28,16 @@ constexpr int SWAP_IN_SHARED_BYTES = 99568;
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
 enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
 
-// The list of a seat's slots that go next: two rings, of NEXT_SLOTS places and, behind it, of NEXT_RESERVE.
-// All -1: empty.
-struct NextList {
-    i32 begin, count;    // of the ring that victims are taken from: multiple of a warp's places; places
-    i32 reserve_begin;   // slots that were ever taken from the other one
-    i32 reserve_end;     // slots that were ever added to it
-    i32 stamp, slot;     // all older slots, and those up to `slot` of this stamp, are or have been listed
-    i32 asks, answered;  // how often slots were wanted, ever; when some were last added
+// Cursors of a seat's eviction queue (src/eviction_queue.cuh): two rings, of QUEUE_SLOTS places and, behind it, of
+// QUEUE_RESERVE. All -1: empty.
+struct EvictionQueue {
+    i32 begin, count;                  // of the first ring: a multiple of a warp's places; places in use
+    i32 reserve_begin;                 // slots that were ever moved out of the reserve
+    i32 reserve_end;                   // slots that were ever added to the reserve
+    i32 stamp, slot;                   // all older slots, and those of this stamp up to `slot`, are or have been queued
+    i32 refills_wanted, refills_done;  // refills ever asked for; value of refills_wanted at the last refill
 };
-static_assert(sizeof(NextList) == 32, "as ctypes lays it out");
+static_assert(sizeof(EvictionQueue) == 32, "as ctypes lays it out");
 
 // What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for
 // the seat's tables.
@@ -55,9 +55,9 @@ struct State {
     u16* slot_of;
     i32* slot_token;
     i32* stamp;
-    NextList* next_list;  // [seats] of each group
-    u16* next_slot;       // [seats, NEXT_RING] likewise
-    i32* next_stamp;      // their stamps when they were listed
+    EvictionQueue* eviction_queue;  // [groups, seats]
+    u16* queue_slot;                // [groups, seats, QUEUE_RING]
+    i32* queue_stamp;               // their stamps when they were queued
     const i32* index_table;
     const i32* host_table;
     const i32* chunk_table;
@@ -103,11 +103,11 @@ struct SwapIn {
     u32 share;                // entries of one block: a power of two, whole warps
     i32 copies;               // 0: everything but the copies
     u32 page_bytes;           // as in state
-    i32 keepers;              // 1: blocks of their own, behind those of the rows, keep the lists of slots that go next
+    i32 refill_blocks;        // 1: blocks behind those of the rows refill eviction queues
     i32 unused;
     const u8* host_rows[2];   // of the anchor layer, by plane: in host page 0
     u8* device_rows[2];       // likewise: in its arena
-    State state;              // slot_of, slot_token, stamp, next_*, tail, hits and misses of one group
+    State state;              // slot_of, slot_token, stamp, queues, tail, hits and misses of one group
     Plan plan;
 };
 static_assert(sizeof(SwapIn) == 312, "as ctypes lays it out");

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SEAT_THREADS)
         slot_token[row] = slot < p.tokens ? p.first_token + slot : -1;
         stamp[row] = slot < p.tokens ? 0 : -1;
     }
-    if (thread == 0) s.next_list[group * s.seats + p.seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    if (thread == 0) s.eviction_queue[group * s.seats + p.seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
     if (p.verb == INIT) write_slot_map(p, slot_of);
     if (p.verb == SHRINK && thread < s.tail_slots) {
         const i32 slot = s.tail[(group * s.seats + p.seat) * s.tail_slots + thread];

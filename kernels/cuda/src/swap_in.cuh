@@ -11,10 +11,10 @@
 //              miss: list, and tell the copy warps; hit: output, stamp; codes and counts to every block (st.async)
 //              stamps and tokens of the slots that go next
 //    copy      start host loads                    control   misses of all, by their counts; end here if there are none
-//              meanwhile duplicates, by the codes            victims: next slots that are not in use (next_slots.cuh),
+//              meanwhile duplicates, by the codes            victims: next slots that are not in use (eviction_queue.cuh),
 //              of misses                                     or, now and then, by the stamps of all (victims.cuh)
 //              store rows, loop for the rest                 slot_of, slot_token, stamp, output, plan, counters; the list
-//    a block beside them, for each request: the list of slots that go next (keep_list), if there is room on the device
+//    a block beside them, for each request: the list of slots that go next (refill_queue), if there is room on the device
 //
 // Where a request has a block or two, its warps all resolve entries: they read the list of next slots only when something
 // misses, and copies begin when all have resolved.
@@ -31,7 +31,7 @@
 // misses as mail, sent when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps took 3.9).
 #pragma once
 
-#include "next_slots.cuh"
+#include "eviction_queue.cuh"
 
 namespace hisparse {
 
@@ -125,7 +125,7 @@ struct Loading {
 // Tables, outputs and plan of the rows that this block loads, `first` being the thread's first one. `listed`: victims came
 // from a list.
 __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const Shared& s, int row, const Misses& misses,
-                                        bool listed, const Loading& first) {
+                                        bool from_queue, const Loading& first) {
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
 #pragma unroll 1
     for (u32 l = threadIdx.x; l < misses.own; l += CONTROL_THREADS) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
             continue;
         }
         const i32 device_row = slot_row(s, slot);
-        const i32 old = listed ? s.old[l] : p.state.slot_token[device_row];
+        const i32 old = from_queue ? s.old[l] : p.state.slot_token[device_row];
         p.out_rows[begin + it.place] = device_row;
         p.plan.device_row[copy] = device_row;
         p.plan.host_page[copy] = static_cast<i32>(it.host_row / PAGE_TOKENS);
@@ -175,7 +175,7 @@ __device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, 
 
 // All control warps, `next` being on its way already where entries are SCATTERED.
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
-                                       NextSlots& next) {
+                                       QueuedSlots& queued) {
     constexpr bool ahead = Deal::ranks >= SCATTERED;
     if (!ahead && s.misses == 0 && !speaks()) return;
     if (!ahead && speaks()) count_own_hits(p, at, s, deal);
@@ -198,22 +198,22 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
         return;
     }
     if (!ahead) {
-        next.load(p.state, at, s);
-        next.load_stamps(s, p.state.stamp, p.state.slot_token);
+        queued.load(p.state, at, s);
+        queued.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
     keep_hits(s, deal);
-    next.drop_used();
+    queued.drop_used();
     if (ahead) await_gate(&s.prepared);
     await_words();
     sync_named(CONTROL, CONTROL_THREADS);  // all have read the list, and know what stays
     tell_read(s, deal);
-    const Offer offer(s, next);
+    const Candidates candidates(s, queued);
     sync_named(CONTROL, CONTROL_THREADS);
     await_gate(&s.entered);
     if (s.duplicates) only_leaders(s, deal, misses);
     u32 victims = misses.total;  // fewer when slots run out
-    const bool listed = take_next(s, next, offer, misses) >= misses.total;
-    if (!listed) {
+    const bool from_queue = take_from_queue(s, queued, candidates, misses) >= misses.total;
+    if (!from_queue) {
         victims = choose(at, s, p.state.stamp, misses.total, misses.before, misses.own, [&](u32 number, u32 slot) {
             s.miss[s.order[number]].victim = static_cast<u16>(slot);
         });
@@ -222,18 +222,18 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     const Loading first(p, at, s, threadIdx.x < misses.own ? threadIdx.x : 0);
     await_gate(&s.chosen);
     if (deal.ranks > 1) {
-        if (!listed) tell_scanned(s, deal, counts.who(deal));  // every control warp has chosen: none reads on
+        if (!from_queue) tell_scanned(s, deal, counts.who(deal));  // every control warp has chosen: none reads on
         await_gate(&s.readers_mail);
-        if (!listed) await_gate(&s.scanned_mail);
+        if (!from_queue) await_gate(&s.scanned_mail);
     }
-    publish(p, at, s, row, misses, listed, first);
+    publish(p, at, s, row, misses, from_queue, first);
     if (s.duplicates) follow(p, at, s, row, deal);
     if ((counts.who(deal) & ((2u << deal.rank) - 1)) != 1u << deal.rank) return;
     if (threadIdx.x == CONTROL_THREADS - 1) {  // of the lowest rank that misses any
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
     }
-    leave_list(p.state, at, s, misses.total, listed, !p.keepers);
+    advance_queue(p.state, at, s, misses.total, from_queue, !p.refill_blocks);
 }
 
 }  // namespace hisparse
@@ -244,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     extern __shared__ uint4 dynamic[];
     await_last();  // this one may begin while the kernel ahead is at work
     if (static_cast<int>(blockIdx.y) >= p.rows) {  // behind the blocks of the rows
-        const int keeper = static_cast<int>((blockIdx.y - p.rows) * RANKS + cluster_rank());
-        return keep_list(p, *reinterpret_cast<Shared*>(dynamic), keeper);
+        const int batch_row = static_cast<int>((blockIdx.y - p.rows) * RANKS + cluster_rank());
+        return refill_queue(p, *reinterpret_cast<Shared*>(dynamic), batch_row);
     }
     // Nothing here waits for anything. The seat comes first: all else depends on it.
     const int row = blockIdx.y;
@@ -285,10 +285,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         return;
     }
     settle_tokens(at, entry);
-    NextSlots next;
+    QueuedSlots queued;
     if (resolves) read_pages(p, at, entry);
     if (copies) await_words();
-    else if (Deal::ranks >= LIST_FIRST) next.load(p.state, at, s);
+    else if (Deal::ranks >= QUEUE_FIRST) queued.load(p.state, at, s);
     if (deal.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
     __syncthreads();
 
@@ -300,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     if (copies) {
         tail.load(p, at);
         prepare_misses(p, s, row, deal);
-    } else if (ahead && Deal::ranks < LIST_FIRST) {
-        next.load(p.state, at, s);
+    } else if (ahead && Deal::ranks < QUEUE_FIRST) {
+        queued.load(p.state, at, s);
     }
     if (resolves) resolve_managed(p, at, s, row, deal, entry);
     if (copies) tail.keep(p, at, s);
@@ -314,12 +314,12 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
         open_gate(&s.prepared);
         await_gate(&s.found);
     } else {
-        next.load_stamps(s, p.state.stamp, p.state.slot_token);
+        queued.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
     let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
     const u32 misses = copies ? s.misses : 0;
     if (misses > 0 && settled) copy_misses(p, s, deal, misses);
     if (!ahead) stamp_hits(p, at, s);
     if (copies) return;
-    decide(p, at, s, row, deal, next);
+    decide(p, at, s, row, deal, queued);
 }

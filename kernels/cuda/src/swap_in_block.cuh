@@ -17,11 +17,11 @@ constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
 constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours; some
                                 // warps have no entries, read the list of next slots ahead, or begin to copy at once
-constexpr int LIST_FIRST = 8;   // from so many on, warps without entries read the list of next slots before all else
+constexpr int QUEUE_FIRST = 8;   // from so many on, warps without entries read the list of next slots before all else
 constexpr int RANKS_MAX = 16;
 static_assert(RANKS >= 1 && RANKS <= RANKS_MAX, "blocks of a request: a compile-time constant");
 constexpr u32 STAGED_SLOTS = 18432;  // whose ages it has room for where the top-k is no longer needed
-constexpr u32 KEPT_QUADS = (SLOTS_MAX / 4 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of four slots, to a thread of a block
+constexpr u32 BLOCK_QUADS = (SLOTS_MAX / 4 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of four slots, to a thread of a block
 constexpr u32 SEEN = TOPK_MAX;
 constexpr u32 SLOT_WORDS = (SLOTS_MAX + 127) / 128 * 4;
 constexpr u32 VECTOR_CODES = sizeof(uint4) / sizeof(u16);
@@ -73,12 +73,12 @@ struct alignas(16) Shared {
     u64 chosen;        // the control warps know the victims
     uint2 sums[2][BLOCK_WARPS];
     i32 oldest[CONTROL_WARPS];
-    u32 listed[BLOCK_WARPS];
+    u32 warp_counts[BLOCK_WARPS];
     u32 leaders[RANKS_MAX];  // where there are duplicates
     u32 misses, duplicates;
     u32 taken;  // of the list of slots that go next
     u64 last;   // of the slots that were added: stamp + 2 << 32 | slot
-    alignas(16) NextList list;
+    alignas(16) EvictionQueue queue;
 
     // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss, and in the
     // upper half how many hit. Peers write theirs.
@@ -93,11 +93,11 @@ struct alignas(16) Shared {
             alignas(16) u32 seen[SEEN];       // hash set of entries by token
             i32 index[OPENED_PAGES];          // index pages
             alignas(16) u32 hit[SLOT_WORDS];  // bits of slots that this block hit
-            i32 old[NEXT_SLOTS];              // what the slots of leaders held
+            i32 old[QUEUE_SLOTS];              // what the slots of leaders held
             Miss miss[TOPK_MAX];
             u16 order[TOPK_MAX];  // misses that lead
         };
-        uint2 ages[KEPT_QUADS * BLOCK_THREADS];  // of slots: in a block that keeps lists, or where the first three are done
+        uint2 ages[BLOCK_QUADS * BLOCK_THREADS];  // of slots: in a block that keeps lists, or where the first three are done
     };
 };
 static_assert(sizeof(Shared) == SWAP_IN_SHARED_BYTES, "as the launcher has it");

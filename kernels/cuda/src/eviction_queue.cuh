@@ -6,7 +6,7 @@
 // begin on and leaves the rest to the next one. Resizing a buffer, or setting it up, empties the list. Only a step that
 // finds too few chooses by the stamps of all.
 //
-//    next_slot, next_stamp    [NEXT_SLOTS | NEXT_RESERVE] of a seat: two rings
+//    queue_slot, queue_stamp    [QUEUE_SLOTS | QUEUE_RESERVE] of a seat: two rings
 //    first ring               what all steps read; in parts of a warp's places, the first of which holds the begin: what
 //                             lies in it ahead of that has been taken, and is known by its stamp
 //    reserve                  what follows. A step that leaves few in the first ring moves more from here, while copies
@@ -29,40 +29,40 @@
 namespace hisparse {
 
 // The last control threads, each with two neighbours of the list: those that have no entries where blocks are many.
-constexpr u32 NEXT_THREADS = NEXT_SLOTS / 2;
-constexpr u32 NEXT_WARPS = NEXT_THREADS / 32;
-constexpr u32 PART = NEXT_SLOTS / NEXT_WARPS;  // places of one warp
-static_assert(NEXT_THREADS <= CONTROL_THREADS && NEXT_THREADS % 32 == 0, "whole control warps");
+constexpr u32 QUEUE_THREADS = QUEUE_SLOTS / 2;
+constexpr u32 QUEUE_WARPS = QUEUE_THREADS / 32;
+constexpr u32 PART = QUEUE_SLOTS / QUEUE_WARPS;  // places of one warp
+static_assert(QUEUE_THREADS <= CONTROL_THREADS && QUEUE_THREADS % 32 == 0, "whole control warps");
 
-constexpr u32 FEW = NEXT_SLOTS / 2;               // in the first ring: more are moved
-constexpr u32 FEW_IN_RESERVE = NEXT_RESERVE / 8;  // more are added, if no block of its own does it
-constexpr u32 MANY_IN_RESERVE = NEXT_RESERVE / 4 * 3;  // a block of its own adds none
+constexpr u32 FEW = QUEUE_SLOTS / 2;               // in the first ring: more are moved
+constexpr u32 FEW_IN_RESERVE = QUEUE_RESERVE / 8;  // more are added, if no block of its own does it
+constexpr u32 MANY_IN_RESERVE = QUEUE_RESERVE / 4 * 3;  // a block of its own adds none
 constexpr u32 ROUNDS = 16;      // of four stamps each, that a step adds at most
-constexpr u32 KEPT_ROUNDS = 1;  // that a block of its own adds while a step could not use up what there is
+constexpr u32 OWN_BLOCK_ROUNDS = 1;  // that a block of its own adds while a step could not use up what there is
 constexpr i32 NOT_LOADED = -2;  // in place of a token
 constexpr i32 NO_STAMP = -2;    // of nobody
 
-struct NextSlots {
+struct QueuedSlots {
     u32 slots = ~0u;  // two of 16 bits
     i32 then[2] = {-1, -1}, stamp[2] = {MUST_STAY, MUST_STAY};  // when listed, and now
     i32 old[2] = {NOT_LOADED, NOT_LOADED};                      // tokens that the slots hold
     i32 begin = 0, count = 0;                                   // of the list
 
-    __device__ __forceinline__ static u32 number() { return threadIdx.x - (CONTROL_THREADS - NEXT_THREADS); }
-    __device__ __forceinline__ static bool has_some() { return number() < NEXT_THREADS; }
+    __device__ __forceinline__ static u32 number() { return threadIdx.x - (CONTROL_THREADS - QUEUE_THREADS); }
+    __device__ __forceinline__ static bool has_some() { return number() < QUEUE_THREADS; }
     __device__ __forceinline__ u32 slot(int i) const { return i == 0 ? slots & 0xFFFF : slots >> 16; }
     // Number of the first of the two in the list.
-    __device__ __forceinline__ u32 turn() const { return (2 * number() - begin) % NEXT_SLOTS; }
+    __device__ __forceinline__ u32 turn() const { return (2 * number() - begin) % QUEUE_SLOTS; }
 
     // What the list says; what the stamps of its slots are now.
     __device__ __forceinline__ void load(const State& state, const Seat& at, Shared& s) {
         if (!has_some()) return;
-        const u32 seat = static_cast<u32>(at.seat), place = seat * (NEXT_RING / 2) + number();
-        const i32* const list = &state.next_list[seat].begin;
-        const int2 begin_count = *reinterpret_cast<const int2*>(list);
-        if (number() < 2) fetch_words<4>(&s.list.begin + 4 * number(), list + 4 * number());
-        slots = reinterpret_cast<const u32*>(state.next_slot)[place];
-        const int2 stamps = reinterpret_cast<const int2*>(state.next_stamp)[place];
+        const u32 seat = static_cast<u32>(at.seat), place = seat * (QUEUE_RING / 2) + number();
+        const i32* const queue = &state.eviction_queue[seat].begin;
+        const int2 begin_count = *reinterpret_cast<const int2*>(queue);
+        if (number() < 2) fetch_words<4>(&s.queue.begin + 4 * number(), queue + 4 * number());
+        slots = reinterpret_cast<const u32*>(state.queue_slot)[place];
+        const int2 stamps = reinterpret_cast<const int2*>(state.queue_stamp)[place];
         begin = begin_count.x, count = begin_count.y;
         then[0] = stamps.x, then[1] = stamps.y;
     }
@@ -86,59 +86,59 @@ struct NextSlots {
 };
 
 // Which of the list may go: it is known to all after a barrier.
-struct Offer {
-    u32 goes[2];  // the lanes whose first, and second, slot goes
+struct Candidates {
+    u32 eligible[2];  // the lanes whose first, and second, slot goes
     u32 part;     // of the list: that of this warp
 
     // Of those whose turn it is, but for slots that stay.
-    __device__ __forceinline__ Offer(Shared& s, const NextSlots& next) {
+    __device__ __forceinline__ Candidates(Shared& s, const QueuedSlots& queued) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 slot = next.slot(i);
-            const bool stays = next.stamp[i] == MUST_STAY || s.stay[slot / 32] >> slot % 32 & 1;
-            goes[i] = __ballot_sync(0xFFFFFFFF, !stays);
+            const u32 slot = queued.slot(i);
+            const bool stays = queued.stamp[i] == MUST_STAY || s.stay[slot / 32] >> slot % 32 & 1;
+            eligible[i] = __ballot_sync(0xFFFFFFFF, !stays);
         }
-        part = next.turn() / PART;
-        if (threadIdx.x % 32 == 0 && NextSlots::has_some()) s.listed[part] = __popc(goes[0]) + __popc(goes[1]);
+        part = queued.turn() / PART;
+        if (threadIdx.x % 32 == 0 && QueuedSlots::has_some()) s.warp_counts[part] = __popc(eligible[0]) + __popc(eligible[1]);
     }
 };
 
 // The first `misses.total` of the list that may go, if it has so many: some of them to this block's misses. Returns how
 // many may go; s.taken is how many places of the list are done with, if any go.
-__device__ __forceinline__ u32 take_next(Shared& s, const NextSlots& next, const Offer& offer, const Misses& misses) {
+__device__ __forceinline__ u32 take_from_queue(Shared& s, const QueuedSlots& queued, const Candidates& candidates, const Misses& misses) {
     const u32 lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
-    const u32 count = lane < NEXT_WARPS ? s.listed[lane] : 0;
+    const u32 count = lane < QUEUE_WARPS ? s.warp_counts[lane] : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, count);
-    if (all < misses.total || !NextSlots::has_some()) return all;
-    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < offer.part ? count : 0);
-    rank += __popc(offer.goes[0] & earlier) + __popc(offer.goes[1] & earlier);
+    if (all < misses.total || !QueuedSlots::has_some()) return all;
+    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < candidates.part ? count : 0);
+    rank += __popc(candidates.eligible[0] & earlier) + __popc(candidates.eligible[1] & earlier);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (!(offer.goes[i] >> lane & 1)) continue;
+        if (!(candidates.eligible[i] >> lane & 1)) continue;
         if (rank - misses.before < misses.own) {
-            s.miss[s.order[rank - misses.before]].victim = static_cast<u16>(next.slot(i));
-            s.old[rank - misses.before] = next.old[i];
+            s.miss[s.order[rank - misses.before]].victim = static_cast<u16>(queued.slot(i));
+            s.old[rank - misses.before] = queued.old[i];
         }
-        if (++rank == misses.total) s.taken = next.turn() + i + 1;
+        if (++rank == misses.total) s.taken = queued.turn() + i + 1;
     }
     return all;
 }
 
 // Ages of slots to list, stamps counted from that of the list on, 16 bits each, in shared memory: of all of them in a block
 // that has nothing else there. Shared out over THREADS threads in slot order; no thread reads another one's.
-constexpr u32 NOT_LISTED = 0xFFFF;  // in place of an age: is listed, stays, or was used last step or in this one
+constexpr u32 INELIGIBLE = 0xFFFF;  // in place of an age: is listed, stays, or was used last step or in this one
 constexpr u32 FAR = 0xFFFE;         // so old or older: told apart when the list has got on
 
 template <u32 THREADS> struct Ages {
     // Quads of four slots that a thread holds at a time.
-    static constexpr u32 TOGETHER = THREADS == BLOCK_THREADS ? KEPT_QUADS : STAGED_SLOTS / 4 / THREADS;
+    static constexpr u32 TOGETHER = THREADS == BLOCK_THREADS ? BLOCK_QUADS : STAGED_SLOTS / 4 / THREADS;
     static constexpr u32 LOADS = 4;  // of stamps, in flight
 
-    const NextList& list;
+    const EvictionQueue& queue;
     u32 begin, own;  // the thread's first quad, and how many it has
     u32 held = ~0u;  // of them, the first one held
 
-    __device__ __forceinline__ Ages(const Seat& at, const NextList& list) : list(list) {
+    __device__ __forceinline__ Ages(const Seat& at, const EvictionQueue& queue) : queue(queue) {
         const u32 quads = (at.limit + 3) / 4, each = quads / THREADS, more = quads % THREADS;
         begin = threadIdx.x * each + min(threadIdx.x, more);
         own = each + (threadIdx.x < more);
@@ -188,9 +188,9 @@ template <u32 THREADS> struct Ages {
     }
 
     __device__ __forceinline__ u32 age_of(const Seat& at, i32 stamp, u32 slot, u32 stays) const {
-        const i32 age = stamp - list.stamp;
-        const bool listed = age < 0 || (age == 0 && static_cast<i32>(slot) <= list.slot);
-        return stays & 1 || listed || stamp >= at.now - 1 ? NOT_LISTED : min(static_cast<u32>(age), FAR);
+        const i32 age = stamp - queue.stamp;
+        const bool queued = age < 0 || (age == 0 && static_cast<i32>(slot) <= queue.slot);
+        return stays & 1 || queued || stamp >= at.now - 1 ? INELIGIBLE : min(static_cast<u32>(age), FAR);
     }
 };
 static_assert(Ages<CONTROL_THREADS>::TOGETHER * CONTROL_THREADS * 4 == STAGED_SLOTS, "whole turns of all threads");
@@ -209,35 +209,35 @@ __device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, Ages<T
         const u32 of[4] = {quad.x & 0xFFFF, quad.x >> 16, quad.y & 0xFFFF, quad.y >> 16};
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
-            if (of[i] != NOT_LISTED && of[i] - from >= 4) least = min(least, of[i] - from);
+            if (of[i] != INELIGIBLE && of[i] - from >= 4) least = min(least, of[i] - from);
     });
     least = __reduce_min_sync(0xFFFFFFFF, least);
-    if (threadIdx.x % 32 == 0) s.listed[threadIdx.x / 32] = least;
+    if (threadIdx.x % 32 == 0) s.warp_counts[threadIdx.x / 32] = least;
     sync_first<THREADS>();
-    return __reduce_min_sync(0xFFFFFFFF, s.listed[threadIdx.x % 32 < THREADS / 32 ? threadIdx.x % 32 : 0]);
+    return __reduce_min_sync(0xFFFFFFFF, s.warp_counts[threadIdx.x % 32 < THREADS / 32 ? threadIdx.x % 32 : 0]);
 }
 
 // Adds slots to the reserve until it is full: those of the stamps that follow, but not of this step or the last one, which
 // many slots have that will not go for long. By the first THREADS of a block, the only one that adds to this list, which
 // is in s.list and has a place for one slot at least. Returns how many were added.
 template <u32 THREADS>
-__device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shared& s) {
-    const NextList list = s.list;
-    const u32 seat = static_cast<u32>(at.seat), ring = seat * NEXT_RING + NEXT_SLOTS;
-    const u32 end = static_cast<u32>(list.reserve_end);
-    const u32 room = NEXT_RESERVE - (end - static_cast<u32>(list.reserve_begin));
-    constexpr bool keeps = THREADS == BLOCK_THREADS;
-    const u32 stagings = keeps ? 1 : Ages<THREADS>::stagings(at), held = NEXT_RESERVE - room;
+__device__ __forceinline__ u32 refill_reserve(const State& state, const Seat& at, Shared& s) {
+    const EvictionQueue queue = s.queue;
+    const u32 seat = static_cast<u32>(at.seat), ring = seat * QUEUE_RING + QUEUE_SLOTS;
+    const u32 end = static_cast<u32>(queue.reserve_end);
+    const u32 room = QUEUE_RESERVE - (end - static_cast<u32>(queue.reserve_begin));
+    constexpr bool own_block = THREADS == BLOCK_THREADS;
+    const u32 stagings = own_block ? 1 : Ages<THREADS>::stagings(at), held = QUEUE_RESERVE - room;
     // Ages that do not fit shared memory are read twice a round: fewer rounds then. A block of its own should not be waited
     // for, and goes on next time, but not while the first ring could use up what there is: where steps missed little, many
     // stamps hold few slots.
-    const u32 rounds = keeps ? KEPT_ROUNDS : stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    const u32 rounds = own_block ? OWN_BLOCK_ROUNDS : stagings == 1 ? ROUNDS : max(4 / stagings, 1);
     const auto goes_on = [&](u32 round, u32 added) {
-        return round < rounds || (keeps && round < ROUNDS && held + added < NEXT_SLOTS);
+        return round < rounds || (own_block && round < ROUNDS && held + added < QUEUE_SLOTS);
     };
-    Ages<THREADS> ages(at, list);
+    Ages<THREADS> ages(at, queue);
     u32 added = 0, from = 0;
-    const u32 until = static_cast<u32>(max(at.now - 1 - list.stamp, 0));
+    const u32 until = static_cast<u32>(max(at.now - 1 - queue.stamp, 0));
     if (threadIdx.x == 0) s.last = 0;
 #pragma unroll 1
     for (u32 round = 0; goes_on(round, added) && added < room && from < min(until, FAR - 4); ++round) {
@@ -257,8 +257,8 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
         u32 next_odd = before.y + warp_inclusive_sum(odd) - odd + (in_first | in_three << 16);
         if (stagings > 1) {  // the second time some may have been used: nobody in their places
             for (u32 number = added + threadIdx.x; number < min(added + in_all, room); number += THREADS) {
-                state.next_slot[ring + (end + number) % NEXT_RESERVE] = 0;
-                state.next_stamp[ring + (end + number) % NEXT_RESERVE] = NO_STAMP;
+                state.queue_slot[ring + (end + number) % QUEUE_RESERVE] = 0;
+                state.queue_stamp[ring + (end + number) % QUEUE_RESERVE] = NO_STAMP;
             }
             sync_first<THREADS>();
         }
@@ -271,10 +271,10 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
                 next_odd += which & 1 ? one : 0;
                 next_even += which & 1 ? 0 : one;
                 if (number >= room) continue;
-                const u32 place = ring + (end + number) % NEXT_RESERVE;
-                const i32 its = list.stamp + static_cast<i32>(from + which);
-                state.next_slot[place] = static_cast<u16>(slot + i);
-                state.next_stamp[place] = its;
+                const u32 place = ring + (end + number) % QUEUE_RESERVE;
+                const i32 its = queue.stamp + static_cast<i32>(from + which);
+                state.queue_slot[place] = static_cast<u16>(slot + i);
+                state.queue_stamp[place] = its;
                 if (number + 1 == room || stagings > 1) atomicMax(&s.last, static_cast<u64>(its + 2) << 32 | (slot + i));
             }
         });
@@ -284,63 +284,63 @@ __device__ __forceinline__ u32 add_next(const State& state, const Seat& at, Shar
     }
     sync_first<THREADS>();
     if (threadIdx.x == 0) {
-        int2 last = {list.stamp + static_cast<i32>(from), -1};
+        int2 last = {queue.stamp + static_cast<i32>(from), -1};
         if (added >= room) last = {static_cast<i32>(s.last >> 32) - 2, static_cast<i32>(s.last & 0xFFFF)};
-        if (from == 0 || (added >= room && s.last == 0)) last = {list.stamp, list.slot};  // none was added
-        NextList& told = state.next_list[seat];
-        told.stamp = last.x, told.slot = last.y;
-        if (added >= room || from >= until) told.answered = list.asks;  // else it goes on next time
-        store_release(&told.reserve_end, static_cast<i32>(end + min(added, room)));
+        if (from == 0 || (added >= room && s.last == 0)) last = {queue.stamp, queue.slot};  // none was added
+        EvictionQueue& stored = state.eviction_queue[seat];
+        stored.stamp = last.x, stored.slot = last.y;
+        if (added >= room || from >= until) stored.refills_done = queue.refills_wanted;  // else it goes on next time
+        store_release(&stored.reserve_end, static_cast<i32>(end + min(added, room)));
     }
     return min(added, room);
 }
 
 // What the next step finds, by all control warps of one block, when all others have read the list. `listed`: this one's
 // victims came from it. `adds`: no block of its own adds to the reserve.
-__device__ __forceinline__ void leave_list(const State& state, const Seat& at, Shared& s, u32 misses, bool listed,
-                                           bool adds) {
-    constexpr u32 TELLS = CONTROL_THREADS - 1;
-    NextList& list = state.next_list[at.seat];
-    u32 begin = static_cast<u32>(s.list.begin), left = 0;
-    if (s.list.count < 0) begin = 0;
-    if (listed) {
+__device__ __forceinline__ void advance_queue(const State& state, const Seat& at, Shared& s, u32 misses, bool from_queue,
+                                           bool refills) {
+    constexpr u32 WRITER = CONTROL_THREADS - 1;
+    EvictionQueue& queue = state.eviction_queue[at.seat];
+    u32 begin = static_cast<u32>(s.queue.begin), left = 0;
+    if (s.queue.count < 0) begin = 0;
+    if (from_queue) {
         const u32 taken = s.taken & ~(PART - 1);
-        begin = (begin + taken) % NEXT_SLOTS;
-        left = static_cast<u32>(s.list.count) - taken;
+        begin = (begin + taken) % QUEUE_SLOTS;
+        left = static_cast<u32>(s.queue.count) - taken;
     }
     if (left < FEW || left < 2 * misses) {
-        const u32 taken = static_cast<u32>(s.list.reserve_begin);
+        const u32 taken = static_cast<u32>(s.queue.reserve_begin);
         u32 end;
-        if (adds) {
-            end = static_cast<u32>(s.list.reserve_end);
+        if (refills) {
+            end = static_cast<u32>(s.queue.reserve_end);
             sync_named(CONTROL, CONTROL_THREADS);  // nobody needs any longer what the stamps take the place of
-            if (end - taken < max(FEW_IN_RESERVE, NEXT_SLOTS - left)) end += add_next<CONTROL_THREADS>(state, at, s);
+            if (end - taken < max(FEW_IN_RESERVE, QUEUE_SLOTS - left)) end += refill_reserve<CONTROL_THREADS>(state, at, s);
         } else {
-            if (threadIdx.x == TELLS) s.list.reserve_end = load_acquire(&list.reserve_end);
+            if (threadIdx.x == WRITER) s.queue.reserve_end = load_acquire(&queue.reserve_end);
             sync_named(CONTROL, CONTROL_THREADS);
-            end = static_cast<u32>(s.list.reserve_end);
+            end = static_cast<u32>(s.queue.reserve_end);
         }
-        const u32 moved = min(NEXT_SLOTS - left, end - taken), ring = static_cast<u32>(at.seat) * NEXT_RING;
+        const u32 moved = min(QUEUE_SLOTS - left, end - taken), ring = static_cast<u32>(at.seat) * QUEUE_RING;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < moved; i += CONTROL_THREADS) {
-            const u32 from = ring + NEXT_SLOTS + (taken + i) % NEXT_RESERVE;
-            const u32 to = ring + (begin + left + i) % NEXT_SLOTS;
-            state.next_slot[to] = state.next_slot[from];
-            state.next_stamp[to] = state.next_stamp[from];
+            const u32 from = ring + QUEUE_SLOTS + (taken + i) % QUEUE_RESERVE;
+            const u32 to = ring + (begin + left + i) % QUEUE_SLOTS;
+            state.queue_slot[to] = state.queue_slot[from];
+            state.queue_stamp[to] = state.queue_stamp[from];
         }
         left += moved;
         sync_named(CONTROL, CONTROL_THREADS);  // their places are free when all have been read
-        if (threadIdx.x == TELLS) {
-            list.asks = s.list.asks + 1;
-            store_release(&list.reserve_begin, static_cast<i32>(taken + moved));
+        if (threadIdx.x == WRITER) {
+            queue.refills_wanted = s.queue.refills_wanted + 1;
+            store_release(&queue.reserve_begin, static_cast<i32>(taken + moved));
         }
     }
-    if (threadIdx.x == TELLS) list.begin = static_cast<i32>(begin), list.count = static_cast<i32>(left);
+    if (threadIdx.x == WRITER) queue.begin = static_cast<i32>(begin), queue.count = static_cast<i32>(left);
 }
 
 // A block of its own for the list of one batch row: adds to its reserve if it has room, and if some were wanted since that
 // was done last: without misses it ends at once. Not inlined: else its instructions lie in the way of the others'.
-__device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
+__device__ __noinline__ void refill_queue(const SwapIn& p, Shared& s, int row) {
     let_next_begin();
     if (row >= p.rows) return;
     const OpenedRow& opened = p.opened[row];
@@ -349,22 +349,22 @@ __device__ __noinline__ void keep_list(const SwapIn& p, Shared& s, int row) {
     i32 tail = -1;  // asked for with all else
     if (threadIdx.x < p.state.tail_slots) tail = p.state.tail[at.seat * p.state.tail_slots + threadIdx.x];
     if (threadIdx.x == BLOCK_THREADS - 1) {  // others may write it meanwhile: read once
-        NextList list = p.state.next_list[at.seat];
-        list.reserve_begin = load_acquire(&p.state.next_list[at.seat].reserve_begin);
-        s.list = list;
+        EvictionQueue queue = p.state.eviction_queue[at.seat];
+        queue.reserve_begin = load_acquire(&p.state.eviction_queue[at.seat].reserve_begin);
+        s.queue = queue;
     }
     for (u32 i = threadIdx.x; i < p.slots_limit / PAGE_TOKENS; i += BLOCK_THREADS) s.chunk[i] = opened.chunk[i];
     for (u32 i = threadIdx.x; i <= at.limit / 32; i += BLOCK_THREADS) s.stay[i] = 0;
     __syncthreads();
-    const u32 held = static_cast<u32>(s.list.reserve_end) - static_cast<u32>(s.list.reserve_begin);
-    if (held >= MANY_IN_RESERVE || (s.list.answered == s.list.asks && s.list.stamp >= 0)) return;
+    const u32 held = static_cast<u32>(s.queue.reserve_end) - static_cast<u32>(s.queue.reserve_begin);
+    if (held >= MANY_IN_RESERVE || (s.queue.refills_done == s.queue.refills_wanted && s.queue.stamp >= 0)) return;
     if (threadIdx.x < p.state.tail_slots) {
         const u32 slot = tail < 0 ? at.hot + threadIdx.x : tail;
         atomicOr(&s.stay[slot / 32], 1u << slot % 32);
     }
     if (threadIdx.x == TAIL_SLOTS_MAX && at.limit % 32 > 0) atomicOr(&s.stay[at.limit / 32], ~0u << at.limit % 32);
     __syncthreads();
-    add_next<BLOCK_THREADS>(p.state, at, s);
+    refill_reserve<BLOCK_THREADS>(p.state, at, s);
 }
 
 }  // namespace hisparse
