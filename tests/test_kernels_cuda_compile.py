@@ -19,7 +19,7 @@ from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
-from kernels.cuda.swap_in import blocks_per_request, has_room, refill_clusters, replay_misses, share_of, swap_in
+from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 
@@ -181,10 +181,10 @@ def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> Non
     assert [blocks_per_request(n, 4096, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 1]
     fewer = {16: 0, 8: 3, 5: 3, 4: 3, 2: 66}
     assert [blocks_per_request(n, 2048, fewer.__getitem__) for n in (1, 2, 3, 4)] == [8, 8, 2, 2]
-    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no blocks of their own for lists then"
+    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
 
 
-def test_blocks_that_keep_lists_have_room_beside_the_others_or_there_are_none() -> None:
+def test_refill_blocks_have_room_beside_the_others_or_there_are_none() -> None:
     assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
     assert refill_clusters(44, 2, 66) == 22
     assert refill_clusters(45, 2, 66) == 0
@@ -202,14 +202,14 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
     assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
 
 
-def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
+def test_block_has_room_for_its_entries() -> None:
     assert structures.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
     for k, ranks in product((1, 33, 2048, 2049, 2560, 2561, 4096), RANKS):
-        share = share_of(k, ranks)
-        assert k <= share * ranks
-        assert has_room(k, ranks) == (share * ranks <= 4096)
+        entries = block_entries_of(k, ranks)
+        assert k <= entries * ranks
+        assert has_room(k, ranks) == (entries * ranks <= 4096)
         assert has_room(k, ranks) or (ranks == 5 and k > 2560)
-        assert share & (share - 1) == 0
+        assert entries & (entries - 1) == 0
     with pytest.raises(BadInput) as caught:
         swap_in(cast("DeviceState", None), 0, torch.empty(1, 4096), *cast("Any", (None,) * 3), ranks=5)
     assert (caught.value.field, caught.value.value) == ("ranks", "5")

@@ -16,7 +16,7 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
     _launch(
         state,
         seat=seat,
-        verb=structures.SeatVerb.INIT,
+        kind=structures.SeatChangeKind.INIT,
         hot_slots=hot_slots,
         chunks=managed_chunks(hot_slots),
         first_token=first_token,
@@ -29,7 +29,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     _launch(
         state,
         seat=seat,
-        verb=structures.SeatVerb.SHRINK,
+        kind=structures.SeatChangeKind.SHRINK,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=hot_slots,
@@ -42,7 +42,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     _launch(
         state,
         seat=seat,
-        verb=structures.SeatVerb.GROW,
+        kind=structures.SeatChangeKind.GROW,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=old_slots + state.tail_slots,

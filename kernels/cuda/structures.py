@@ -34,7 +34,7 @@ from kernels.state import Tripwire
 SWAP_IN_SHARED_BYTES: Final = 99_568  # of a block: any device since sm_80 has room for one
 
 
-class SeatVerb(IntEnum):
+class SeatChangeKind(IntEnum):
     """What change_slots does."""
 
     INIT = 0
@@ -57,7 +57,7 @@ CONSTANTS: Final = {
     "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
 }
 UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
-ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatVerb)
+ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatChangeKind)
 
 SCALARS: Final[dict[str, type]] = {
     "i32": ctypes.c_int32,
@@ -185,7 +185,7 @@ class SwapIn(Structure):
         ("i32*", "out_rows", "[rows, k]"),
         ("i32", "rows, k"),
         ("i32", "slots_limit", "slots that a seat can have"),
-        ("u32", "share", "entries of one block: a power of two, whole warps"),
+        ("u32", "block_entries", "top-k entries of one block: a power of two, whole warps"),
         ("i32", "copies", "0: everything but the copies"),
         ("u32", "page_bytes", "as in state"),
         ("i32", "refill_blocks", "1: blocks behind those of the rows refill eviction queues"),
@@ -250,7 +250,7 @@ class MoveRows(Structure):
 class SeatChange(Structure):
     members = (
         ("State", "state"),
-        ("i32", "seat, verb"),
+        ("i32", "seat, kind"),
         ("i32", "old_slots, hot_slots"),
         ("i32", "first_slot, chunks", "slots from here to the end of the last chunk are set"),
         ("i32", "first_token, tokens", "what slots 0.. hold from now on"),

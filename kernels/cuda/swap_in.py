@@ -85,7 +85,7 @@ def block_of(
         rows=rows,
         k=k,
         slots_limit=slots_limit(state),
-        share=share_of(k, ranks),
+        block_entries=block_entries_of(k, ranks),
         copies=_copies.get(),
         page_bytes=geometry.page_bytes,
         refill_blocks=refill_blocks,
@@ -159,11 +159,11 @@ def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]
     return max(refilled or fit or RANKS[:1])
 
 
-def share_of(k: int, ranks: int) -> int:
+def block_entries_of(k: int, ranks: int) -> int:
     """Room for the top-k entries of one block: a power of two. Whole warps are dealt out in turn."""
     return 32 << (-(-k // (32 * ranks)) - 1).bit_length()
 
 
 def has_room(k: int, ranks: int) -> bool:
     """Whether a block has room for the shares of all: not always where they are no power of two together."""
-    return ranks * share_of(k, ranks) <= TOPK_MAX
+    return ranks * block_entries_of(k, ranks) <= TOPK_MAX

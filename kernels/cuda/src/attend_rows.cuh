@@ -128,7 +128,7 @@ template <int W> struct Turns {
     __device__ __forceinline__ void leave(int stage) const {
         if (threadIdx.x % 32 != 0) return;
         arrive(s.empty[stage]);
-        if (PAIRS && p.sides == 2) knock(&s.freed[stage], cluster_rank() ^ 1);
+        if (PAIRS && p.sides == 2) open_remote_gate(&s.freed[stage], cluster_rank() ^ 1);
     }
     // Of a block of group OF, whose shares are there.
     template <int STAGE, int OF> __device__ __forceinline__ void issue_sums(Attention& a) const {

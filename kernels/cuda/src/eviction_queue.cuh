@@ -31,7 +31,7 @@ namespace hisparse {
 // The last control threads, each with two neighbours of the list: those that have no entries where blocks are many.
 constexpr u32 QUEUE_THREADS = QUEUE_SLOTS / 2;
 constexpr u32 QUEUE_WARPS = QUEUE_THREADS / 32;
-constexpr u32 PART = QUEUE_SLOTS / QUEUE_WARPS;  // places of one warp
+constexpr u32 WARP_PLACES = QUEUE_SLOTS / QUEUE_WARPS;  // places of one warp
 static_assert(QUEUE_THREADS <= CONTROL_THREADS && QUEUE_THREADS % 32 == 0, "whole control warps");
 
 constexpr u32 FEW = QUEUE_SLOTS / 2;               // in the first ring: more are moved
@@ -88,7 +88,7 @@ struct QueuedSlots {
 // Which of the list may go: it is known to all after a barrier.
 struct Candidates {
     u32 eligible[2];  // the lanes whose first, and second, slot goes
-    u32 part;     // of the list: that of this warp
+    u32 place;     // of the list: that of this warp
 
     // Of those whose turn it is, but for slots that stay.
     __device__ __forceinline__ Candidates(Shared& s, const QueuedSlots& queued) {
@@ -98,8 +98,8 @@ struct Candidates {
             const bool stays = queued.stamp[i] == MUST_STAY || s.stay[slot / 32] >> slot % 32 & 1;
             eligible[i] = __ballot_sync(0xFFFFFFFF, !stays);
         }
-        part = queued.turn() / PART;
-        if (threadIdx.x % 32 == 0 && QueuedSlots::has_some()) s.warp_counts[part] = __popc(eligible[0]) + __popc(eligible[1]);
+        place = queued.turn() / WARP_PLACES;
+        if (threadIdx.x % 32 == 0 && QueuedSlots::has_some()) s.warp_counts[place] = __popc(eligible[0]) + __popc(eligible[1]);
     }
 };
 
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 take_from_queue(Shared& s, const QueuedSlots& que
     const u32 count = lane < QUEUE_WARPS ? s.warp_counts[lane] : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, count);
     if (all < misses.total || !QueuedSlots::has_some()) return all;
-    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < candidates.part ? count : 0);
+    u32 rank = __reduce_add_sync(0xFFFFFFFF, lane < candidates.place ? count : 0);
     rank += __popc(candidates.eligible[0] & earlier) + __popc(candidates.eligible[1] & earlier);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -304,7 +304,7 @@ __device__ __forceinline__ void advance_queue(const State& state, const Seat& at
     u32 begin = static_cast<u32>(s.queue.begin), left = 0;
     if (s.queue.count < 0) begin = 0;
     if (from_queue) {
-        const u32 taken = s.taken & ~(PART - 1);
+        const u32 taken = s.taken & ~(WARP_PLACES - 1);
         begin = (begin + taken) % QUEUE_SLOTS;
         left = static_cast<u32>(s.queue.count) - taken;
     }

@@ -26,7 +26,7 @@ constexpr int OPENED_CHUNKS = 516;
 constexpr int SWAP_IN_SHARED_BYTES = 99568;
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
-enum SeatVerb { INIT = 0, SHRINK = 1, GROW = 2 };
+enum SeatChangeKind { INIT = 0, SHRINK = 1, GROW = 2 };
 
 // Cursors of a seat's eviction queue (src/eviction_queue.cuh): two rings, of QUEUE_SLOTS places and, behind it, of
 // QUEUE_RESERVE. All -1: empty.
@@ -100,7 +100,7 @@ struct SwapIn {
     i32* out_rows;            // [rows, k]
     i32 rows, k;
     i32 slots_limit;          // slots that a seat can have
-    u32 share;                // entries of one block: a power of two, whole warps
+    u32 block_entries;        // top-k entries of one block: a power of two, whole warps
     i32 copies;               // 0: everything but the copies
     u32 page_bytes;           // as in state
     i32 refill_blocks;        // 1: blocks behind those of the rows refill eviction queues
@@ -159,7 +159,7 @@ static_assert(sizeof(MoveRows) == 56, "as ctypes lays it out");
 
 struct SeatChange {
     State state;
-    i32 seat, verb;
+    i32 seat, kind;
     i32 old_slots, hot_slots;
     i32 first_slot, chunks;   // slots from here to the end of the last chunk are set
     i32 first_token, tokens;  // what slots 0.. hold from now on

@@ -163,33 +163,33 @@ __device__ __forceinline__ void cluster_wait() {
 }
 
 // Mailboxes are gates that peers open, too. To the peers, who see them once the cluster's barrier is passed.
-__device__ __forceinline__ void publish_mailboxes() {
+__device__ __forceinline__ void publish_gates() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // `bytes` will be written by peers, through `send`, before the gate opens. This is its one call.
-__device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
+__device__ __forceinline__ void expect_bytes(u64* gate, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(gate)), "r"(bytes)
                  : "memory");
 }
 // Relaxed: it tells that values have been read, and publishes nothing.
-__device__ __forceinline__ void knock(u64* mailbox, int peer) {
-    u32 box;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(box) : "memory");
+__device__ __forceinline__ void open_remote_gate(u64* gate, int peer) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 // 16 bytes to the same place in block `peer`, counted by its mailbox.
-__device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbox, int peer) {
-    u32 to, box;
+__device__ __forceinline__ void send(const void* at, const uint4& v, u64* gate, int peer) {
+    u32 to, remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
-                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(box) : "memory");
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote) : "memory");
 }
-__device__ __forceinline__ void send(u32* at, u32 v, u64* mailbox, int peer) {  // likewise, 4 bytes
-    u32 to, box;
+__device__ __forceinline__ void send(u32* at, u32 v, u64* gate, int peer) {  // likewise, 4 bytes
+    u32 to, remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(box)
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(remote)
                  : "memory");
 }
 #else
@@ -197,8 +197,8 @@ __device__ __forceinline__ u32 cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
-__device__ __forceinline__ void publish_mailboxes() {}
-__device__ __forceinline__ void knock(u64*, int) {}
+__device__ __forceinline__ void publish_gates() {}
+__device__ __forceinline__ void open_remote_gate(u64*, int) {}
 __device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}
 __device__ __forceinline__ void send(u32*, u32, u64*, int) {}
 #endif

@@ -86,20 +86,20 @@ __device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES]) {
 }
 
 // By the copy warps, while tables are on their way: what is needed before the next barrier.
-__device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Deal& deal) {
+__device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Part& part) {
     const u32 thread = threadIdx.x - CONTROL_THREADS;
     const uint4 zero = {0, 0, 0, 0};
     if (thread * 128 < p.slots_limit) {
         reinterpret_cast<uint4*>(s.stay)[thread] = zero;
-        if (deal.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
+        if (part.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
     }
 }
 static_assert(SLOTS_MAX <= 128 * COPY_THREADS, "a vector of bits per thread");
 
 // By the copy warps that have no entries, or by all if none is so: what is needed when misses are known, the whole top-k
 // among it.
-__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row, const Deal& deal) {
-    const u32 first = deal.share < BLOCK_THREADS ? max(deal.share, static_cast<u32>(CONTROL_THREADS)) : CONTROL_THREADS;
+__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row, const Part& part) {
+    const u32 first = part.entries < BLOCK_THREADS ? max(part.entries, static_cast<u32>(CONTROL_THREADS)) : CONTROL_THREADS;
     const u32 thread = threadIdx.x - first, threads = BLOCK_THREADS - first;
     if (threadIdx.x < first) return;
     const i32* const topk = p.topk + static_cast<u32>(row) * static_cast<u32>(p.k);
@@ -147,20 +147,20 @@ static_assert(TAIL_SLOTS_MAX < 32, "a lane each, and one more");
 
 // ---- padding and resident requests
 
-__device__ void write_padding(const SwapIn& p, int row, const Deal& deal) {
-    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void write_padding(const SwapIn& p, int row, const Part& part) {
+    if (part.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
 #pragma unroll 1
-    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS)
+    for (int e = part.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += part.ranks * BLOCK_THREADS)
         p.out_rows[static_cast<i64>(row) * p.k + e] = -1;
 }
 
-__device__ void resolve_resident(const SwapIn& p, const Seat& at, int row, const Deal& deal) {
-    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void resolve_resident(const SwapIn& p, const Seat& at, int row, const Part& part) {
+    if (part.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
     const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
     u32 hits = 0;
     int ungranted = 0, foreign = 0;
 #pragma unroll 1
-    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS) {
+    for (int e = part.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += part.ranks * BLOCK_THREADS) {
         const i64 place = static_cast<i64>(row) * p.k + e;
         const u32 token = p.topk[place];
         const bool inside = token < static_cast<u32>(at.length);
@@ -191,32 +191,32 @@ __device__ __forceinline__ bool list_missing(Shared& s, u32 place, u32 token, i3
 
 // What a warp of entries found goes to all peers, with its numbers of misses and hits. Nobody waits for the rest of the
 // block.
-__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing, bool hit) {
+__device__ __forceinline__ void send_codes(Shared& s, const Part& part, u32 position, bool missing, bool hit) {
     constexpr u32 VECTORS = 32 / VECTOR_CODES;
     const u32 lane = threadIdx.x % 32;
     const u32 found = __popc(__ballot_sync(0xFFFFFFFF, missing)) | __popc(__ballot_sync(0xFFFFFFFF, hit)) << 16;
     u32& count = s.count[position / 32];
-    if (lane == deal.rank) count = found;
-    if (deal.ranks == 1) return;
+    if (lane == part.rank) count = found;
+    if (part.ranks == 1) return;
     __syncwarp();  // codes are written
-    if (deal.ranks >= SCATTERED && lane == deal.rank) open_gate(&s.codes_mail);
+    if (part.ranks >= SCATTERED && lane == part.rank) open_gate(&s.codes_arrived);
     uint4& codes = *reinterpret_cast<uint4*>(&s.code[position - lane + lane % VECTORS * VECTOR_CODES]);
     const uint4 words = codes;
 #pragma unroll 1
-    for (u32 peer = lane / VECTORS; peer < deal.ranks; peer += 32 / VECTORS)
-        if (peer != deal.rank) send(&codes, words, &s.codes_mail, peer);
-    if (lane < deal.ranks && lane != deal.rank) send(&count, found, &s.codes_mail, lane);
+    for (u32 peer = lane / VECTORS; peer < part.ranks; peer += 32 / VECTORS)
+        if (peer != part.rank) send(&codes, words, &s.codes_arrived, peer);
+    if (lane < part.ranks && lane != part.rank) send(&count, found, &s.codes_arrived, lane);
 }
 
 // Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
 // slot_of says. One piece of code for all entries of a thread: fetching instructions takes longer than what is saved by
 // having them thrice.
-__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
+__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Part& part,
                                                 Entry (&entry)[ENTRIES]) {
     i32* const out = p.out_rows + static_cast<u32>(row) * static_cast<u32>(p.k);
-    const int step = BLOCK_THREADS * deal.ranks;
-    const u32 begin = deal.rank * deal.share, end = begin + deal.share;
-    int place = deal.place(threadIdx.x);
+    const int step = BLOCK_THREADS * part.ranks;
+    const u32 begin = part.rank * part.entries, end = begin + part.entries;
+    int place = part.place(threadIdx.x);
     u32 which = 0;
 #pragma unroll 1
     for (u32 position = begin + threadIdx.x; position < end; position += BLOCK_THREADS, place += step, ++which) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
             if (which == j) code = entry[j].code, token = entry[j].token, host_page = entry[j].host_page;
         const i32 found = code < at.limit ? slot_row(s, code) : -1;
         if (!__all_sync(0xFFFFFFFF, found >= 0)) {  // else the rest is not even fetched
-            if (code == MISSING && deal.ranks < SPECULATIVE)
+            if (code == MISSING && part.ranks < SPECULATIVE)
                 host_page = TableRow(p.state.host_table, p.state.max_pages, at.seat)[static_cast<u32>(token) / PAGE_TOKENS];
             if (code == MISSING ? !list_missing(s, place, token, host_page) : found < 0) {
                 code = NOTHING;
@@ -245,14 +245,14 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
             }
         }
         const bool hit = found >= 0;
-        if (deal.ranks >= SCATTERED && position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
+        if (part.ranks >= SCATTERED && position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
         if (hit) {
             out[place] = found;
-            if (deal.ranks >= SCATTERED) p.state.stamp[found] = at.now;
+            if (part.ranks >= SCATTERED) p.state.stamp[found] = at.now;
             else atomicOr(&s.hit[code / 32], 1u << code % 32);
         }
         s.code[position] = static_cast<u16>(code);
-        send_codes(s, deal, position, code == MISSING, hit);
+        send_codes(s, part, position, code == MISSING, hit);
     }
 }
 

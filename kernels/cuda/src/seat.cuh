@@ -36,7 +36,7 @@ __device__ __forceinline__ bool is_granted(const SeatChange& p) {
     return __syncthreads_and(granted);
 }
 __device__ __forceinline__ bool is_sized(const SeatChange& p) {
-    return p.verb == INIT || p.state.hot_slots[p.seat] == p.old_slots;
+    return p.kind == INIT || p.state.hot_slots[p.seat] == p.old_slots;
 }
 
 // Every granted page of the context tells of the tokens that the buffer begins with, and of no others.
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(hisparse::SEAT_THREADS)
     const i32 thread = blockIdx.x * SEAT_THREADS + threadIdx.x;
     for (i32 slot = p.first_slot + thread; slot < p.chunks * PAGE_TOKENS; slot += gridDim.x * SEAT_THREADS) {
         const i64 row = row_of(chunks, slot);
-        if (p.verb == SHRINK) forget(p, slot_of, slot_token[row]);
+        if (p.kind == SHRINK) forget(p, slot_of, slot_token[row]);
         slot_token[row] = slot < p.tokens ? p.first_token + slot : -1;
         stamp[row] = slot < p.tokens ? 0 : -1;
     }
     if (thread == 0) s.eviction_queue[group * s.seats + p.seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
-    if (p.verb == INIT) write_slot_map(p, slot_of);
-    if (p.verb == SHRINK && thread < s.tail_slots) {
+    if (p.kind == INIT) write_slot_map(p, slot_of);
+    if (p.kind == SHRINK && thread < s.tail_slots) {
         const i32 slot = s.tail[(group * s.seats + p.seat) * s.tail_slots + thread];
         if (0 <= slot && slot < p.hot_slots) stamp[row_of(chunks, slot)] = s.now[p.seat];
     }
@@ -102,9 +102,9 @@ extern "C" __global__ void __launch_bounds__(hisparse::SEAT_THREADS)
     }
     if (threadIdx.x == 0) {
         s.hot_slots[p.seat] = p.hot_slots;
-        if (p.verb == INIT) s.now[p.seat] = 0;
+        if (p.kind == INIT) s.now[p.seat] = 0;
     }
-    if (p.verb == GROW) return;
+    if (p.kind == GROW) return;
     for (i32 i = threadIdx.x; i < s.groups * s.tail_slots; i += SEAT_THREADS)
         s.tail[(static_cast<i64>(i / s.tail_slots) * s.seats + p.seat) * s.tail_slots + i % s.tail_slots] = -1;
 }

@@ -38,13 +38,13 @@ namespace hisparse {
 // ---- managed requests: copy warps
 
 // The warp that speaks for its block where nothing is missing.
-__device__ __forceinline__ bool speaks() { return threadIdx.x / 32 == CONTROL_WARPS - 1; }
+__device__ __forceinline__ bool is_reporting_warp() { return threadIdx.x / 32 == CONTROL_WARPS - 1; }
 
 // Stamps of the slots that this block hit, by all other warps: neighbouring slots together, where hits came in any order.
 // Two words at a time: six take longer to fetch as instructions than three turns take.
 __device__ __forceinline__ void stamp_hits(const SwapIn& p, const Seat& at, const Shared& s) {
     constexpr u32 TOGETHER = 2, WARPS = BLOCK_WARPS - 1;
-    if (speaks()) return;
+    if (is_reporting_warp()) return;
     const u32 words = (at.limit + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
     for (u32 begin = warp - (warp >= CONTROL_WARPS); begin < words; begin += TOGETHER * WARPS) {
@@ -96,11 +96,11 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
 }
 
 // `misses` of this block, one at least.
-__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Deal& deal, u32 misses) {
+__device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Part& part, u32 misses) {
     copy_plane<Plane<0>>(p, s, misses, [&] {
-        if (deal.ranks > 1) await_gate(&s.codes_mail);
+        if (part.ranks > 1) await_gate(&s.codes_arrived);
         sync_named(COPY, COPY_THREADS);  // the top-k is in shared memory
-        enter_misses(s, deal);
+        enter_misses(s, part);
         open_gate(&s.entered);
         await_gate(&s.chosen);
     });
@@ -152,38 +152,38 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
 
 // No block writes any of the stamps that victims are chosen by before all have read them: those of the list, and those of
 // all slots, which only blocks that miss something read. Stamps of hits it may write at any time: their slots stay.
-__device__ __forceinline__ void tell_read(Shared& s, const Deal& deal) {
+__device__ __forceinline__ void signal_read(Shared& s, const Part& part) {
     const u32 peer = CONTROL_THREADS - 1 - threadIdx.x;
-    if (peer < deal.ranks && peer != deal.rank) knock(&s.readers_mail, peer);
+    if (peer < part.ranks && peer != part.rank) open_remote_gate(&s.readers_done, peer);
 }
-__device__ __forceinline__ void tell_scanned(Shared& s, const Deal& deal, u32 who) {
+__device__ __forceinline__ void signal_scanned(Shared& s, const Part& part, u32 missing) {
     const u32 peer = CONTROL_THREADS - 1 - threadIdx.x;
-    if (peer >= deal.ranks || peer == deal.rank) return;
-    if (who >> peer & 1) knock(&s.scanned_mail, peer);
-    else open_gate(&s.scanned_mail);
+    if (peer >= part.ranks || peer == part.rank) return;
+    if (missing >> peer & 1) open_remote_gate(&s.scans_done, peer);
+    else open_gate(&s.scans_done);
 }
 
 // What this block hit, while the peers' mail is on its way.
-__device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, const Shared& s, const Deal& deal) {
-    const u32 begin = deal.rank * deal.share / 32;
+__device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, const Shared& s, const Part& part) {
+    const u32 begin = part.rank * part.entries / 32;
     u32 hits = 0;
 #pragma unroll 1
-    for (u32 i = threadIdx.x % 32; i < deal.share / 32; i += 32) hits += s.count[begin + i] >> 16;
+    for (u32 i = threadIdx.x % 32; i < part.entries / 32; i += 32) hits += s.count[begin + i] >> 16;
     hits = __reduce_add_sync(0xFFFFFFFF, hits);
     if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
 }
 
 // All control warps, `next` being on its way already where entries are SCATTERED.
-__device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
+__device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Part& part,
                                        QueuedSlots& queued) {
-    constexpr bool ahead = Deal::ranks >= SCATTERED;
-    if (!ahead && s.misses == 0 && !speaks()) return;
-    if (!ahead && speaks()) count_own_hits(p, at, s, deal);
-    if (deal.ranks > 1) await_gate(&s.codes_mail);
-    if (ahead && s.misses == 0 && !speaks()) return;
-    const Counts counts(s, deal);
+    constexpr bool ahead = Part::ranks >= SCATTERED;
+    if (!ahead && s.misses == 0 && !is_reporting_warp()) return;
+    if (!ahead && is_reporting_warp()) count_own_hits(p, at, s, part);
+    if (part.ranks > 1) await_gate(&s.codes_arrived);
+    if (ahead && s.misses == 0 && !is_reporting_warp()) return;
+    const Counts counts(s, part);
     const bool any = counts.any();
-    if (deal.rank == 0 && speaks()) {
+    if (part.rank == 0 && is_reporting_warp()) {
         if (!any && threadIdx.x % 32 == 0) p.plan.count[row] = 0;
         if (ahead) {  // of all blocks: an atomic of each would be waited for at the end
             const u32 hits = counts.hits();
@@ -191,26 +191,26 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
         }
     }
     if (!any) return;
-    Misses misses = counts.misses(deal, s.misses);
+    Misses misses = counts.misses(part, s.misses);
     if (misses.own == 0) {
-        tell_read(s, deal);
-        if (deal.ranks > 1) await_gate(&s.readers_mail);  // peers knock here
+        signal_read(s, part);
+        if (part.ranks > 1) await_gate(&s.readers_done);  // peers knock here
         return;
     }
     if (!ahead) {
         queued.load(p.state, at, s);
         queued.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
-    keep_hits(s, deal);
+    keep_hits(s, part);
     queued.drop_used();
     if (ahead) await_gate(&s.prepared);
     await_words();
     sync_named(CONTROL, CONTROL_THREADS);  // all have read the list, and know what stays
-    tell_read(s, deal);
+    signal_read(s, part);
     const Candidates candidates(s, queued);
     sync_named(CONTROL, CONTROL_THREADS);
     await_gate(&s.entered);
-    if (s.duplicates) only_leaders(s, deal, misses);
+    if (s.duplicates) only_leaders(s, part, misses);
     u32 victims = misses.total;  // fewer when slots run out
     const bool from_queue = take_from_queue(s, queued, candidates, misses) >= misses.total;
     if (!from_queue) {
@@ -221,14 +221,14 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     open_gate(&s.chosen);  // each thread for what it wrote
     const Loading first(p, at, s, threadIdx.x < misses.own ? threadIdx.x : 0);
     await_gate(&s.chosen);
-    if (deal.ranks > 1) {
-        if (!from_queue) tell_scanned(s, deal, counts.who(deal));  // every control warp has chosen: none reads on
-        await_gate(&s.readers_mail);
-        if (!from_queue) await_gate(&s.scanned_mail);
+    if (part.ranks > 1) {
+        if (!from_queue) signal_scanned(s, part, counts.missing_ranks(part));  // every control warp has chosen: none reads on
+        await_gate(&s.readers_done);
+        if (!from_queue) await_gate(&s.scans_done);
     }
     publish(p, at, s, row, misses, from_queue, first);
-    if (s.duplicates) follow(p, at, s, row, deal);
-    if ((counts.who(deal) & ((2u << deal.rank) - 1)) != 1u << deal.rank) return;
+    if (s.duplicates) follow(p, at, s, row, part);
+    if ((counts.missing_ranks(part) & ((2u << part.rank) - 1)) != 1u << part.rank) return;
     if (threadIdx.x == CONTROL_THREADS - 1) {  // of the lowest rank that misses any
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
@@ -252,44 +252,44 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     int4 head;
     load_now(head, reinterpret_cast<const int4*>(p.opened + row));
     Shared& s = *reinterpret_cast<Shared*>(settled(dynamic));
-    const Deal deal = {RANKS == 1 ? 0 : cluster_rank(), p.share};
-    const int first = deal.place(threadIdx.x), step = BLOCK_THREADS * deal.ranks;
-    constexpr bool ahead = Deal::ranks >= SCATTERED;
-    const bool resolves = threadIdx.x < deal.share, copies = threadIdx.x >= CONTROL_THREADS;  // of whole warps
+    const Part part = {RANKS == 1 ? 0 : cluster_rank(), p.block_entries};
+    const int first = part.place(threadIdx.x), step = BLOCK_THREADS * part.ranks;
+    constexpr bool ahead = Part::ranks >= SCATTERED;
+    const bool resolves = threadIdx.x < part.entries, copies = threadIdx.x >= CONTROL_THREADS;  // of whole warps
     Entry entry[ENTRIES];
     read_tokens(p, row, first, step, entry);
     if (copies) {
         fetch_tables(p, s, row);
-        clear_bits(p, s, deal);
+        clear_bits(p, s, part);
     } else if (threadIdx.x == CONTROL_THREADS - 1) {  // in a warp that has the least to do
         s.misses = s.duplicates = 0;
-        close_gate(&s.found, min(deal.share, static_cast<u32>(BLOCK_THREADS)));
+        close_gate(&s.found, min(part.entries, static_cast<u32>(BLOCK_THREADS)));
         close_gate(&s.prepared, COPY_THREADS);
         close_gate(&s.entered, COPY_THREADS);
         close_gate(&s.chosen, CONTROL_THREADS);
-        if (deal.ranks > 1) {
-            close_gate(&s.codes_mail, ahead ? 1 + deal.share / 32 : 1);
-            close_gate(&s.readers_mail, deal.ranks - 1);
-            close_gate(&s.scanned_mail, deal.ranks - 1);
-            expect_bytes(&s.codes_mail, (deal.ranks - 1) * (deal.share * 2 + deal.share / 32 * 4));  // codes, counts
-            publish_mailboxes();
+        if (part.ranks > 1) {
+            close_gate(&s.codes_arrived, ahead ? 1 + part.entries / 32 : 1);
+            close_gate(&s.readers_done, part.ranks - 1);
+            close_gate(&s.scans_done, part.ranks - 1);
+            expect_bytes(&s.codes_arrived, (part.ranks - 1) * (part.entries * 2 + part.entries / 32 * 4));  // codes, counts
+            publish_gates();
         }
     }
-    if (deal.ranks > 1) cluster_arrive();  // peers may write to this block
+    if (part.ranks > 1) cluster_arrive();  // peers may write to this block
     const Seat at = seat_of(p, head);
     if (at.hot <= 0) {
-        if (at.hot < 0) write_padding(p, row, deal);
-        else resolve_resident(p, at, row, deal);
+        if (at.hot < 0) write_padding(p, row, part);
+        else resolve_resident(p, at, row, part);
         await_words();
-        if (deal.ranks > 1) cluster_wait();
+        if (part.ranks > 1) cluster_wait();
         return;
     }
     settle_tokens(at, entry);
     QueuedSlots queued;
     if (resolves) read_pages(p, at, entry);
     if (copies) await_words();
-    else if (Deal::ranks >= QUEUE_FIRST) queued.load(p.state, at, s);
-    if (deal.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
+    else if (Part::ranks >= QUEUE_FIRST) queued.load(p.state, at, s);
+    if (part.ranks > 1) cluster_wait();  // the wait empties L1: nothing is in it yet
     __syncthreads();
 
     if (resolves) {
@@ -299,11 +299,11 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     Tail tail;
     if (copies) {
         tail.load(p, at);
-        prepare_misses(p, s, row, deal);
-    } else if (ahead && Deal::ranks < QUEUE_FIRST) {
+        prepare_misses(p, s, row, part);
+    } else if (ahead && Part::ranks < QUEUE_FIRST) {
         queued.load(p.state, at, s);
     }
-    if (resolves) resolve_managed(p, at, s, row, deal, entry);
+    if (resolves) resolve_managed(p, at, s, row, part, entry);
     if (copies) tail.keep(p, at, s);
     const bool settled = is_settled(entry);
     if (!ahead) {
@@ -318,8 +318,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     }
     let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
     const u32 misses = copies ? s.misses : 0;
-    if (misses > 0 && settled) copy_misses(p, s, deal, misses);
+    if (misses > 0 && settled) copy_misses(p, s, part, misses);
     if (!ahead) stamp_hits(p, at, s);
     if (copies) return;
-    decide(p, at, s, row, deal, queued);
+    decide(p, at, s, row, part, queued);
 }

@@ -42,17 +42,17 @@ enum Barrier { ALL = 0, CONTROL = 1, COPY = 2 };
 
 // Entries of a top-k are dealt out to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
 // `share` to each, a power of two.
-struct Deal {
+struct Part {
     static constexpr u32 ranks = RANKS;
-    u32 rank, share;
+    u32 rank, entries;
 
     // In the top-k: entry `local` of this block; the one whose code is at `position`.
     __device__ __forceinline__ u32 place(u32 local) const { return (local / 32 * ranks + rank) * 32 + local % 32; }
     __device__ __forceinline__ u32 place_at(u32 position) const {
-        return Deal{rank_at(position), share}.place(position & (share - 1));
+        return Part{rank_at(position), entries}.place(position & (entries - 1));
     }
-    __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(share)); }
-    __device__ __forceinline__ u32 positions() const { return ranks * share; }
+    __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(entries)); }
+    __device__ __forceinline__ u32 positions() const { return ranks * entries; }
 };
 
 // A miss of this block, numbered as it was found.
@@ -64,9 +64,9 @@ struct Miss {
 // A block's shared memory. Sizes are those of the largest case, so that an address is one instruction. A missing entry is
 // one word elsewhere, token << 12 | place in the top-k.
 struct alignas(16) Shared {
-    u64 codes_mail;    // all codes are here: the peers', and where entries are SCATTERED its own
-    u64 readers_mail;  // all peers have read the list of slots that go next
-    u64 scanned_mail;  // all peers that miss anything have read all stamps
+    u64 codes_arrived;    // all codes are here: the peers', and where entries are SCATTERED its own
+    u64 readers_done;  // all peers have read the list of slots that go next
+    u64 scans_done;  // all peers that miss anything have read all stamps
     u64 found;         // all warps have listed what they miss, where copies begin as soon as that is so
     u64 prepared;      // likewise: the top-k is here, and the bits of slots that stay to begin with are set
     u64 entered;       // the hash set has all misses
