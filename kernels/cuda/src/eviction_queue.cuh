@@ -1,26 +1,26 @@
-// Which slots go, by a list of those that go next: what most steps need instead of the stamps of all slots.
+// The eviction queue of a seat: its oldest slots in LRU order. Most steps choose victims from it, not from all stamps.
 //
-// A list holds the oldest slots of a seat in the order in which they go, with the stamps that they had. It stays exact
-// while it lasts: a slot only ever gets a newer stamp, so whoever is not in the list goes after all who are, and who has
-// been used, evicted or made a tail slot since then shows by a changed stamp. A step takes its victims from the list's
-// begin on and leaves the rest to the next one. Resizing a buffer, or setting it up, empties the list. Only a step that
-// finds too few chooses by the stamps of all.
+// A queued slot carries the stamp that it had when it was queued. The order stays exact: a stamp only ever grows, so a slot
+// that is not queued is evicted after all queued ones, and a queued slot that was used, evicted or made a tail slot since
+// is recognised by its changed stamp and skipped. A step takes its victims from the queue's begin on and leaves the rest to
+// the next step. Setting up or resizing a buffer empties its queue. A step that finds too few queued slots chooses by the
+// stamps of all slots (victims.cuh).
 //
 //    queue_slot, queue_stamp    [QUEUE_SLOTS | QUEUE_RESERVE] of a seat: two rings
-//    first ring               what all steps read; in parts of a warp's places, the first of which holds the begin: what
-//                             lies in it ahead of that has been taken, and is known by its stamp
-//    reserve                  what follows. A step that leaves few in the first ring moves more from here, while copies
-//                             are on their way
+//    first ring                 read by every step, in parts of WARP_PLACES. The first part holds the begin: places before
+//                               it were taken, and are recognised by their stamps
+//    reserve                    the slots that follow. A step that leaves few in the first ring moves more from here, while
+//                               copies are on their way
 //
-// To the reserve come the slots of the next stamps, in slot order, by the stamps of all: none need be compared with
-// another, since each step leaves a stamp of its own behind. Where the device has room, a block of its own does that while
-// the others are at work (10 us of work in a block that has to wait for its instructions); else the block that moves some.
-// What it sees of a stamp that others write meanwhile does not matter: whoever they use or evict is out of turn when his
-// turn comes.
+// The reserve is refilled with the slots of the next stamps, in slot order, found by the stamps of all slots. Slots need
+// not be compared with each other: each step leaves a stamp of its own. Where the device has room, a refill block does it
+// while the other blocks are at work (10 us in a block that has to wait for its instructions); elsewhere the block that
+// moves slots does it. Stamps that other blocks change meanwhile do no harm: a slot used or evicted meanwhile is
+// recognised by its changed stamp.
 //
-// Rejected: listing the first ring anew when it is used up (a sort, in every block: batch 1, 102 misses, each fifth step
-// 6 us); adding to it by the stamps of all each third step (4 us); a list in slot order, from which victims are chosen by
-// classes of stamps (no faster than from all slots).
+// Rejected: filling the first ring anew when it is used up (a sort, in every block: batch 1, 102 misses, each fifth step
+// 6 us); refilling by all stamps every third step (4 us); a queue in slot order, from which victims are chosen by classes
+// of stamps (no faster than from all slots).
 #pragma once
 
 #include "misses.cuh"
@@ -28,33 +28,33 @@
 
 namespace hisparse {
 
-// The last control threads, each with two neighbours of the list: those that have no entries where blocks are many.
+// The last control threads hold the first ring, two neighbours each: with many blocks, these threads have no entries.
 constexpr u32 QUEUE_THREADS = QUEUE_SLOTS / 2;
 constexpr u32 QUEUE_WARPS = QUEUE_THREADS / 32;
-constexpr u32 WARP_PLACES = QUEUE_SLOTS / QUEUE_WARPS;  // places of one warp
+constexpr u32 WARP_PLACES = QUEUE_SLOTS / QUEUE_WARPS;
 static_assert(QUEUE_THREADS <= CONTROL_THREADS && QUEUE_THREADS % 32 == 0, "whole control warps");
 
-constexpr u32 FEW = QUEUE_SLOTS / 2;               // in the first ring: more are moved
-constexpr u32 FEW_IN_RESERVE = QUEUE_RESERVE / 8;  // more are added, if no block of its own does it
-constexpr u32 MANY_IN_RESERVE = QUEUE_RESERVE / 4 * 3;  // a block of its own adds none
-constexpr u32 ROUNDS = 16;      // of four stamps each, that a step adds at most
-constexpr u32 OWN_BLOCK_ROUNDS = 1;  // that a block of its own adds while a step could not use up what there is
+constexpr u32 FEW = QUEUE_SLOTS / 2;                    // left in the first ring: more are moved from the reserve
+constexpr u32 FEW_IN_RESERVE = QUEUE_RESERVE / 8;       // left in the reserve: it is refilled, if no refill block does it
+constexpr u32 MANY_IN_RESERVE = QUEUE_RESERVE / 4 * 3;  // a refill block adds none
+constexpr u32 ROUNDS = 16;           // of four stamps each, in a refill at most
+constexpr u32 REFILL_BLOCK_ROUNDS = 1;  // in a refill block, while one step cannot use up what is queued
 constexpr i32 NOT_LOADED = -2;  // in place of a token
-constexpr i32 NO_STAMP = -2;    // of nobody
+constexpr i32 NO_STAMP = -2;    // no slot has it
 
 struct QueuedSlots {
     u32 slots = ~0u;  // two of 16 bits
     i32 then[2] = {-1, -1}, stamp[2] = {MUST_STAY, MUST_STAY};  // when listed, and now
     i32 old[2] = {NOT_LOADED, NOT_LOADED};                      // tokens that the slots hold
-    i32 begin = 0, count = 0;                                   // of the list
+    i32 begin = 0, count = 0;                                   // of the first ring
 
     __device__ __forceinline__ static u32 number() { return threadIdx.x - (CONTROL_THREADS - QUEUE_THREADS); }
     __device__ __forceinline__ static bool has_some() { return number() < QUEUE_THREADS; }
     __device__ __forceinline__ u32 slot(int i) const { return i == 0 ? slots & 0xFFFF : slots >> 16; }
-    // Number of the first of the two in the list.
+    // Number in the queue of the first of the two.
     __device__ __forceinline__ u32 turn() const { return (2 * number() - begin) % QUEUE_SLOTS; }
 
-    // What the list says; what the stamps of its slots are now.
+    // Loads queued slots and their stamps when queued; then (load_stamps) their present stamps and tokens.
     __device__ __forceinline__ void load(const State& state, const Seat& at, Shared& s) {
         if (!has_some()) return;
         const u32 seat = static_cast<u32>(at.seat), place = seat * (QUEUE_RING / 2) + number();
@@ -77,7 +77,7 @@ struct QueuedSlots {
             old[i] = tokens[device_row];
         }
     }
-    // Leaves those in the list whose turn it still is. Waits for the stamps.
+    // Drops slots whose stamps have changed. Waits for the stamps.
     __device__ __forceinline__ void drop_used() {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -85,12 +85,12 @@ struct QueuedSlots {
     }
 };
 
-// Which of the list may go: it is known to all after a barrier.
+// Queued slots that may be evicted. All control warps know the counts after a barrier.
 struct Candidates {
-    u32 eligible[2];  // the lanes whose first, and second, slot goes
-    u32 place;     // of the list: that of this warp
+    u32 eligible[2];  // lanes whose first, and second, slot may be evicted
+    u32 place;     // of this warp in the queue
 
-    // Of those whose turn it is, but for slots that stay.
+    // Slots with unchanged stamps, except those in use.
     __device__ __forceinline__ Candidates(Shared& s, const QueuedSlots& queued) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -99,13 +99,15 @@ struct Candidates {
             eligible[i] = __ballot_sync(0xFFFFFFFF, !stays);
         }
         place = queued.turn() / WARP_PLACES;
-        if (threadIdx.x % 32 == 0 && QueuedSlots::has_some()) s.warp_counts[place] = __popc(eligible[0]) + __popc(eligible[1]);
+        if (threadIdx.x % 32 == 0 && QueuedSlots::has_some())
+            s.warp_counts[place] = __popc(eligible[0]) + __popc(eligible[1]);
     }
 };
 
-// The first `misses.total` of the list that may go, if it has so many: some of them to this block's misses. Returns how
-// many may go; s.taken is how many places of the list are done with, if any go.
-__device__ __forceinline__ u32 take_from_queue(Shared& s, const QueuedSlots& queued, const Candidates& candidates, const Misses& misses) {
+// Takes the first `misses.total` candidates, if there are so many; this block's misses get their victims. Returns how many
+// candidates there are; s.taken is how many places of the queue are done with, if any are taken.
+__device__ __forceinline__ u32 take_from_queue(Shared& s, const QueuedSlots& queued, const Candidates& candidates,
+                                               const Misses& misses) {
     const u32 lane = threadIdx.x % 32, earlier = (1u << lane) - 1;
     const u32 count = lane < QUEUE_WARPS ? s.warp_counts[lane] : 0;
     const u32 all = __reduce_add_sync(0xFFFFFFFF, count);
@@ -124,10 +126,10 @@ __device__ __forceinline__ u32 take_from_queue(Shared& s, const QueuedSlots& que
     return all;
 }
 
-// Ages of slots to list, stamps counted from that of the list on, 16 bits each, in shared memory: of all of them in a block
-// that has nothing else there. Shared out over THREADS threads in slot order; no thread reads another one's.
-constexpr u32 INELIGIBLE = 0xFFFF;  // in place of an age: is listed, stays, or was used last step or in this one
-constexpr u32 FAR = 0xFFFE;         // so old or older: told apart when the list has got on
+// Ages of slots: stamps counted from the queue's stamp on, 16 bits each, in shared memory. A refill block holds all slots
+// there at once. Slots are divided over THREADS threads in slot order; each thread reads only its own.
+constexpr u32 INELIGIBLE = 0xFFFF;  // in place of an age: queued, in use, or used in this step or the last one
+constexpr u32 FAR = 0xFFFE;         // this age or more: told apart when the queue's stamp has advanced
 
 template <u32 THREADS> struct Ages {
     // Quads of four slots that a thread holds at a time.
@@ -201,7 +203,7 @@ __device__ __forceinline__ u32 classes_of(const uint2& ages, u32 from) {
     return __byte_perm(__vminu2(__vsub2(ages.x, pair), none), __vminu2(__vsub2(ages.y, pair), none), 0x6420);
 }
 
-// From the first of four ages that no slot to list has to one that some has, or beyond all. All of THREADS.
+// Steps from `from`, where no slot has one of four ages, to the next age that a slot has. By all of THREADS.
 template <u32 THREADS>
 __device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, Ages<THREADS>& ages, u32 from) {
     u32 least = MUST_STAY;
@@ -217,23 +219,23 @@ __device__ u32 steps_to_next(const Seat& at, Shared& s, const i32* stamp, Ages<T
     return __reduce_min_sync(0xFFFFFFFF, s.warp_counts[threadIdx.x % 32 < THREADS / 32 ? threadIdx.x % 32 : 0]);
 }
 
-// Adds slots to the reserve until it is full: those of the stamps that follow, but not of this step or the last one, which
-// many slots have that will not go for long. By the first THREADS of a block, the only one that adds to this list, which
-// is in s.list and has a place for one slot at least. Returns how many were added.
+// Refills the reserve with the slots of the next stamps, in stamp order. Slots of this step and the last one are left out:
+// there are many, and their eviction is far away. By the first THREADS of a block, the only one that refills this queue.
+// The queue is in s.queue and has room for one slot at least. Returns how many slots were added.
 template <u32 THREADS>
 __device__ __forceinline__ u32 refill_reserve(const State& state, const Seat& at, Shared& s) {
     const EvictionQueue queue = s.queue;
     const u32 seat = static_cast<u32>(at.seat), ring = seat * QUEUE_RING + QUEUE_SLOTS;
     const u32 end = static_cast<u32>(queue.reserve_end);
     const u32 room = QUEUE_RESERVE - (end - static_cast<u32>(queue.reserve_begin));
-    constexpr bool own_block = THREADS == BLOCK_THREADS;
-    const u32 stagings = own_block ? 1 : Ages<THREADS>::stagings(at), held = QUEUE_RESERVE - room;
-    // Ages that do not fit shared memory are read twice a round: fewer rounds then. A block of its own should not be waited
-    // for, and goes on next time, but not while the first ring could use up what there is: where steps missed little, many
-    // stamps hold few slots.
-    const u32 rounds = own_block ? OWN_BLOCK_ROUNDS : stagings == 1 ? ROUNDS : max(4 / stagings, 1);
+    constexpr bool refill_block = THREADS == BLOCK_THREADS;
+    const u32 stagings = refill_block ? 1 : Ages<THREADS>::stagings(at), held = QUEUE_RESERVE - room;
+    // Ages that do not fit shared memory are read twice a round: fewer rounds then. A refill block should not delay the
+    // end of the kernel: it does one round, and more in the next step. It does more rounds while the queue is short:
+    // where steps missed little, a stamp has few slots.
+    const u32 rounds = refill_block ? REFILL_BLOCK_ROUNDS : stagings == 1 ? ROUNDS : max(4 / stagings, 1);
     const auto goes_on = [&](u32 round, u32 added) {
-        return round < rounds || (own_block && round < ROUNDS && held + added < QUEUE_SLOTS);
+        return round < rounds || (refill_block && round < ROUNDS && held + added < QUEUE_SLOTS);
     };
     Ages<THREADS> ages(at, queue);
     u32 added = 0, from = 0;
@@ -255,7 +257,7 @@ __device__ __forceinline__ u32 refill_reserve(const State& state, const Seat& at
         // Numbers of the thread's next slots of each class, 16 bits each.
         u32 next_even = before.x + warp_inclusive_sum(even) - even + (in_two << 16);
         u32 next_odd = before.y + warp_inclusive_sum(odd) - odd + (in_first | in_three << 16);
-        if (stagings > 1) {  // the second time some may have been used: nobody in their places
+        if (stagings > 1) {  // ages are read twice, and slots used in between leave gaps: no slot there
             for (u32 number = added + threadIdx.x; number < min(added + in_all, room); number += THREADS) {
                 state.queue_slot[ring + (end + number) % QUEUE_RESERVE] = 0;
                 state.queue_stamp[ring + (end + number) % QUEUE_RESERVE] = NO_STAMP;
@@ -289,16 +291,16 @@ __device__ __forceinline__ u32 refill_reserve(const State& state, const Seat& at
         if (from == 0 || (added >= room && s.last == 0)) last = {queue.stamp, queue.slot};  // none was added
         EvictionQueue& stored = state.eviction_queue[seat];
         stored.stamp = last.x, stored.slot = last.y;
-        if (added >= room || from >= until) stored.refills_done = queue.refills_wanted;  // else it goes on next time
+        if (added >= room || from >= until) stored.refills_done = queue.refills_wanted;  // else the next step goes on
         store_release(&stored.reserve_end, static_cast<i32>(end + min(added, room)));
     }
     return min(added, room);
 }
 
-// What the next step finds, by all control warps of one block, when all others have read the list. `listed`: this one's
-// victims came from it. `adds`: no block of its own adds to the reserve.
+// Leaves the queue to the next step. By the control warps of one block, when all other blocks have read it. `from_queue`:
+// this step's victims came from it. `refills`: this block refills the reserve, since no refill block does.
 __device__ __forceinline__ void advance_queue(const State& state, const Seat& at, Shared& s, u32 misses, bool from_queue,
-                                           bool refills) {
+                                              bool refills) {
     constexpr u32 WRITER = CONTROL_THREADS - 1;
     EvictionQueue& queue = state.eviction_queue[at.seat];
     u32 begin = static_cast<u32>(s.queue.begin), left = 0;
@@ -313,7 +315,7 @@ __device__ __forceinline__ void advance_queue(const State& state, const Seat& at
         u32 end;
         if (refills) {
             end = static_cast<u32>(s.queue.reserve_end);
-            sync_named(CONTROL, CONTROL_THREADS);  // nobody needs any longer what the stamps take the place of
+            sync_named(CONTROL, CONTROL_THREADS);  // ages take the shared memory of the top-k: all are done with it
             if (end - taken < max(FEW_IN_RESERVE, QUEUE_SLOTS - left)) end += refill_reserve<CONTROL_THREADS>(state, at, s);
         } else {
             if (threadIdx.x == WRITER) s.queue.reserve_end = load_acquire(&queue.reserve_end);
@@ -329,7 +331,7 @@ __device__ __forceinline__ void advance_queue(const State& state, const Seat& at
             state.queue_stamp[to] = state.queue_stamp[from];
         }
         left += moved;
-        sync_named(CONTROL, CONTROL_THREADS);  // their places are free when all have been read
+        sync_named(CONTROL, CONTROL_THREADS);  // all have been read: their places in the reserve are free
         if (threadIdx.x == WRITER) {
             queue.refills_wanted = s.queue.refills_wanted + 1;
             store_release(&queue.reserve_begin, static_cast<i32>(taken + moved));
@@ -338,17 +340,17 @@ __device__ __forceinline__ void advance_queue(const State& state, const Seat& at
     if (threadIdx.x == WRITER) queue.begin = static_cast<i32>(begin), queue.count = static_cast<i32>(left);
 }
 
-// A block of its own for the list of one batch row: adds to its reserve if it has room, and if some were wanted since that
-// was done last: without misses it ends at once. Not inlined: else its instructions lie in the way of the others'.
+// A refill block, of one batch row: refills the reserve if it has room and a refill was wanted since the last one. Without
+// misses it ends at once. Not inlined: its instructions would lie between those of the other blocks.
 __device__ __noinline__ void refill_queue(const SwapIn& p, Shared& s, int row) {
     let_next_begin();
     if (row >= p.rows) return;
     const OpenedRow& opened = p.opened[row];
     const Seat at = seat_of(p, reinterpret_cast<const int4&>(opened));
     if (at.hot <= 0) return;
-    i32 tail = -1;  // asked for with all else
+    i32 tail = -1;  // loaded together with the rest
     if (threadIdx.x < p.state.tail_slots) tail = p.state.tail[at.seat * p.state.tail_slots + threadIdx.x];
-    if (threadIdx.x == BLOCK_THREADS - 1) {  // others may write it meanwhile: read once
+    if (threadIdx.x == BLOCK_THREADS - 1) {  // the row's blocks may write it meanwhile: read once
         EvictionQueue queue = p.state.eviction_queue[at.seat];
         queue.reserve_begin = load_acquire(&p.state.eviction_queue[at.seat].reserve_begin);
         s.queue = queue;

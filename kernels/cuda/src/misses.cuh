@@ -1,6 +1,6 @@
-// Which entries of a request miss: what the control warps of each block read out of the codes and counts of all blocks,
-// its own and those that came by mail. The misses of lower ranks come first, and those of one block in the order in which
-// it found them. Of entries with one token the first leads, the others take its row.
+// Which entries of a request miss: the control warps of each block read it from the codes and counts of all blocks, which
+// peers have sent. Misses of lower ranks come first, those of one block in the order found. Of entries with the same token
+// the first one is the leader; the others take its row.
 #pragma once
 
 #include "resolve.cuh"
@@ -13,7 +13,7 @@ struct Misses {
     u32 before, own;  // of lower ranks, and of this block
 };
 
-// What each warp of entries says, four warps to a thread. Each warp of threads adds up for itself: nobody waits.
+// Counts of all warps of entries, four to a thread. Each warp of threads adds them up by itself: no warp waits for another.
 struct Counts {
     u32 count[4];
 
@@ -43,7 +43,7 @@ struct Counts {
         sums = __reduce_add_sync(0xFFFFFFFF, sums);
         return {sums & 0xFFFF, sums >> 16, own};
     }
-    // A bit for each block that has any misses, leading or not.
+    // A bit for each block with misses, leaders or not.
     __device__ __forceinline__ u32 missing_ranks(const Part& part) const {
         u32 ranks = 0;
 #pragma unroll
@@ -55,7 +55,8 @@ struct Counts {
 
 __device__ __forceinline__ u32 hash_of(u32 entry) { return (entry >> ENTRY_BITS) * 2654435761u >> 7; }
 
-// Enters an entry into the hash set of missing tokens, where the lowest entry of each token stays. Once more is no harm.
+// Enters an entry into the hash set of missing tokens, which keeps the lowest entry of each token. Entering twice is
+// harmless.
 __device__ __forceinline__ void enter(Shared& s, u32 entry) {
     for (u32 place = hash_of(entry);; ++place) {
         u32& at = s.seen[place % SEEN];
@@ -68,7 +69,7 @@ __device__ __forceinline__ void enter(Shared& s, u32 entry) {
     }
 }
 
-// The entry that loads the token of `entry`.
+// The leader of `entry`: the entry that loads its token.
 __device__ __forceinline__ u32 leader_of(const Shared& s, u32 entry) {
     for (u32 place = hash_of(entry);; ++place) {
         const u32 there = s.seen[place % SEEN];
@@ -82,7 +83,7 @@ __device__ __forceinline__ u32 entry_at(const Shared& s, const Part& part, u32 p
     return static_cast<u32>(s.token[place]) << ENTRY_BITS | place;
 }
 
-// Calls `visit(code)` for all codes, shared out over the control threads.
+// Calls `visit(code)` for all codes, divided over the control threads.
 template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s, const Part& part, Visit visit) {
 #pragma unroll 1
     for (u32 position = threadIdx.x * 4; position < part.positions(); position += CONTROL_THREADS * 4) {
@@ -93,7 +94,7 @@ template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s
     }
 }
 
-// Misses of all blocks into the hash set, by the copy warps: they have nothing to do while their loads are on the way.
+// Enters the misses of all blocks into the hash set. By the copy warps, which are idle while their loads are on the way.
 __device__ __forceinline__ void enter_misses(Shared& s, const Part& part) {
     constexpr u32 STEP = COPY_THREADS * VECTOR_CODES;
 #pragma unroll 1
@@ -111,7 +112,7 @@ __device__ __forceinline__ void enter_misses(Shared& s, const Part& part) {
     }
 }
 
-// All slots that were hit stay, once a barrier is passed.
+// Marks the slots of all hits as in use; complete after a barrier.
 __device__ __forceinline__ void keep_hits(Shared& s, const Part& part) {
     for_codes(s, part, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
 }
@@ -124,7 +125,7 @@ __device__ __forceinline__ void for_all_misses(const Shared& s, const Part& part
         if (s.code[position] == MISSING) visit(entry_at(s, part, position), part.rank_at(position));
 }
 
-// Counts only entries that lead, and orders those of this block.
+// Counts leaders only, and orders those of this block.
 __device__ __forceinline__ void only_leaders(Shared& s, const Part& part, Misses& misses) {
     if (threadIdx.x < RANKS_MAX) s.leaders[threadIdx.x] = 0;
     sync_named(CONTROL, CONTROL_THREADS);
@@ -143,7 +144,7 @@ __device__ __forceinline__ void only_leaders(Shared& s, const Part& part, Misses
     misses.own = s.leaders[part.rank];
 }
 
-// Outputs of the entries that another one leads, in whichever block, by the block of that one.
+// Writes the outputs of entries that have a leader in this block.
 __device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Shared& s, int row, const Part& part) {
     i32* const out = p.out_rows + static_cast<i64>(row) * p.k;
     sync_named(CONTROL, CONTROL_THREADS);  // leaders have their outputs

@@ -1,8 +1,8 @@
 // seat: the tables of one managed hot buffer, set up or resized. Contract: kernels/seat.py.
 //
-// Two kernels in a row. Each block of change_slots first judges for itself whether the books fit the device, from
-// entries that the kernel leaves alone, and then changes its share of slots and pages. close_change judges again, counts
-// the tripwire, and writes what the judgement was made from.
+// Two kernels in a row. Each block of change_slots first checks by itself whether the caller's sizes agree with the device,
+// from entries that the kernel does not change, and then changes its slots and pages. close_change checks again, counts the
+// tripwire, and changes the entries that were checked.
 #pragma once
 
 #include "memory.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_sized(const SeatChange& p) {
     return p.kind == INIT || p.state.hot_slots[p.seat] == p.old_slots;
 }
 
-// Every granted page of the context tells of the tokens that the buffer begins with, and of no others.
+// Writes slot_of in all granted pages of the context: the tokens that the buffer begins with, all others absent.
 __device__ void write_slot_map(const SeatChange& p, u16* slot_of) {
     const int lane = threadIdx.x % SEAT_WARP;
     const int warp = (blockIdx.x * SEAT_THREADS + threadIdx.x) / SEAT_WARP, warps = gridDim.x * SEAT_THREADS / SEAT_WARP;

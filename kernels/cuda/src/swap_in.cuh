@@ -1,34 +1,63 @@
 // swap_in: resolve a group's top-k to device rows, loading what is not hot. Contract: kernels/swap_in.py.
 //
-// RANKS blocks of one request form a cluster (1 where there are none; a kernel of its own for each number), and deal its
-// top-k out by places. What each one found is 16 bits an entry, the slot that it hit or that it misses: every warp writes
-// them, and how many it misses, into the shared memory of all peers as soon as it knows. From the same codes all blocks
-// number the same misses and choose the same victims. Warps of a block have two jobs: a host load takes 1.5 us, so copy
-// warps start it as soon as their block knows what it misses, victims not known yet, and have nothing else to wait for.
+// RANKS blocks of one request form a cluster (RANKS = 1: no cluster; each number is a kernel of its own). The top-k is
+// divided over them by places. A block encodes each of its entries in 16 bits: the slot that the entry hit, or a miss. Each
+// warp writes its codes, and its counts of misses and hits, into the shared memory of all peers as soon as it has them.
+// From the same codes all blocks number the same misses and choose the same victims. A block's warps have two jobs: a host
+// load takes 1.5 us, so copy warps start it as soon as their block knows its misses, before victims are known.
 //
 //    all       seat, length, mode, clock; entries of this block; chunks and the index table's beginning -> shared memory
-//              slot_of; host pages; slots that go next, tail; the top-k -> shared memory
-//              miss: list, and tell the copy warps; hit: output, stamp; codes and counts to every block (st.async)
-//              stamps and tokens of the slots that go next
+//              slot_of; host pages; head of the eviction queue, tail; the top-k -> shared memory
+//              miss: list, and release the copy warps; hit: output, stamp; codes and counts to every block (st.async)
+//              stamps and tokens of the queued slots
 //    copy      start host loads                    control   misses of all, by their counts; end here if there are none
-//              meanwhile duplicates, by the codes            victims: next slots that are not in use (eviction_queue.cuh),
-//              of misses                                     or, now and then, by the stamps of all (victims.cuh)
-//              store rows, loop for the rest                 slot_of, slot_token, stamp, output, plan, counters; the list
-//    a block beside them, for each request: the list of slots that go next (refill_queue), if there is room on the device
+//              meanwhile duplicates, by the codes            victims: queued slots not in use (eviction_queue.cuh),
+//              of misses                                     or, when too few are queued, by all stamps (victims.cuh)
+//              store rows, loop for the rest                 slot_of, slot_token, stamp, output, plan, counters; the queue
+//    refill    one block per request beside these: refills the eviction queue (refill_queue), if the device has room
 //
-// Where a request has a block or two, its warps all resolve entries: they read the list of next slots only when something
-// misses, and copies begin when all have resolved.
+// Synchronisation. A gate is an mbarrier of one use: threads arrive by open_gate (peers by open_remote_gate), and wait by
+// await_gate. "RANKS < SCATTERED" and the like: which kernels have it.
+//
+//    barrier          who arrives                     who waits          what it orders
+//    cluster          all threads of the cluster      the same           gates are initialised, before a peer writes
+//    ALL, first       all threads                     the same           tables, cleared bits and gates in shared memory,
+//                                                                        before entries are resolved
+//    ALL, second      all threads                     the same           misses and hits of this block, before copies and
+//      < SCATTERED                                                       stamps (`found` and `prepared` elsewhere)
+//    found            threads with entries            copy warps         the list of this block's misses, before its loads
+//      >= SCATTERED
+//    prepared         copy warps                      control warps      top-k, empty hash set and tail bits, before
+//      >= SCATTERED                                                      candidates are chosen
+//    codes_arrived    peers, by bytes; one thread;    all warps that     codes and counts of all blocks, before misses
+//                     warps with entries (>= SCATT.)  count misses       are numbered
+//    CONTROL          control warps                   the same           each step of a choice before the next one
+//    COPY             copy warps                      the same           the top-k in shared memory, before enter_misses
+//    entered          copy warps                      control warps      the hash set of misses, before leaders are chosen
+//    chosen           control warps                   all warps that     victims, before rows are stored and published
+//                                                     load or publish
+//    readers_done     each peer, when it has read     control warps      peers' reads of queued stamps, before this block
+//                     the queue                                          changes stamps
+//    scans_done       each peer with misses, when it  control warps      peers' reads of all stamps, likewise; used when
+//                     has read all stamps                                victims were not taken from the queue
+//    reserve_end      the refill block (release)      a control thread   queued slots in the reserve, before they are moved
+//                                                     (acquire)
+//    reserve_begin    a control thread (release)      the refill block   moved places, before they are filled again
+//                                                     (acquire)
+//
+// Where a request has a block or two, all warps resolve entries: they read the queue only when something misses, and copies
+// begin when all entries are resolved.
 //
 // Few misses: instructions bound a launch, not memory. What a warp does once takes some 10 cycles an instruction, as code
-// and parameters come into caches first (benchmarks/RESULTS.md). So warps with nothing to look up leave the way to those
-// that have, code for many lines or entries lies behind a branch, shared memory is laid out by constants, what depends on
-// RANKS is known to the compiler, and whatever a step needs for its misses alone is prepared by warps that wait anyway.
+// and parameters come into caches first (benchmarks/RESULTS.md). So warps with nothing to look up leave issue slots to
+// the others, code for many lines or entries lies behind a branch, shared memory is laid out by constants, what depends on
+// RANKS is known to the compiler, and what a step needs for its misses alone is prepared by warps that wait anyway.
 //
 // Rejected: a home block for each token, a hash of it (duplicates meet there, but each block reads the whole top-k and
 // lists its part in shared memory); an atomic on slot_of per miss (1.3 us, and blocks that wait for each other); all warps
-// for both jobs (a wait for anything then is a wait for the host); the index table looked up and the stamps written one by
-// one where tokens stand in any order (a line each: 3 us for a top-k of 2048 in one block); a bit per slot and a list of
-// misses as mail, sent when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps took 3.9).
+// for both jobs (every wait then is a wait for the host); the index table looked up and the stamps written one by one
+// where tokens stand in any order (a line each: 3 us for a top-k of 2048 in one block); a bit per slot and a list of
+// misses sent to peers when a whole block is done (batch 1, no misses: 4.3 us, where codes by warps took 3.9).
 #pragma once
 
 #include "eviction_queue.cuh"
@@ -37,11 +66,11 @@ namespace hisparse {
 
 // ---- managed requests: copy warps
 
-// The warp that speaks for its block where nothing is missing.
+// The warp that writes a row's counters when nothing is missing.
 __device__ __forceinline__ bool is_reporting_warp() { return threadIdx.x / 32 == CONTROL_WARPS - 1; }
 
-// Stamps of the slots that this block hit, by all other warps: neighbouring slots together, where hits came in any order.
-// Two words at a time: six take longer to fetch as instructions than three turns take.
+// Stamps the slots that this block hit, by all but the reporting warp: neighbouring slots together, whatever the order of
+// hits. Two words at a time: fetching code for six takes longer than three turns.
 __device__ __forceinline__ void stamp_hits(const SwapIn& p, const Seat& at, const Shared& s) {
     constexpr u32 TOGETHER = 2, WARPS = BLOCK_WARPS - 1;
     if (is_reporting_warp()) return;
@@ -95,7 +124,7 @@ __device__ __forceinline__ void copy_plane(const SwapIn& p, const Shared& s, u32
     }
 }
 
-// `misses` of this block, one at least.
+// Copies the `misses` of this block, at least one.
 __device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Part& part, u32 misses) {
     copy_plane<Plane<0>>(p, s, misses, [&] {
         if (part.ranks > 1) await_gate(&s.codes_arrived);
@@ -109,7 +138,7 @@ __device__ __forceinline__ void copy_misses(const SwapIn& p, Shared& s, const Pa
 
 // ---- managed requests: control warps
 
-// What is known of a row to load before its slot is.
+// What is known of a missing row before its victim is.
 struct Loading {
     u32 m, place, host_row;
     i32 token, key;
@@ -122,8 +151,8 @@ struct Loading {
     }
 };
 
-// Tables, outputs and plan of the rows that this block loads, `first` being the thread's first one. `listed`: victims came
-// from a list.
+// Tables, outputs and plan of the rows that this block loads, `first` being the thread's first one. `from_queue`:
+// victims came from the eviction queue.
 __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const Shared& s, int row, const Misses& misses,
                                         bool from_queue, const Loading& first) {
     const u32 begin = static_cast<u32>(row) * static_cast<u32>(p.k);
@@ -150,8 +179,9 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
     }
 }
 
-// No block writes any of the stamps that victims are chosen by before all have read them: those of the list, and those of
-// all slots, which only blocks that miss something read. Stamps of hits it may write at any time: their slots stay.
+// Stamps by which victims are chosen change only after all blocks have read them: those of queued slots (signal_read), and
+// those of all slots, which only blocks with misses read (signal_scanned). Stamps of hits may change at any time: their
+// slots are no candidates.
 __device__ __forceinline__ void signal_read(Shared& s, const Part& part) {
     const u32 peer = CONTROL_THREADS - 1 - threadIdx.x;
     if (peer < part.ranks && peer != part.rank) open_remote_gate(&s.readers_done, peer);
@@ -163,7 +193,7 @@ __device__ __forceinline__ void signal_scanned(Shared& s, const Part& part, u32 
     else open_gate(&s.scans_done);
 }
 
-// What this block hit, while the peers' mail is on its way.
+// Counts the hits of this block, while the peers' codes are on their way.
 __device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, const Shared& s, const Part& part) {
     const u32 begin = part.rank * part.entries / 32;
     u32 hits = 0;
@@ -173,7 +203,7 @@ __device__ __forceinline__ void count_own_hits(const SwapIn& p, const Seat& at, 
     if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
 }
 
-// All control warps, `next` being on its way already where entries are SCATTERED.
+// By all control warps: victims, tables, outputs and plan. `queued` is being loaded already from SCATTERED blocks on.
 __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& s, int row, const Part& part,
                                        QueuedSlots& queued) {
     constexpr bool ahead = Part::ranks >= SCATTERED;
@@ -185,7 +215,7 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     const bool any = counts.any();
     if (part.rank == 0 && is_reporting_warp()) {
         if (!any && threadIdx.x % 32 == 0) p.plan.count[row] = 0;
-        if (ahead) {  // of all blocks: an atomic of each would be waited for at the end
+        if (ahead) {  // of all blocks: the end of the kernel would wait for an atomic of each
             const u32 hits = counts.hits();
             if (threadIdx.x % 32 == 0) add_to_seat(p, at, p.state.hits, hits);
         }
@@ -194,7 +224,7 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     Misses misses = counts.misses(part, s.misses);
     if (misses.own == 0) {
         signal_read(s, part);
-        if (part.ranks > 1) await_gate(&s.readers_done);  // peers knock here
+        if (part.ranks > 1) await_gate(&s.readers_done);  // peers arrive at this block's gate: it must not end before
         return;
     }
     if (!ahead) {
@@ -205,7 +235,7 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     queued.drop_used();
     if (ahead) await_gate(&s.prepared);
     await_words();
-    sync_named(CONTROL, CONTROL_THREADS);  // all have read the list, and know what stays
+    sync_named(CONTROL, CONTROL_THREADS);  // all have read the queue, and know which slots stay
     signal_read(s, part);
     const Candidates candidates(s, queued);
     sync_named(CONTROL, CONTROL_THREADS);
@@ -222,7 +252,7 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     const Loading first(p, at, s, threadIdx.x < misses.own ? threadIdx.x : 0);
     await_gate(&s.chosen);
     if (part.ranks > 1) {
-        if (!from_queue) signal_scanned(s, part, counts.missing_ranks(part));  // every control warp has chosen: none reads on
+        if (!from_queue) signal_scanned(s, part, counts.missing_ranks(part));  // all control warps have chosen
         await_gate(&s.readers_done);
         if (!from_queue) await_gate(&s.scans_done);
     }
