@@ -7,7 +7,6 @@ from kernels.cuda.launch import kernel_of, stream_of
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
 OPEN_THREADS = 128
-ROTATE_THREADS = 256  # begin_step.cuh
 
 
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
@@ -28,4 +27,4 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     grid = (-(-rows // OPEN_THREADS), 1)
     kernel_of(state, "begin_step", "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
     grid = (rows, state.geometry.groups + 1)  # those of the last leave what swap_in asks for first
-    kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=ROTATE_THREADS)
+    kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=structures.ROTATE_THREADS)

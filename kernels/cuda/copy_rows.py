@@ -6,11 +6,10 @@ from torch import Tensor
 
 from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
+from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState
 
-THREADS = 256  # copy_rows.cuh
 TILES_PER_PROCESSOR = 4
-ROWS_PER_TILE = 64  # copy_rows.cuh
 
 
 def copy_rows_to_host(
@@ -69,8 +68,10 @@ def _launch(
     )
     rows = 0 if device_row is None else len(layers) * len(geometry.planes)
     sections = rows + (0 if index_row is None else geometry.groups)
-    tiles = min(-(-n // ROWS_PER_TILE), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
-    kernel_of(state, "copy_rows", "copy_rows").launch((tiles, sections), block, stream_of(state), threads=THREADS)
+    tiles = min(-(-n // PAGE_TOKENS), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
+    kernel_of(state, "copy_rows", "copy_rows").launch(
+        (tiles, sections), block, stream_of(state), threads=structures.COPY_ROWS_THREADS
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

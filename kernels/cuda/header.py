@@ -35,11 +35,16 @@ using i64 = long long;
 
 def render() -> str:
     """The header's text."""
-    constants = [f"constexpr {'u32' if name in UNSIGNED else 'int'} {name} = {CONSTANTS[name]};" for name in CONSTANTS]
-    parts = [BEGIN, *constants, "", *map(_enumeration, ENUMERATIONS), ""]
+    parts = [BEGIN, *map(_constant, CONSTANTS), "", *map(_enumeration, ENUMERATIONS), ""]
     for structure in STRUCTURES:
         parts += [*_structure(structure), ""]
     return "\n".join([*parts, "}  // namespace hisparse"]) + "\n"
+
+
+def _constant(name: str) -> str:
+    value, comment = CONSTANTS[name]
+    line = f"constexpr {'u32' if name in UNSIGNED else 'int'} {name} = {value};"
+    return f"{line}  // {comment}" if comment else line
 
 
 def _enumeration(of: type[IntEnum]) -> str:

@@ -23,16 +23,11 @@ from coordinator.errors import BadInput
 from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
+from kernels.cuda.structures import BATCH_MAX, BINS, COUNTERS, EDGES_MAX, UNIT
 from kernels.layout import TOPK_MAX
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 
-# index_rows.cuh
-BATCH_MAX: Final = 1024
-UNIT: Final = 16
-BINS: Final = 8192
-EDGES_MAX: Final = 8192
-COUNTERS: Final = 4
 # index_keys.cuh
 HEADS_MAX: Final = 64
 DIM_STEP: Final = 32

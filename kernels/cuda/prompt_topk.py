@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cuda.index_topk import UNIT, index_topk, prepare_index, scratch_of
+from kernels.cuda.index_topk import index_topk, prepare_index, scratch_of
+from kernels.cuda.structures import UNIT
 from kernels.layout import PAGE_TOKENS
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch

@@ -12,7 +12,6 @@ from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
 
-THREADS = 256  # rows.cuh
 WORD_MAX = 16
 BLOCKS_PER_PROCESSOR = 8
 
@@ -92,8 +91,8 @@ def _launch(
         plane=plane,
     )
     words = data.numel() // math.gcd(data.shape[-1], WORD_MAX)
-    tiles = min(-(-words // THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))
-    kernel_of(state, "rows", kernel).launch((tiles, 1), block, stream_of(state), threads=THREADS)
+    tiles = min(-(-words // structures.ROWS_THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))
+    kernel_of(state, "rows", kernel).launch((tiles, 1), block, stream_of(state), threads=structures.ROWS_THREADS)
 
 
 def _new(state: DeviceState, *shape: int) -> Tensor:

@@ -7,7 +7,6 @@ from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.layout import PAGE_TOKENS, managed_chunks
 from kernels.state import DeviceState
 
-THREADS = 256  # seat.cuh
 BLOCKS_PER_PROCESSOR = 4
 
 
@@ -54,6 +53,6 @@ def _launch(state: DeviceState, **change: int) -> None:
     block = structures.SeatChange(state=parameters.state_parameters(state), **change)
     groups, stream = state.geometry.groups, stream_of(state)
     work = max(change["chunks"] * PAGE_TOKENS, state.index_table.shape[1])
-    tiles = min(-(-work // THREADS), -(-BLOCKS_PER_PROCESSOR * processors(state.rows.device) // groups))
-    kernel_of(state, "seat", "change_slots").launch((tiles, groups), block, stream, threads=THREADS)
-    kernel_of(state, "seat", "close_change").launch((1, 1), block, stream, threads=THREADS)
+    tiles = min(-(-work // structures.SEAT_THREADS), -(-BLOCKS_PER_PROCESSOR * processors(state.rows.device) // groups))
+    kernel_of(state, "seat", "change_slots").launch((tiles, groups), block, stream, threads=structures.SEAT_THREADS)
+    kernel_of(state, "seat", "close_change").launch((1, 1), block, stream, threads=structures.SEAT_THREADS)

@@ -31,7 +31,18 @@ from kernels.layout import (
 )
 from kernels.state import Tripwire
 
-SWAP_IN_SHARED_BYTES: Final = 99_568  # of a block: any device since sm_80 has room for one
+# Blocks of kernels: threads, and dynamic shared memory (any device since sm_80 has room for swap_in's).
+ROTATE_THREADS: Final = 256
+COPY_ROWS_THREADS: Final = 256
+ROWS_THREADS: Final = 256
+SEAT_THREADS: Final = 256
+SWAP_IN_SHARED_BYTES: Final = 99_568
+# index_topk
+UNIT: Final = 16
+BATCH_MAX: Final = 1024
+BINS: Final = 8192
+EDGES_MAX: Final = 8192
+COUNTERS: Final = 4
 
 
 class SeatChangeKind(IntEnum):
@@ -42,19 +53,28 @@ class SeatChangeKind(IntEnum):
     GROW = 2
 
 
-CONSTANTS: Final = {
-    "PAGE_TOKENS": PAGE_TOKENS,
-    "SLOT_ABSENT": SLOT_ABSENT,
-    "SLOTS_MAX": SLOTS_MAX,
-    "TAIL_SLOTS_MAX": TAIL_SLOTS_MAX,
-    "TOPK_MAX": TOPK_MAX,
-    "CONTEXT_MAX_TOKENS": CONTEXT_MAX_TOKENS,
-    "QUEUE_SLOTS": QUEUE_SLOTS,
-    "QUEUE_RESERVE": QUEUE_RESERVE,
-    "QUEUE_RING": QUEUE_RING,
-    "OPENED_PAGES": OPENED_PAGES,
-    "OPENED_CHUNKS": OPENED_CHUNKS,
-    "SWAP_IN_SHARED_BYTES": SWAP_IN_SHARED_BYTES,
+CONSTANTS: Final = {  # value and comment
+    "PAGE_TOKENS": (PAGE_TOKENS, ""),
+    "SLOT_ABSENT": (SLOT_ABSENT, "greater than any slot"),
+    "SLOTS_MAX": (SLOTS_MAX, "largest hot buffer and its tail chunk"),
+    "TAIL_SLOTS_MAX": (TAIL_SLOTS_MAX, ""),
+    "TOPK_MAX": (TOPK_MAX, ""),
+    "CONTEXT_MAX_TOKENS": (CONTEXT_MAX_TOKENS, ""),
+    "QUEUE_SLOTS": (QUEUE_SLOTS, "of an eviction queue's first ring"),
+    "QUEUE_RESERVE": (QUEUE_RESERVE, "of its second ring"),
+    "QUEUE_RING": (QUEUE_RING, "of both"),
+    "OPENED_PAGES": (OPENED_PAGES, "index pages of a context in an OpenedRow"),
+    "OPENED_CHUNKS": (OPENED_CHUNKS, "hot chunks likewise, in whole vectors"),
+    "ROTATE_THREADS": (ROTATE_THREADS, "of a block of rotate_tail"),
+    "COPY_ROWS_THREADS": (COPY_ROWS_THREADS, "of a block of copy_rows"),
+    "ROWS_THREADS": (ROWS_THREADS, "of a block of store_rows, fetch_rows, store_keys, fetch_keys"),
+    "SEAT_THREADS": (SEAT_THREADS, "of a block of change_slots, close_change"),
+    "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
+    "UNIT": (UNIT, "index keys that a warp scores together"),
+    "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
+    "BINS": (BINS, "of a row's histogram of scores: a power of two"),
+    "EDGES_MAX": (EDGES_MAX, "positions listed of the k-th score's bin; beyond, scores are read again"),
+    "COUNTERS": (COUNTERS, "of a row, in words: LISTED, DONE, UNGRANTED_ROW"),
 }
 UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
 ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatChangeKind)
@@ -83,7 +103,7 @@ def fields(members: tuple[Member, ...]) -> list[tuple[str, type]]:
 def names_of(names: str) -> Iterator[tuple[str, int]]:
     """Name and extent of each of "host_rows[2]", "rows, k"; extent 0: no array."""
     for name, extent in re.findall(r"(\w+)(?:\[(\w+)\])?", names):
-        yield name, int(CONSTANTS.get(extent, extent or 0))
+        yield name, CONSTANTS[extent][0] if extent in CONSTANTS else int(extent or 0)
 
 
 def type_of(kind: str, extent: int) -> type:
@@ -266,10 +286,10 @@ class IndexTopk(Structure):
         ("const float*", "weights", "[batch, heads]"),
         ("i32*", "topk_out", "[batch, k]"),
         ("float*", "scores", "[capacity]"),
-        ("u32*", "histogram", "[rows, 8192]"),
-        ("u64*", "edges", "[rows, 8192]"),
+        ("u32*", "histogram", "[rows, BINS]"),
+        ("u64*", "edges", "[rows, EDGES_MAX]"),
         ("i32*", "sure", "[rows, TOPK_MAX]"),
-        ("i32*", "counters", "[rows, 4]"),
+        ("i32*", "counters", "[rows, COUNTERS]"),
         ("i64", "capacity"),
         ("float", "scale"),
         ("i32", "k, group, rows"),

@@ -10,7 +10,6 @@
 
 namespace hisparse {
 
-constexpr int ROTATE_THREADS = 256;
 constexpr u64 NEVER = ~0ull;
 
 __device__ __forceinline__ i32 begin_entry(const i32* table, i32 width, i64 seat, i64 place) {

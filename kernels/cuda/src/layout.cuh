@@ -13,17 +13,26 @@ using i32 = int;
 using i64 = long long;
 
 constexpr int PAGE_TOKENS = 64;
-constexpr u32 SLOT_ABSENT = 65535;
-constexpr int SLOTS_MAX = 32832;
+constexpr u32 SLOT_ABSENT = 65535;  // greater than any slot
+constexpr int SLOTS_MAX = 32832;  // largest hot buffer and its tail chunk
 constexpr int TAIL_SLOTS_MAX = 16;
 constexpr int TOPK_MAX = 4096;
 constexpr int CONTEXT_MAX_TOKENS = 1048576;
-constexpr int QUEUE_SLOTS = 512;
-constexpr int QUEUE_RESERVE = 1024;
-constexpr int QUEUE_RING = 1536;
-constexpr int OPENED_PAGES = 1024;
-constexpr int OPENED_CHUNKS = 516;
-constexpr int SWAP_IN_SHARED_BYTES = 99568;
+constexpr int QUEUE_SLOTS = 512;  // of an eviction queue's first ring
+constexpr int QUEUE_RESERVE = 1024;  // of its second ring
+constexpr int QUEUE_RING = 1536;  // of both
+constexpr int OPENED_PAGES = 1024;  // index pages of a context in an OpenedRow
+constexpr int OPENED_CHUNKS = 516;  // hot chunks likewise, in whole vectors
+constexpr int ROTATE_THREADS = 256;  // of a block of rotate_tail
+constexpr int COPY_ROWS_THREADS = 256;  // of a block of copy_rows
+constexpr int ROWS_THREADS = 256;  // of a block of store_rows, fetch_rows, store_keys, fetch_keys
+constexpr int SEAT_THREADS = 256;  // of a block of change_slots, close_change
+constexpr int SWAP_IN_SHARED_BYTES = 99568;  // of a block of swap_in
+constexpr int UNIT = 16;  // index keys that a warp scores together
+constexpr int BATCH_MAX = 1024;  // rows of index_topk
+constexpr int BINS = 8192;  // of a row's histogram of scores: a power of two
+constexpr int EDGES_MAX = 8192;  // positions listed of the k-th score's bin; beyond, scores are read again
+constexpr int COUNTERS = 4;  // of a row, in words: LISTED, DONE, UNGRANTED_ROW
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
 enum SeatChangeKind { INIT = 0, SHRINK = 1, GROW = 2 };
@@ -173,10 +182,10 @@ struct IndexTopk {
     const float* weights;  // [batch, heads]
     i32* topk_out;         // [batch, k]
     float* scores;         // [capacity]
-    u32* histogram;        // [rows, 8192]
-    u64* edges;            // [rows, 8192]
+    u32* histogram;        // [rows, BINS]
+    u64* edges;            // [rows, EDGES_MAX]
     i32* sure;             // [rows, TOPK_MAX]
-    i32* counters;         // [rows, 4]
+    i32* counters;         // [rows, COUNTERS]
     i64 capacity;
     float scale;
     i32 k, group, rows;

@@ -9,8 +9,6 @@
 
 namespace hisparse {
 
-constexpr int ROWS_THREADS = 256;
-
 // The widest word that divides rows of BYTES bytes, which lie back to back from an aligned base.
 template <int BYTES> struct PackedRow {
     static constexpr int WORD = (BYTES & -BYTES) < 16 ? (BYTES & -BYTES) : 16;

@@ -9,7 +9,6 @@
 
 namespace hisparse {
 
-constexpr int SEAT_THREADS = 256;
 constexpr int SEAT_WARP = 32;
 constexpr u32 EVERY_LANE = 0xFFFFFFFF;
 
