@@ -1,7 +1,7 @@
 """Rows between device memory and host pages, all layers and all index keys in one call.
 
-One verb serves staging, eager backup, preload and resume: a list of places on either side, any of them, in any order,
-so that partial pages need no case of their own. Cost is proportional to the list; nothing depends on page boundaries.
+One call serves staging, eager backup, preload and resume: it takes a list of places on either side, in any order, so a
+partial page is no special case. Cost is proportional to the list; nothing depends on page boundaries.
 """
 
 from __future__ import annotations

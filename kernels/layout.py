@@ -1,4 +1,4 @@
-"""Where every byte of a context lies, on the host and on the device. The kernels and the allocators share this file.
+"""The layout of a context in bytes, on the host and on the device, for kernels and allocators.
 
 A row is what one token leaves in one layer, as one or two *planes* of any byte count from 1 up: one for MLA (latent and
 rope together), two for K and V, or for values and their scales. row_bytes counts both. A plane is an array of its own

@@ -5,7 +5,7 @@ one: layout.py); `tensor.view(torch.uint8)` of a contiguous tensor of the model'
 
 Nothing here waits for the device. What the host can know (shapes, seat, layer, the width of a table) raises BadInput
 before any change. What only the device knows, whether a page is granted, counts Tripwire.UNGRANTED there, once per
-position: such a row is not stored, and reads as zeros. The verbs of a step may be captured into a graph.
+position: such a row is not stored, and reads as zeros. Functions that take a `batch` may be captured into a graph.
 """
 
 from __future__ import annotations

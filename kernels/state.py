@@ -50,7 +50,7 @@ SLOT_MASK: Final = 0xFFFF
 
 
 class Tripwire(IntEnum):
-    """What a kernel refused because its inputs would have made it touch foreign memory. Zero in a sound worker."""
+    """Why a kernel refused inputs by which it would have touched foreign memory. Counts are 0 in a sound worker."""
 
     POSITION = 0  # top-k entry below -1 or not below the length
     UNGRANTED = 1  # position inside the length whose index page, host page or chunk is not granted

@@ -73,7 +73,7 @@ HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
 
 @dataclass(frozen=True)
 class Cut:
-    """How attend_rows.cuh shares a result out: splits, and blocks of heads that gather for each other."""
+    """How attend_rows.cuh divides a result: splits, and blocks of heads that gather for each other."""
 
     splits: int
     sides: int

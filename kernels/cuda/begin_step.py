@@ -26,5 +26,5 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     stream = stream_of(state)
     grid = (-(-rows // OPEN_THREADS), 1)
     kernel_of(state, "begin_step", "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
-    grid = (rows, state.geometry.groups + 1)  # those of the last leave what swap_in asks for first
+    grid = (rows, state.geometry.groups + 1)  # blocks of the last one write batch.opened
     kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=structures.ROTATE_THREADS)

@@ -65,7 +65,7 @@ def tokens_at_once(length: int) -> int:
 
 def _view_of(state: DeviceState) -> DeviceState:
     if state not in _views:
-        with torch.inference_mode(False):  # whoever comes first: later callers may be outside of it
+        with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             _views[state] = _make_view(state)
     return _views[state]
 

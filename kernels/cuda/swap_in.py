@@ -1,10 +1,10 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: as many as a cluster may have while all clusters run at once, with a block more
-for each request's list of slots that go next, and what they write to each other stays little. Fewer at large batches
-than there are multiprocessors, because clusters of many blocks leave some unused: a second wave of blocks costs more
-than larger blocks do (batch 16 without misses, a kernel of before: 6.4 us in clusters of 8, 3.4 in clusters of 4). 20
-misses take 7.6, 7.8 and 8.0 us in clusters of 8, 6 and 4 at batch 12, 9.0 and 9.2 in clusters of 5 and 4 at batch 16.
+Thread blocks per request (ranks): as many as possible while all clusters run at once, a refill block for each request
+beside them, and messages between blocks stay few. At large batches that is fewer blocks than multiprocessors, because
+clusters of many blocks leave some multiprocessors unused, and a second wave of blocks costs more than larger blocks do
+(batch 16 without misses, an earlier kernel: 6.4 us in clusters of 8, 3.4 in clusters of 4). 20 misses take 7.6, 7.8 and
+8.0 us in clusters of 8, 6 and 4 at batch 12, 9.0 and 9.2 in clusters of 5 and 4 at batch 16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slot
 from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
 
-PEER_MESSAGES_MAX = 13 * 8**2  # messages in a step: every block of a request writes to every other
+PEER_MESSAGES_MAX = 13 * 8**2  # in a step: each block of a request writes to all others
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -43,7 +43,7 @@ def swap_in(
 
     Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
-    `refill_blocks`: blocks of their own keep the lists of slots that go next, where the device has room for them.
+    `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
     """
     rows, k = topk.shape
     ranks = ranks or ranks_of(state, rows, k)
@@ -124,17 +124,17 @@ def without_copies() -> Iterator[None]:
 
 
 def ranks_of(state: DeviceState, rows: int, k: int) -> int:
-    """Blocks that share a request in a step of `rows` rows of top-k `k`."""
+    """Blocks per request in a step of `rows` rows of top-k `k`."""
     if not has_clusters(state):
         return 1
     return blocks_per_request(rows, k, lambda ranks: clusters_at_once(state, ranks))
 
 
 def refill_clusters(rows: int, ranks: int, at_once: int) -> int:
-    """Clusters of `ranks` blocks that keep the lists of slots that go next, each block one of them.
+    """Clusters of `ranks` refill blocks, one block for each of `rows` rows.
 
-    As many as `rows` rows need, if the device, which holds `at_once`, has room for them beside theirs. Else none: the
-    rows' own blocks do it.
+    None when the device, which holds `at_once` clusters, has no room for them beside the rows' clusters: blocks of the
+    rows refill the queues then.
     """
     clusters = -(-rows // ranks)
     return clusters if rows + clusters <= at_once else 0
@@ -146,9 +146,9 @@ def clusters_at_once(state: DeviceState, ranks: int) -> int:
 
 
 def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]) -> int:
-    """The most of RANKS that run at once beside blocks for lists; if there are none such, the most that run at once.
+    """The largest of RANKS whose clusters run at once with refill blocks; if there is none, without.
 
-    Of those that have room for a top-k of `k`, and write little enough to each other. It may be 1.
+    Only ranks whose blocks have room for a top-k of `k` and send each other few enough messages count. It may be 1.
     """
     fit = [
         ranks
@@ -160,10 +160,10 @@ def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]
 
 
 def block_entries_of(k: int, ranks: int) -> int:
-    """Room for the top-k entries of one block: a power of two. Whole warps are dealt out in turn."""
+    """Top-k entries that a block has room for: a power of two. Entries go to blocks by whole warps, in turn."""
     return 32 << (-(-k // (32 * ranks)) - 1).bit_length()
 
 
 def has_room(k: int, ranks: int) -> bool:
-    """Whether a block has room for the shares of all: not always where they are no power of two together."""
+    """Whether a block has room for the codes of all blocks; it may not when `ranks` is no power of two."""
     return ranks * block_entries_of(k, ranks) <= TOPK_MAX
