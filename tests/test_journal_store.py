@@ -18,13 +18,10 @@ import numpy as np
 import pytest
 
 from coordinator.errors import ConfigError
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import store as journal_store
-from coordinator.journal.book import replay
 from coordinator.journal.journal import JournalError
 from coordinator.journal.records import (
     Accepted,
-    Admission,
     Ended,
     Forgotten,
     Ordered,
@@ -32,7 +29,6 @@ from coordinator.journal.records import (
     SummaryBegun,
     SummaryEnded,
     Tokens,
-    encode,
 )
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.messages import Sampling
@@ -142,9 +138,7 @@ def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pyte
 SUMMARIZER = """
 import sys
 from pathlib import Path
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import store as journal_store
-from coordinator.journal.book import replay
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
 from tests.test_journal_store import BEGUN, SummaryEnded, order
@@ -343,34 +337,6 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(ConfigError, match="form 99"):
         open_store(tmp_path / "j", JournalCounters())
-
-
-def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
-    """Its rows, written down here as that form had them, and summaries of this one behind."""
-    path = tmp_path / "j"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)")
-    connection.execute("CREATE INDEX by_slot ON records (slot) WHERE slot IS NOT NULL")
-    ordered, stay = ["Ordered", 0, True, -1, "", ""], ["Admission", 0, 7, "n0", "w0", 1, 64, False, 0]
-    old = [[["Summary", 5, 9, [ordered], [stay], [["Departed", 0, 64, -1]]]], [["Ordered", 0, False, 3, "", ""]]]
-    rows = [(4, 0, encode([accepted(0)])), (700, None, encode(old[0])), (701, None, encode(old[1]))]
-    connection.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
-    connection.execute("PRAGMA user_version = 1")
-    connection.commit()
-    connection.close()
-    with opened(path) as store:
-        book = replay(store.read(), TokenLog(4, 1 << 12, journalled=True))
-        known = book.requests[0]
-        assert (book.arrivals, book.admissions, known.ordered) == (5, 9, order(3))
-        assert (known.stay, known.on_worker, known.kept_tokens) == (
-            Admission(0, 7, "n0", "w0", 1, 64),
-            False,
-            64,
-        )
-        store.write_now([BEGUN, order(4), SummaryEnded()])
-        store.write_now([])
-        assert rows_of(store) == 3, "what the form before had written went like any other"
-        assert store.read() == [accepted(0), BEGUN, order(4), SummaryEnded()]
 
 
 def test_a_damaged_record_is_said(tmp_path: Path) -> None:

@@ -35,14 +35,12 @@ from coordinator.journal.records import (
     Forgotten,
     HandedOver,
     Joined,
-    NodeImage,
     NodePart,
     Ordered,
     Output,
     PoolOpened,
     Record,
     Struck,
-    Summary,
     SummaryBegun,
     SummaryEnded,
     Tokens,
@@ -217,11 +215,6 @@ class _Replay:
                 token_log.recover_output(record)
             case Admission(slot) if slot in book.requests:
                 token_log.set_durable(slot, record.durable_tokens)
-            case Summary(arrivals, admissions, ordered, stays, departed):
-                book.arrivals, book.admissions = arrivals, admissions
-                said: list[Record] = [*ordered, *stays, *departed]
-                for it in said:
-                    self.take(it)
             case _:
                 self._take_of_node(record)
         book.note(record)
@@ -237,8 +230,6 @@ class _Replay:
             case NodePart(node):
                 if node in self.collected:
                     self.collected[node].parts.append(record)
-            case NodeImage(node):
-                ledgers[node] = ledger_from([record])
             case Changed(node, changes):
                 self._change(node, changes)
             case SummaryEnded():

@@ -205,9 +205,9 @@ class SummaryEnded(JournalEntry, frozen=True):
     """All has been said again: nothing before the SummaryBegun is needed but Accepted, Output and Ended."""
 
 
-class NodeImage(JournalEntry, frozen=True):
-    """A ledger as it is. `free` is the stack of free pages; the rest by admission and epoch. Pages are int32.
-    Written by form 1 of the journal only."""
+class NodePart(JournalEntry, frozen=True):
+    """Part of a ledger as it was at the SummaryBegun before: stack and lists of all parts, in order, are the whole.
+    `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
 
     node: str
     pages_total: int
@@ -215,10 +215,6 @@ class NodeImage(JournalEntry, frozen=True):
     budgets: tuple[BudgetImage, ...]
     holdings: tuple[HoldingImage, ...]
     quarantines: tuple[tuple[EpochKey, bytes], ...]
-
-
-class NodePart(NodeImage, frozen=True):
-    """Part of a ledger as it was at the SummaryBegun before; stack and lists of all parts, in order, are the whole."""
 
 
 class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
@@ -249,16 +245,6 @@ class Output(JournalEntry, frozen=True):
     durable_tokens: int
 
 
-class Summary(JournalEntry, frozen=True):
-    """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
-
-    arrivals: int
-    admissions: int
-    ordered: tuple[Ordered, ...] = ()
-    stays: tuple[Admission, ...] = ()
-    departed: tuple[Departed, ...] = ()
-
-
 def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> Struck:
     """Of (slot, strikes, mark) for each."""
     return Struck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
@@ -283,8 +269,6 @@ Record: TypeAlias = (
     | SummaryEnded
     | NodePart
     | Output
-    | Summary
-    | NodeImage
 )
 
 #: Records that outlive a summary, until their request is forgotten.

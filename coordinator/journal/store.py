@@ -40,10 +40,8 @@ from coordinator.journal.journal import JournalError
 from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode_all, encode
 from metrics.state import JournalCounters
 
-#: The form of the file; a journal of a later one is refused.
+#: The form of the file; a journal of any other is refused.
 VERSION: Final = 2
-#: The form before: the same without `summary`, and with summaries whole in one commit. Opening it makes it this one.
-VERSION_BEFORE: Final = 1
 #: Bytes written without a summary until one is wanted: more than a minute at 88k tokens per second.
 SUMMARY_BYTES: Final = 128 * 1024 * 1024
 #: The same on a disk that is short: what a summary saves is what running work can go on with.
@@ -281,11 +279,11 @@ def open_store(path: Path, counters: JournalCounters) -> SqliteStore:
         for setting in _SETTINGS:
             connection.execute(setting)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version in (0, VERSION_BEFORE):
+        if version == 0:
             connection.execute(f"PRAGMA user_version = {VERSION}")
     except (OSError, sqlite3.Error) as error:
         raise _unusable(path, str(error)) from error
-    if version not in (0, VERSION_BEFORE, VERSION):
+    if version not in (0, VERSION):
         raise _unusable(path, f"it has form {version}, this hisparse writes form {VERSION}")
     return SqliteStore(path, connection, counters)
 
