@@ -29,14 +29,14 @@ from coordinator.memory.ledger import EpochKey
 from coordinator.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
 
 
-class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base: one array whose first element names the record."""
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Base: one array, whose first element is the record's tag. A tag is part of the form: classes may be renamed."""
 
 
 # ---------------------------------------------------------------- of a request
 
 
-class Accepted(JournalEntry, frozen=True):
+class Accepted(JournalEntry, frozen=True, tag="accepted"):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
     seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `admission`
     is how it was asked to come to its worker."""
@@ -53,7 +53,7 @@ class Accepted(JournalEntry, frozen=True):
     admission: str = AUTO
 
 
-class Ordered(JournalEntry, frozen=True):
+class Ordered(JournalEntry, frozen=True, tag="ordered"):
     """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
 
     slot: int
@@ -63,7 +63,7 @@ class Ordered(JournalEntry, frozen=True):
     reason: str = ""
 
 
-class Admission(JournalEntry, frozen=True):
+class Admission(JournalEntry, frozen=True, tag="admission"):
     """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
@@ -77,7 +77,7 @@ class Admission(JournalEntry, frozen=True):
     ticket: int = 0
 
 
-class HandedOver(JournalEntry, frozen=True):
+class HandedOver(JournalEntry, frozen=True, tag="handed-over"):
     """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
     under `ticket`."""
 
@@ -90,7 +90,7 @@ class HandedOver(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class Departed(JournalEntry, frozen=True):
+class Departed(JournalEntry, frozen=True, tag="departed"):
     """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
     `first_token` belongs to them when nothing of the output was said yet."""
 
@@ -99,7 +99,7 @@ class Departed(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class Struck(JournalEntry, frozen=True):
+class Struck(JournalEntry, frozen=True, tag="struck"):
     """`worker` died with these on it (coordinator.scheduling.suspicion): how many strikes each has by now, and at how
     many generated tokens. Parallel int32 arrays."""
 
@@ -109,7 +109,7 @@ class Struck(JournalEntry, frozen=True):
     marks: bytes
 
 
-class Ended(JournalEntry, frozen=True):
+class Ended(JournalEntry, frozen=True, tag="ended"):
     """The last word on a request; all of its tokens come before."""
 
     slot: int
@@ -120,7 +120,7 @@ class Ended(JournalEntry, frozen=True):
     at_s: float
 
 
-class Forgotten(JournalEntry, frozen=True):
+class Forgotten(JournalEntry, frozen=True, tag="forgotten"):
     """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32; `arrivals` is
     the highest number that any request had so far."""
 
@@ -131,7 +131,7 @@ class Forgotten(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of a node
 
 
-class PoolOpened(JournalEntry, frozen=True):
+class PoolOpened(JournalEntry, frozen=True, tag="pool-opened"):
     """A node's pool, as the first of its workers described it: a fresh ledger of `capacity.host_pages`."""
 
     node: str
@@ -139,7 +139,7 @@ class PoolOpened(JournalEntry, frozen=True):
     model: ModelInfo
 
 
-class Joined(JournalEntry, frozen=True):
+class Joined(JournalEntry, frozen=True, tag="joined"):
     """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
 
     node: str
@@ -152,7 +152,7 @@ class Joined(JournalEntry, frozen=True):
     boot: str = ""
 
 
-class Drained(JournalEntry, frozen=True):
+class Drained(JournalEntry, frozen=True, tag="drained"):
     """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
     and the next one if its number follows."""
 
@@ -162,11 +162,11 @@ class Drained(JournalEntry, frozen=True):
     handover: bool
 
 
-class Undrained(JournalEntry, frozen=True):
+class Undrained(JournalEntry, frozen=True, tag="undrained"):
     worker: str
 
 
-class Changed(JournalEntry, frozen=True):
+class Changed(JournalEntry, frozen=True, tag="changed"):
     """Changes of a node's ledger, in order."""
 
     node: str
@@ -176,7 +176,7 @@ class Changed(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of all
 
 
-class Tokens(JournalEntry, frozen=True):
+class Tokens(JournalEntry, frozen=True, tag="tokens"):
     """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
     many rows are durable by now."""
 
@@ -190,7 +190,7 @@ class Tokens(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of a summary
 
 
-class SummaryBegun(JournalEntry, frozen=True):
+class SummaryBegun(JournalEntry, frozen=True, tag="summary-begun"):
     """From here on everything is said again, a little in each commit (coordinator.journal.summary): the highest numbers
     given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
@@ -201,11 +201,11 @@ class SummaryBegun(JournalEntry, frozen=True):
     drains: tuple[Drained, ...] = ()
 
 
-class SummaryEnded(JournalEntry, frozen=True):
+class SummaryEnded(JournalEntry, frozen=True, tag="summary-ended"):
     """All has been said again: nothing before the SummaryBegun is needed but Accepted, Output and Ended."""
 
 
-class NodePart(JournalEntry, frozen=True):
+class NodePart(JournalEntry, frozen=True, tag="node-part"):
     """Part of a ledger as it was at the SummaryBegun before: stack and lists of all parts, in order, are the whole.
     `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
 
@@ -236,7 +236,7 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
-class Output(JournalEntry, frozen=True):
+class Output(JournalEntry, frozen=True, tag="output"):
     """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
 
     slot: int

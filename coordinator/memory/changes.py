@@ -11,50 +11,50 @@ from coordinator.memory.ledger import NO_PAGES, Ledger, Memory
 from coordinator.messages import WorkerCapacity
 
 
-class LedgerChange(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base: tagged, so that a change can be written down and read again."""
+class LedgerChange(msgspec.Struct, frozen=True, array_like=True):
+    """Base: tagged, so that a change can be written down and read again. Tags are part of the journal's form."""
 
 
-class AddWorker(LedgerChange, frozen=True):
+class AddWorker(LedgerChange, frozen=True, tag="add-worker"):
     worker: str
     epoch: int
     capacity: WorkerCapacity
 
 
-class LoseWorker(LedgerChange, frozen=True):
+class LoseWorker(LedgerChange, frozen=True, tag="lose-worker"):
     worker: str
     epoch: int
     proved_exit: bool
 
 
-class ProveExit(LedgerChange, frozen=True):
+class ProveExit(LedgerChange, frozen=True, tag="prove-exit"):
     worker: str
     epoch: int
 
 
-class Reserve(LedgerChange, frozen=True):
+class Reserve(LedgerChange, frozen=True, tag="reserve"):
     admission: int
     worker: str
     want: Memory
     take_over: int | None = None
 
 
-class Extend(LedgerChange, frozen=True):
+class Extend(LedgerChange, frozen=True, tag="extend"):
     admission: int
     more: Memory
 
 
-class Shrink(LedgerChange, frozen=True):
+class Shrink(LedgerChange, frozen=True, tag="shrink"):
     admission: int
     less: Memory
 
 
-class Keep(LedgerChange, frozen=True):
+class Keep(LedgerChange, frozen=True, tag="keep"):
     admission: int
     pages: int
 
 
-class Release(LedgerChange, frozen=True):
+class Release(LedgerChange, frozen=True, tag="release"):
     admission: int
 
 
