@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from coordinator.cli import demo, fleet, keys, model, requests, serve, size, submit, top
+from coordinator.cli import demo, fleet, journal, keys, model, requests, serve, size, submit, top
 from coordinator.cli.common import RootGroup, exit_code_lines, show_version
 
 
@@ -37,7 +37,7 @@ def _root() -> RootGroup:
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.release_quarantine),
-        *(fleet.stop, keys.keys),
+        *(fleet.stop, keys.keys, journal.journal),
     ):
         root.add_command(command)
     return root

@@ -95,7 +95,7 @@ def check_private(path: Path) -> None:
 
 
 class Mark:
-    """The mark of one journal, and the lock on it. `head` is the newest that is whole, None if there is none;
+    """The mark of one journal, and the lock on both. `head` is the newest that is whole, None if there is none;
     `is_blank`: there never was one.
 
     Raises OSError, and BlockingIOError when another process holds the journal.
@@ -107,7 +107,7 @@ class Mark:
         self._file = os.open(head_path(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         self._synced_at = 0.0
         try:
-            self._lock(fcntl.LOCK_EX if is_kept else fcntl.LOCK_SH)
+            self._lock()
             slots = [os.pread(self._file, SLOT_BYTES, at) for at in (0, SLOT_BYTES)]
         except BaseException:
             os.close(self._file)
@@ -116,11 +116,11 @@ class Mark:
         heads = map(unpack, slots)
         self.head = max((it for it in heads if it is not None), key=lambda head: head.commits, default=None)
 
-    def _lock(self, kind: int) -> None:
+    def _lock(self) -> None:
         until = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                return fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise

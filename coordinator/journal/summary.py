@@ -71,7 +71,7 @@ class Summarizing:
         for _ in range(min(REQUESTS_EACH, len(self._slots))):
             known = self._book.requests.get(self._slots[0])
             if known is not None:
-                facts += _facts_of(known)
+                facts += facts_of(known)
                 output = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
                 outputs += [output] if output else []
                 room -= len(output.tokens) // 4 if output else 0
@@ -81,7 +81,7 @@ class Summarizing:
         return facts, outputs
 
 
-def _facts_of(known: Known) -> Iterator[Record]:
+def facts_of(known: Known) -> Iterator[Record]:
     """All but what every request begins with."""
     slot, stay = known.accepted.slot, known.stay
     if known.ended is None and known.ordered != no_order(slot):
