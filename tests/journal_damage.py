@@ -49,6 +49,7 @@ class Life(JournalMachine):
         self.store = store
         self.dice = dice
         self.accepted: dict[str, Accepted] = {}
+        self.truths: list[list[Record]] | None = None  # what a start may find, after each commit from now on
         super().__init__()
 
     def write(self, *records: Record) -> None:
@@ -56,6 +57,8 @@ class Life(JournalMachine):
         super().write(*records)
         self.accepted |= {it.request_id: it for it in records if isinstance(it, Accepted)}
         self.store.write_now(self.records[written:])
+        if self.truths is not None:
+            self.truths.append(self.store.read())
 
     def step(self) -> None:
         dice, pick = self.dice, self.dice.randrange(64)
@@ -102,21 +105,18 @@ def _live(number: int, dice: random.Random, place: Path) -> Base:
             life.step()
             if step == STEPS * 2 // 3:
                 earlier = _files(place)
-        truths, marked = [store.read()], _files(place)[NAME + ".head"]
+        life.truths, marked = [store.read()], _files(place)[NAME + ".head"]
         if number % 4 == 3:
-            life.order(0, True, "")
+            life.submit(0)
             life.write(Ordered(0, held=False, forced_slots=-1))
-            store.read()
     if number % 4 == 2:
         store.close()
     files = _files(place)
     if number % 4 == 3:
-        after = store.read()
-        truths += [after[:count] for count in range(len(truths[0]) + 1, len(after) + 1)]
         files[NAME + ".head"] = marked
     if number % 4 != 2:
         store.close()
-    return Base(files, earlier, tuple(truths), life.accepted)
+    return Base(files, earlier, tuple(life.truths), life.accepted)
 
 
 def _prompt(number: int) -> dict[str, object]:

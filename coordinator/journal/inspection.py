@@ -35,6 +35,7 @@ ROWS: Final = "SELECT number, slot, body, digest, head FROM records WHERE number
 SQL_ERRORS: Final = (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError)
 #: Damaged places of one file that are named, and looked for.
 DAMAGES_MAX: Final = 100
+DAMAGE_CHARS_MAX: Final = 300
 
 _HEADER_BYTES: Final = 100
 _FORM_AT: Final = 60
@@ -104,7 +105,9 @@ def open_read_only(path: Path, *, with_log: bool = True) -> sqlite3.Connection:
     if not path.stat().st_size:  # SQLite would take the log away from an empty file
         raise sqlite3.DatabaseError("the file is empty")
     options = "mode=ro" if has_log else "mode=ro&immutable=1"
-    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?{options}", uri=True, isolation_level=None)
+    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{options}", uri=True, isolation_level=None)
+    connection.text_factory = lambda text: text.decode(errors="replace")
+    return connection
 
 
 def drop_index(path: Path) -> None:
@@ -144,7 +147,7 @@ class _Found:
 
     def note(self, damage: str) -> None:
         if len(self.damages) < DAMAGES_MAX:
-            self.damages.append(damage)
+            self.damages.append(damage[:DAMAGE_CHARS_MAX].encode("ascii", "backslashreplace").decode())
 
     def take(self, connection: sqlite3.Connection) -> None:
         tables = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
