@@ -23,6 +23,7 @@ PURE = [
     "http/chat",
     "http/errors",
     "journal/book",
+    "journal/chain",
     "journal/inventory",
     "journal/records",
     "journal/recovery",

@@ -37,7 +37,7 @@ def _root() -> RootGroup:
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, fleet.workers, fleet.pool, fleet.drain, fleet.undrain, fleet.audit, fleet.release_quarantine),
-        *(fleet.stop, keys.keys, journal.journal),
+        *(fleet.stop, journal.journal, keys.keys),
     ):
         root.add_command(command)
     return root
