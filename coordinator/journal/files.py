@@ -13,7 +13,7 @@ A mark goes into one of two slots in turn, each in a sector of its own, so that 
 is written at once and synced every MARK_SYNC_S: a mark that only a power cut can lose costs no fsync. Until then a
 power cut *and* a damaged end of the log, of commits of that time, are not told from a power cut alone.
 
-The mark's file is the lock, too: it is held by whoever has the journal open.
+The mark's file is also the lock of the process that has the journal open.
 
 Rejected: an fsync for each mark (commits took 1.7 to 2 times as long on a disk); the mark ahead of its commit, synced
 together with it (a crash between the two would look like damage); frames of SQLite's log read by code of our own (what
@@ -76,7 +76,7 @@ def unusable(path: Path, reason: str, remedy: str = "") -> ConfigError:
 
 def check_private(path: Path) -> None:
     """Raise ConfigError unless each file of the journal that exists is a regular one that only its owner may open: it
-    has everybody's prompts and outputs, and what it says is believed."""
+    has the prompts and outputs of all users, and its records are believed."""
     for file in files_of(path):
         with suppress(FileNotFoundError):
             status = os.lstat(file)

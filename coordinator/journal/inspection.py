@@ -65,7 +65,7 @@ def read_form(path: Path) -> FileForm:
 
 
 def inspect(path: Path, mark: Mark | None) -> Inspection:
-    """Of a journal that nobody else has open. Raises ConfigError when it is none of this form, OSError."""
+    """Of a journal that no other process has open. Raises ConfigError when it is none of this form, OSError."""
     _check_form(path, mark)
     head = mark.head if mark else None
     found = _Found()
