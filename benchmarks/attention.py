@@ -29,9 +29,10 @@ from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us,
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import machine
 from kernels.attention import attend_rows
-from kernels.layout import PAGE_TOKENS, Geometry
+from kernels.layout import Geometry
 from kernels.row_format import kv_row_format
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS
 
 HEADS, LATENT, ROPE, TOPK, HOT_SLOTS, CONTEXT = 128, 512, 64, 2048, 4096, 32_768
 SCALING = 192**-0.5

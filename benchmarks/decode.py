@@ -39,20 +39,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.swap_in import machine
-from coordinator.arrays import pack_int32
-from coordinator.messages import Admit, Event, Sampling, WorkerCapacity
-from coordinator.settings import WorkerSettings
-from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
-from worker.executor import Executor
+from protocol.arrays import pack_int32
+from protocol.messages import Admit, Event, Sampling, WorkerCapacity
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from worker.device.sizing import Sizing
+from worker.loop.executor import Executor
+from worker.loop.swap import Swap
 from worker.runners import transformers_dsa
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.sizing import Sizing
 from worker.streams import Fence, make_streams
-from worker.swap import Swap
 
 RESIDENT_AT_32K: Final = 16
 CONTEXTS: Final = (32_768, 131_072, 8_192)
@@ -106,11 +107,11 @@ class Clock:
         self.steps: list[float] = []
         self.events: list[Event] = []
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
-        if slot == 0:
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        if request_index == 0:
             self.steps.append(time.perf_counter())
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Durable lengths have no reader here."""
 
     def add_event(self, event: Event) -> None:
@@ -212,7 +213,7 @@ def keep_nothing(swap: Swap, plan: BackupPlan, rows: int) -> tuple[Fence, Fence]
 def plain_model() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(transformers_dsa, "swap_in", look_up))
-        stack.enter_context(patch("worker.decode.begin_step", open_rows))
+        stack.enter_context(patch("worker.loop.decode.begin_step", open_rows))
         stack.enter_context(patch.object(Swap, "backup", keep_nothing))
         yield
 
@@ -279,8 +280,8 @@ def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vo
     for number in range(cell.concurrency):
         executor.submit(
             Admit(
-                admission=number + 1,
-                slot=number,
+                placement=number + 1,
+                request_index=number,
                 request_id=f"bench-{number}",
                 prompt=pack_int32([(number + 37 * token) % vocab for token in range(cell.context)]),
                 generated=pack_int32([number % vocab]),

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from worker.host_memory import file_system_room, memory_room
-from worker.pool_file import HEADER_BYTES, remove_pool
-from worker.registration import (
+from worker.pool.file import HEADER_BYTES, remove_pool
+from worker.pool.host_memory import file_system_room, memory_room
+from worker.pool.registration import (
     TOUCH_BYTES,
     CudaRegistrar,
     FirstTouch,

@@ -34,10 +34,11 @@ from benchmarks.swap_in import machine
 from kernels.cuda.index_topk import index_topk as launch
 from kernels.cuda.index_topk import scratch_bytes, scratch_of
 from kernels.index_topk import index_key_format, index_topk, prepare_index
-from kernels.layout import PAGE_TOKENS, Geometry
+from kernels.layout import Geometry
 from kernels.reference.index_topk import top_positions
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.units import PAGE_TOKENS
 
 HEADS, DIM, TOPK, SCALE = 64, 128, 2048, 128**-0.5
 KINDS = ("bfloat16", "fp8")

@@ -35,18 +35,19 @@ from torch import Tensor
 
 from benchmarks import coordinator as fleet
 from benchmarks import decode
-from coordinator.gateway.token_times import TokenTimes
-from coordinator.messages import ModelInfo
-from coordinator.settings import WorkerSettings
-from kernels.layout import Geometry, pages_for
+from coordinator.tokens.token_times import TokenTimes
+from kernels.layout import Geometry
 from kernels.state import DeviceState, StepBatch
 from metrics.state import Buckets, FenceWaits, WaitCounters, WorkerCounters
-from tests.prometheus_rig import free_port
-from worker.decode import TIMED_EVERY
-from worker.executor import Executor
+from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import pages_for
+from tests.support.prometheus_rig import free_port
+from worker.loop.decode import TIMED_EVERY
+from worker.loop.executor import Executor
 from worker.runners.base import SamplerState, StepOutputs
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.streams import Streams, make_streams
 
 #: Of one decode step of SEATS requests on the host.
@@ -171,7 +172,7 @@ def measure_steps(options: argparse.Namespace) -> bool:
     with ExitStack() as stack:
         stack.enter_context(patch.object(decode, "TOKENS_AHEAD", (BLOCK + 4) * (options.blocks + 4)))
         if not is_gpu:
-            for name in ("worker.decode.begin_step", "worker.swap.copy_rows_to_host"):
+            for name in ("worker.loop.decode.begin_step", "worker.loop.swap.copy_rows_to_host"):
                 stack.enter_context(patch(name, _nothing))
         executor = gpu_executor(clock, options) if is_gpu else still_executor(clock)
         decode.turn_until(executor, clock, BLOCK)

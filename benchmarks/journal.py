@@ -2,7 +2,7 @@
 
 The real actor (group commit) over a real file, token log, books and ledgers of `--requests` live requests, all of them
 decoding: every worker reports one token of each of its requests at the offered rate, and pages are given as they fill
-up. Beside them one probe appends a record, waits for its commit, and again: what a verb's answer waits for.
+up. Beside them one probe appends a record, waits for its commit, and again: what a command's answer waits for.
 
     commit_*_ms      from a probe's append to its commit; `in summary` of those during which a summary was under way
     group_*_ms       of the store alone: one transaction with its fsync
@@ -26,28 +26,29 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator import garbage
-from coordinator.arrays import pack_int32, pack_int64
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book
+from coordinator import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import (
-    Accepted,
-    Admission,
-    Changed,
-    Joined,
-    Ordered,
+    LedgerChanged,
     PoolOpened,
     Record,
+    RequestAccepted,
+    RequestOrdered,
+    RequestPlaced,
     SummaryEnded,
+    WorkerJoined,
 )
+from coordinator.journal.state import JournalState
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
-from coordinator.memory.ledger import Ledger, Memory
-from coordinator.messages import ModelInfo, Progress, Sampling, WorkerCapacity
+from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.scheduler import TICK_S
-from kernels.layout import PAGE_TOKENS
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
+from protocol.arrays import pack_int32, pack_int64
+from protocol.messages import ModelInfo, Progress, Sampling, WorkerCapacity
+from protocol.sizing import Memory
+from protocol.units import PAGE_TOKENS
 
 WORKERS: Final = 16
 PROMPT_TOKENS: Final = 2_048
@@ -99,7 +100,7 @@ class Load:
         self._capacity = WorkerCapacity(
             per_worker, chunks, chunks, chunks, pages, 1 << 20, (4096,), 8, 2, pool_path="/bench.pool"
         )
-        self._slots = np.arange(requests, dtype=np.int32)
+        self._request_indices = np.arange(requests, dtype=np.int32)
         self._positions = np.zeros(requests, np.int32)
         self._granted = np.zeros(requests, np.int32)
         self.tokens = 0
@@ -108,41 +109,47 @@ class Load:
         """Everybody is there and has the pages of its prompt."""
         self._journal.append([PoolOpened(NODE, self._capacity, MODEL)])
         for name in (f"w{number}" for number in range(WORKERS)):
-            self._change(AddWorker(name, 1, self._capacity), Joined(NODE, name, 1, self._capacity, MODEL))
+            self._change(AddWorker(name, 1, self._capacity), WorkerJoined(NODE, name, 1, self._capacity, MODEL))
         pages = PROMPT_TOKENS // PAGE_TOKENS + GRANT_PAGES
-        for number in range(len(self._slots)):
-            slot, worker, admission = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
+        for number in range(len(self._request_indices)):
+            request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
-            asked = Accepted(slot, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time())
+            asked = RequestAccepted(
+                request_index, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time()
+            )
             self._journal.append([asked])
-            stay = Admission(slot, admission, NODE, worker, 1, 0)
-            self._change(Reserve(admission, worker, Memory(pages, 1, pages, 0)), stay)
-            self._token_log.begin_admission(slot, admission, PROMPT_TOKENS, 1 << 30)
-            self._token_log.bind(slot, number % WORKERS)
-            self._granted[slot] = GRANT_PAGES * PAGE_TOKENS
+            stay = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
+            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
+            self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
+            self._token_log.bind(request_index, number % WORKERS)
+            self._granted[request_index] = GRANT_PAGES * PAGE_TOKENS
 
     def _change(self, change: Change, *notes: Record) -> None:
         apply(self._ledger, change)
-        self._journal.append([Changed(NODE, (change,)), *notes])
+        self._journal.append([LedgerChanged(NODE, (change,)), *notes])
 
     def report(self, worker: int) -> None:
         """One decode step of a worker."""
-        slots = self._slots[worker::WORKERS]
-        starts = self._positions[slots]
-        ones = np.ones(len(slots), np.int32)
+        request_indices = self._request_indices[worker::WORKERS]
+        starts = self._positions[request_indices]
+        ones = np.ones(len(request_indices), np.int32)
         said = (ones, starts % 32_000, PROMPT_TOKENS + starts)
         packed = (pack_int32(it) for it in (starts, *said))
-        self._token_log.append(Progress(pack_int32(slots), pack_int64(slots.astype(np.int64) + 1), *packed), worker)
-        self._positions[slots] += 1
-        self.tokens += len(slots)
+        self._token_log.append(
+            Progress(pack_int32(request_indices), pack_int64(request_indices.astype(np.int64) + 1), *packed), worker
+        )
+        self._positions[request_indices] += 1
+        self.tokens += len(request_indices)
         self._journal.tokens_arrived()
-        for slot in slots[self._positions[slots] + PAGE_TOKENS > self._granted[slots]].tolist():
-            self._granted[slot] += GRANT_PAGES * PAGE_TOKENS
-            self._change(Extend(slot + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
+        for request_index in request_indices[
+            self._positions[request_indices] + PAGE_TOKENS > self._granted[request_indices]
+        ].tolist():
+            self._granted[request_index] += GRANT_PAGES * PAGE_TOKENS
+            self._change(Extend(request_index + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
 
     async def run(self, rate: float) -> None:
         """Reports in turn, `rate` tokens a second; what the loop is too slow for is not made up."""
-        interval = len(self._slots) / WORKERS / rate
+        interval = len(self._request_indices) / WORKERS / rate
         worker, due = 0, trio.current_time()
         while True:
             self.report(worker)
@@ -162,7 +169,7 @@ class Probe:
     async def commit(self) -> None:
         for number in range(1 << 62):
             began, in_summary = time.perf_counter(), self._journal.is_summarizing
-            await self._journal.append([Ordered(number % 64, held=False, forced_slots=-1)]).wait()
+            await self._journal.append([RequestOrdered(number % 64, held=False, forced_slots=-1)]).wait()
             in_summary = in_summary or self._journal.is_summarizing
             self.commits.append((time.perf_counter() - began, in_summary))
             await trio.sleep(PROBE_INTERVAL_S)
@@ -203,7 +210,7 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 async def measure(options: argparse.Namespace, place: Path) -> dict[str, float]:
     store = open_store(place / "journal.sqlite", JournalCounters())
     timed, token_log = TimedStore(store), TokenLog(options.requests, journalled=True)
-    journal = GroupCommit(timed, Book(), token_log, on_tokens=lambda: None)
+    journal = GroupCommit(timed, JournalState(), token_log, on_tokens=lambda: None)
     load, probe = Load(journal, token_log, options.requests), Probe(journal)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(journal.run)

@@ -34,25 +34,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode import Clock, sizing_of
-from coordinator.arrays import pack_int32
-from coordinator.messages import NO_HOT_BUFFER, Admit, ModelInfo, Released, Sampling, Staged
-from coordinator.settings import WorkerSettings
-from coordinator.sizes import parse_size
-from kernels.layout import Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
 from kernels.rows import write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch
-from worker.executor import Executor
-from worker.host_pool import HostPool
-from worker.layer_groups import LayerGroups
-from worker.pool_file import HEADER_BYTES
-from worker.registration import CudaRegistrar
+from protocol.arrays import pack_int32
+from protocol.byte_sizes import parse_size
+from protocol.messages import NO_HOT_BUFFER, Admit, ModelInfo, Released, Sampling, Staged
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.pool.file import HEADER_BYTES
+from worker.pool.host_pool import MappedPool
+from worker.pool.registration import CudaRegistrar
 from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, nobody
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.streams import Streams, make_streams
 from worker.transfer import Layout, PoolMemory, open_receiver, open_sender
+from worker.transfer.layer_groups import LayerGroups
 from worker.transfer.sender import PageSender
-from worker.transfers import Transfers
+from worker.transfer.transfers import Transfers
 
 RESULTS: Final = Path(__file__).with_name("results")
 MODEL: Final = "synthetic"
@@ -135,7 +136,7 @@ def receive(options: argparse.Namespace) -> None:
     layers, row_bytes, index_row_bytes, topk, pages = json.loads(options.receive)
     geometry = Geometry(layers, row_bytes, tuple(range(layers)), index_row_bytes, topk)
     path = options.dir / f"hisparse-bench-{os.getpid()}.pool"
-    pool = HostPool.open(path, geometry, pages, MODEL)
+    pool = MappedPool.open(path, geometry, pages, MODEL)
     memory = PoolMemory(pool.pages.numpy(), str(path), HEADER_BYTES, pool.pool_id)
     layout, address = Layout.of(geometry, MODEL), "tcp://127.0.0.1:0"
     receiver = open_receiver(options.engine, memory, layout, name="bench-receiver", address=address)
@@ -156,7 +157,7 @@ class Bench:
     """One executor; its figures by name, of all rounds."""
 
     def __init__(
-        self, options: argparse.Namespace, runner: Runner, pool: HostPool, memory: PoolMemory, group_bytes: str
+        self, options: argparse.Namespace, runner: Runner, pool: MappedPool, memory: PoolMemory, group_bytes: str
     ) -> None:
         pages, g = pages_for(options.tokens), runner.geometry
         sizing = sizing_of(
@@ -202,8 +203,8 @@ class Bench:
         began = time.perf_counter()
         self.executor.submit(
             Admit(
-                admission=ticket,
-                slot=0,
+                placement=ticket,
+                request_index=0,
                 request_id=f"bench-{ticket}",
                 prompt=pack_int32(prompt),
                 generated=b"",
@@ -256,7 +257,7 @@ def measure(options: argparse.Namespace) -> None:
         runner = synthetic_runner(config, device=options.device)
     geometry, pages = runner.geometry, pages_for(options.tokens)
     path = options.dir / f"hisparse-bench-{os.getpid()}.pool"
-    pool = HostPool.open(path, geometry, pages + 1, MODEL)
+    pool = MappedPool.open(path, geometry, pages + 1, MODEL)
     if is_gpu:
         pool.register(CudaRegistrar(options.device), threading.Event())
     memory = PoolMemory(pool.pages.numpy(), str(path), HEADER_BYTES, pool.pool_id)

@@ -27,17 +27,17 @@ import torch
 
 from benchmarks.decode import LOOKAHEAD, TAIL_SLOTS, Clock, make_pool, sizing_of
 from benchmarks.swap_in import machine
-from coordinator.arrays import pack_int32
-from coordinator.messages import Admit, Event, Released, Sampling, Staged, Withdraw
-from coordinator.settings import WorkerSettings
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.state import DeviceState
-from worker.executor import Executor
+from protocol.arrays import pack_int32
+from protocol.messages import Admit, Event, Released, Sampling, Staged, Withdraw
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.loop.swap import PIECE_TOKENS
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.streams import make_streams
-from worker.swap import PIECE_TOKENS
 
 NEW_TOKENS: Final = 64
 REPEATS: Final = 7
@@ -79,9 +79,9 @@ def measure_copies(state: DeviceState, context: int) -> dict[str, float]:
         for piece in token.split(PIECE_TOKENS)
     ]
 
-    def move(verb: Callable[..., None]) -> None:
+    def move(command: Callable[..., None]) -> None:
         for piece in places:
-            verb(state, *piece)
+            command(state, *piece)
 
     size = pages * state.geometry.page_bytes
     device, host = state.rows.view(-1)[:size], state.host.view(-1)[:size]
@@ -116,11 +116,11 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     prompt = pack_int32([(number + 37 * token) % vocab for token in range(context)])
     hot_chunks = managed_chunks(hot_slots) if hot_slots else pages
 
-    def admit(admission: int, durable: int, generated: list[int]) -> Admit:
+    def admit(placement: int, durable: int, generated: list[int]) -> Admit:
         return Admit(
-            admission=admission,
-            slot=0,
-            request_id=f"stay-{admission}",
+            placement=placement,
+            request_index=0,
+            request_id=f"stay-{placement}",
             prompt=prompt,
             generated=pack_int32(generated),
             durable_tokens=durable,
@@ -138,7 +138,7 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     turn_until(executor, lambda: len(reports.steps) >= 8)
     staged = reports.last(Staged)
     executor.submit(Withdraw(number))
-    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.admission == number)
+    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.placement == number)
     durable = reports.last(Released).durable_tokens
     reports.steps.clear()
     executor.submit(admit(number + 1, durable, list(range(durable - context + 1))))

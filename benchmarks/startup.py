@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import trio
 
-from coordinator.client.client import open_client
-from coordinator.errors import Unavailable
+from hisparse.client.client import open_client
+from protocol.errors import Unavailable
 
 READY_LIMIT_S: Final = 20.0
 POLL_S: Final = 0.005
 MIB: Final = 1024 * 1024
-CLI: Final = (sys.executable, "-m", "coordinator.cli")
+CLI: Final = (sys.executable, "-m", "hisparse.cli")
 
 
 def help_ms() -> float:

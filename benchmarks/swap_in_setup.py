@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kernels.begin_step import begin_step
 from kernels.cuda.launch import prepare
-from kernels.layout import PAGE_TOKENS, Geometry, managed_chunks
+from kernels.layout import Geometry
 from kernels.seat import init_managed
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from protocol.units import PAGE_TOKENS, managed_chunks
 
 STEPS: Final = 16  # of one graph
 TOPK: Final = 2048

@@ -32,8 +32,8 @@ import numpy as np
 
 from benchmarks.transfer_report import transfer
 from kernels.layout import Geometry
-from tests.netns_rig import namespaces
-from tests.transfer_rig import MODEL, make_pool
+from tests.support.netns_rig import namespaces
+from tests.support.transfer_rig import MODEL, make_pool
 from worker.transfer import Arrived, Delivered, Layout, PoolMemory, open_receiver, open_sender
 from worker.transfer.checksum import checksum, copy_with_checksum
 

@@ -33,16 +33,17 @@ from torch import Tensor
 
 from benchmarks.decode import TAIL_SLOTS, make_pool, sizing_of
 from benchmarks.swap_in import machine
-from coordinator.arrays import Int32Array, pack_int32
-from coordinator.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
-from coordinator.settings import WorkerSettings
-from kernels.layout import Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
 from kernels.state import StepBatch
-from worker.executor import Executor
-from worker.last_topk import unpack
+from protocol.arrays import Int32Array, pack_int32
+from protocol.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from protocol.units import managed_chunks, pages_for
+from worker.loop.executor import Executor
+from worker.loop.warm_start import unpack
 from worker.runners.base import Runner
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.text import make_tokenizer
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams
@@ -54,23 +55,23 @@ TURNS_MAX: Final = 100_000_000
 
 
 class Tokens:
-    """The executor's reports: when tokens came and which, by slot, and all events."""
+    """The executor's reports: when tokens came and which, by request, and all events."""
 
     def __init__(self) -> None:
         self.times: dict[int, list[float]] = {0: [], 1: []}
         self.ids: dict[int, list[int]] = {0: [], 1: []}
         self.released: dict[int, Released] = {}
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
-        self.times[slot].append(time.perf_counter())
-        self.ids[slot] += ids
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        self.times[request_index].append(time.perf_counter())
+        self.ids[request_index] += ids
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Durable lengths have no reader here."""
 
     def add_event(self, event: Event) -> None:
         if isinstance(event, Released):
-            self.released[event.admission] = event
+            self.released[event.placement] = event
 
 
 class Overlap:
@@ -110,20 +111,25 @@ class Bench:
         self.reports, self.streams = Tokens(), make_streams("cuda" if device == "cuda" else "inline")
         tokenizer = make_tokenizer("bytes")
         self.executor = Executor(runner, settings, sizing, self.streams, pool, tokenizer, self.reports)
-        self.admissions = 0
+        self.placements = 0
 
-    def admit(self, slot: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any) -> int:
+    def admit(
+        self, request_index: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any
+    ) -> int:
         """Slot 0 decodes all the time; 1 comes and goes. Returns the admission."""
-        self.admissions += 1
-        own = range(slot * self.pages, slot * self.pages + (self.pages if slot == 0 else pages_for(self.context + 64)))
+        self.placements += 1
+        own = range(
+            request_index * self.pages,
+            request_index * self.pages + (self.pages if request_index == 0 else pages_for(self.context + 64)),
+        )
         whole = {"hot_slots": self.hot_slots, "hot_chunks": managed_chunks(self.hot_slots)}
         self.executor.submit(
             Admit(
-                admission=self.admissions,
-                slot=slot,
-                request_id=f"r{self.admissions}",
+                placement=self.placements,
+                request_index=request_index,
+                request_id=f"r{self.placements}",
                 prompt=prompt,
-                generated=pack_int32(self.reports.ids[slot]),
+                generated=pack_int32(self.reports.ids[request_index]),
                 durable_tokens=released.durable_tokens if released else 0,
                 sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
                 host_pages=pack_int32(list(own)),
@@ -132,7 +138,7 @@ class Bench:
                 **(whole | form),
             )
         )
-        return self.admissions
+        return self.placements
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         for _ in range(TURNS_MAX):
@@ -152,7 +158,7 @@ class Bench:
         self.turn_until(lambda: number in self.reports.released)
         left = self.reports.released[number]
         if self.overlap is not None:
-            self.overlap.remember(1, unpack(left.last_topk, self.geometry, self.context))
+            self.overlap.remember(1, unpack(left.warm_start, self.geometry, self.context))
         return left
 
     def join(self, prompt: bytes, left: Released, *, warm: bool) -> dict[str, float]:
@@ -160,7 +166,7 @@ class Bench:
         del self.reports.ids[1][1:]
         self.settle()
         began, steps = time.perf_counter(), len(self.reports.times[0])
-        number = self.admit(1, prompt, 2, left, last_topk=left.last_topk if warm else b"")
+        number = self.admit(1, prompt, 2, left, warm_start=left.warm_start if warm else b"")
         self.turn_until(lambda: number in self.reports.released)
         self.settle()
         times, back = self.reports.times[0][steps - 1 :], self.reports.released[number]
@@ -169,7 +175,7 @@ class Bench:
             "selected": back.hits + back.misses,
             "next_token_ms": 1e3 * (self.reports.times[1][-1] - began),
             "longest_step_ms": 1e3 * max(after - before for before, after in pairwise(times)),
-            "last_topk_bytes": len(left.last_topk),
+            "last_topk_bytes": len(left.warm_start),
         }
 
     def measure(self, prompts: list[bytes], repeats: int) -> dict[str, dict[str, float]]:

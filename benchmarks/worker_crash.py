@@ -32,13 +32,13 @@ from typing import Any
 
 import trio
 
-from coordinator.client.client import Client
-from coordinator.cluster.keeper import Keeper
-from coordinator.cluster.up import Cluster, running_cluster
-from coordinator.config import HostFacts, build
-from coordinator.messages import Sampling
-from coordinator.settings import Config
-from kernels.layout import PAGE_TOKENS, pages_for
+from hisparse.client.client import Client
+from hisparse.cluster.keeper import Keeper
+from hisparse.cluster.up import Cluster, running_cluster
+from protocol.config import HostFacts, build
+from protocol.messages import Sampling
+from protocol.settings import Config
+from protocol.units import PAGE_TOKENS, pages_for
 
 #: Decoded before the worker is killed.
 DECODED = 24
@@ -114,7 +114,7 @@ async def one_round(cluster: Cluster, client: Client, tokens: int, name: str) ->
 
 async def _when(client: Client, name: str, event: str) -> float:
     while True:
-        at = [line.at_s for line in (await client.request(name)).story if line.event == event]
+        at = [line.at_s for line in (await client.request(name)).history if line.event == event]
         if at:
             return at[-1]
         await trio.sleep(0.002)

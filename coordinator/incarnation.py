@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 
 FILE_NAME: Final = "incarnation"
 

@@ -2,7 +2,7 @@
 
 start    locks and sockets; the number of this life; the journal, and what it recovers; actors; /metrics; one log line
          per thing that was sized
-run      until every request has ended after a stop was asked for (client verb, SIGTERM, SIGINT)
+run      until every request has ended after a stop was asked for (client command, SIGTERM, SIGINT)
 stop     refuse new work, let running work finish until the deadline; what is not finished then stays in the journal
          for the next life, without one it fails; flush what clients have not read, end the actors level by level
          (coordinator.actor); each of these is bounded
@@ -23,31 +23,24 @@ from typing import Final
 
 import trio
 
-from coordinator import garbage
+from coordinator import gc_policy as garbage
 from coordinator.actor import Level, Supervisor, open_supervisor
-from coordinator.errors import ConfigError
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
-from coordinator.gateway.token_log import TokenLog
 from coordinator.incarnation import next_incarnation
-from coordinator.journal.book import replay
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
-from coordinator.journal.recovery import recover
+from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
+from coordinator.listener.authentication import CurveGuard
+from coordinator.listener.connection_tracker import NEWCOMERS_MAX
+from coordinator.listener.descriptors import make_room
+from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
+from coordinator.listener.zap import AllowList, ZapHandler
+from coordinator.scheduling.recovery import recover
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.settings import NO_JOURNAL, ClusterSettings, Config
-from coordinator.transport.descriptors import make_room
-from coordinator.transport.endpoint_lock import make_private_dir
-from coordinator.transport.guards import Door
-from coordinator.transport.keys import Insecure, read_allowed, read_server_key
-from coordinator.transport.lobby import NEWCOMERS_MAX
-from coordinator.transport.sockets import ROUTER_QUEUE_MESSAGES, RouterSocket
-from coordinator.transport.zap import AllowList, ZapHandler
-from coordinator.version import our_version
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
-from metrics import logs
 from metrics.coordinator import (
     CoordinatorCollector,
     CoordinatorSources,
@@ -57,8 +50,15 @@ from metrics.coordinator import (
     coordinator_readiness,
 )
 from metrics.exporter import Exporter, serve
-from metrics.logs import fields, logger
 from metrics.state import CoordinatorCounters
+from protocol import logs
+from protocol.errors import ConfigError
+from protocol.logs import fields, logger
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
+from protocol.settings import NO_JOURNAL, ClusterSettings, Config
+from protocol.transport.keys import Insecure, read_allowed, read_server_key
+from protocol.transport.private_dir import make_private_dir
+from protocol.version import our_version
 
 #: How long running requests may finish after the first signal.
 SIGNAL_DEADLINE_S: Final = 30.0
@@ -76,7 +76,7 @@ log = logger("coordinator")
 
 
 def run_coordinator(config: Config) -> int:
-    """Serve until stopped; the exit code. `config` is resolved (coordinator.config).
+    """Serve until stopped; the exit code. `config` is resolved (protocol.config).
 
     Raises ConfigError or Unavailable when it cannot start. An actor's failure comes out as it is: the process ends.
     """
@@ -240,7 +240,7 @@ class Coordinator:
         if exporter is not None:
             log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
-    # ------------------------------------------------------------ doors
+    # ------------------------------------------------------------ listeners
 
     @property
     def _doors(self) -> dict[str, RouterSocket]:
@@ -338,10 +338,10 @@ def _is_tcp(endpoint: str) -> bool:
     return endpoint.startswith("tcp://")
 
 
-def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> Door | Insecure | None:
+def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | Insecure | None:
     if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
         return None
-    return Insecure() if cluster.insecure else Door(read_server_key(Path(cluster.keys_dir)), role)
+    return Insecure() if cluster.insecure else CurveGuard(read_server_key(Path(cluster.keys_dir)), role)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from coordinator.errors import BadInput
+from protocol.errors import BadInput
 
 Dimension = int | str
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes
 from kernels.state import DeviceState
+from protocol.errors import BadInput
 
 
 def copy_rows_to_host(

@@ -16,12 +16,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
-from kernels.layout import TOPK_MAX
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.errors import BadInput
+from protocol.units import TOPK_MAX
 
 QUERY_DTYPES: Final = (torch.float32, torch.bfloat16)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coordinator.errors import InternalError
-from kernels.layout import PAGE_TOKENS, SLOT_ABSENT, managed_chunks, pages_for
+from kernels.layout import SLOT_ABSENT
 from kernels.reference.lru import slot_rows
 from kernels.state import SLOT_MASK, DeviceState
+from protocol.errors import InternalError
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 
 def check_state(state: DeviceState, seat: int, length: int) -> None:

@@ -38,22 +38,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-PAGE_TOKENS: Final = 64
+from protocol.units import PAGE_TOKENS, SLOTS_MAX
+
 SLOT_ABSENT: Final = 0xFFFF
-SLOTS_MAX: Final = 32_768 + 64  # largest size class and its tail chunk
-TAIL_SLOTS_MAX: Final = 16
-TOPK_MAX: Final = 4_096
 QUEUE_SLOTS: Final = 512  # of an eviction queue's first ring
 QUEUE_RESERVE: Final = 1024  # of its second ring
 QUEUE_RING: Final = QUEUE_SLOTS + QUEUE_RESERVE
 QUEUE_WORDS: Final = 8  # its cursors
-CONTEXT_MAX_TOKENS: Final = 1_048_576
 OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the order of its batch
 OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
 OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent
-assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,3 @@ class Geometry:
 
     def layers_of_group(self, group: int) -> tuple[int, ...]:
         return tuple(layer for layer, g in enumerate(self.group_of_layer) if g == group)
-
-
-def pages_for(tokens: int) -> int:
-    """Pages (or chunks) that hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
-
-
-def managed_chunks(hot_slots: int) -> int:
-    """Chunks of a managed hot buffer of `hot_slots` slots, tail chunk included."""
-    return pages_for(hot_slots) + 1

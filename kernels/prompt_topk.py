@@ -8,8 +8,8 @@ from torch import Tensor
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
 from kernels.index_topk import QUERY_DTYPES, index_key_format
-from kernels.layout import TOPK_MAX
 from kernels.state import DeviceState
+from protocol.units import TOPK_MAX
 
 
 def prompt_topk(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 
 KINDS: Final = ("float32", "bfloat16", "fp8")
 #: Latent values under one scale.

@@ -29,8 +29,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.row_bytes import GROUP, KINDS, RowShape, index_key_shape, kv_row_shape
+from protocol.errors import BadInput
 
 E4M3_MAX: Final = 448.0
 #: Largest relative error of a quantised value that is no smaller than 2**-6 scales.

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS
 
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:

@@ -27,12 +27,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput, WrongState
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
-from kernels.layout import PAGE_TOKENS, SLOTS_MAX, managed_chunks
 from kernels.reference import seat as in_torch
 from kernels.state import DeviceState
+from protocol.errors import BadInput, WrongState
+from protocol.units import PAGE_TOKENS, SLOTS_MAX, managed_chunks
 
 
 def init_resident(state: DeviceState, seat: int) -> None:

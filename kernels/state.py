@@ -41,9 +41,10 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.check import Sizes
-from kernels.layout import OPENED_WORDS, PAGE_TOKENS, QUEUE_RING, QUEUE_WORDS, TAIL_SLOTS_MAX, Geometry
+from kernels.layout import OPENED_WORDS, QUEUE_RING, QUEUE_WORDS, Geometry
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS, TAIL_SLOTS_MAX
 
 ABSENT: Final = -1  # SLOT_ABSENT as the int16 that slot_of holds
 SLOT_MASK: Final = 0xFFFF

@@ -22,11 +22,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
-from kernels.layout import OPENED_WORDS, TOPK_MAX
+from kernels.layout import OPENED_WORDS
 from kernels.state import DeviceState, MissPlan, StepBatch
+from protocol.errors import BadInput
+from protocol.units import TOPK_MAX
 
 
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:

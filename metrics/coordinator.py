@@ -16,11 +16,11 @@ import trio
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from coordinator.errors import Unavailable
-from coordinator.messages import PoolRow, WorkerRow
 from metrics.exporter import Health
 from metrics.families import histogram, labelled, number, process_families
 from metrics.state import CoordinatorCounters
+from protocol.errors import Unavailable
+from protocol.messages import PoolRow, WorkerRow
 
 #: Longest that a healthy trio loop takes to run a callback; a turn of it is bounded by batches of messages.
 LOOP_LIMIT_S: Final = 5.0
@@ -128,7 +128,7 @@ def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     yield histogram("hisparse_journal_commit_seconds", counters.journal.commit_s)
     for name in ("commits", "records", "written_bytes", "errors"):
         yield number(f"hisparse_journal_{name}_total", getattr(counters.journal, name))
-    for name in ("submitted", "admissions", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
+    for name in ("submitted", "placements", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))
     for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps", "audits"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))

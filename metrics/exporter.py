@@ -23,8 +23,8 @@ from prometheus_client.core import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
-from coordinator.errors import ConfigError
-from metrics.logs import fields, logger
+from protocol.errors import ConfigError
+from protocol.logs import fields, logger
 
 #: Requests answered at the same time; the next connection is closed at once.
 CONNECTIONS_MAX: Final = 8

@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.process_collector import ProcessCollector
 
-from coordinator.errors import InternalError
 from metrics.names import BY_NAME, Kind, Metric
 from metrics.state import Buckets
+from protocol.errors import InternalError
 
 LabelValues = TypeVar("LabelValues", bound=str | tuple[str, ...])
 

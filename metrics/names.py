@@ -1,6 +1,6 @@
 """Every metric of every process: one table of name, kind, labels, unit, meaning and the question it answers.
 
-Collectors may export nothing that is not here, and must export everything that is (tests/test_metrics.py). Names follow
+Collectors may export nothing that is not here, and must export everything that is (test_metrics.py). Names follow
 Prometheus: base units, unit last, `_total` on counters. Totals are counters, never rates or ratios: a hit rate over any
 window is `rate(hits) / (rate(hits) + rate(misses))`, which a gauge overwritten per batch cannot give.
 

@@ -30,28 +30,28 @@ import torch
 import trio
 from transformers.utils.logging import disable_progress_bar
 
-from coordinator.config import pool_path
-from coordinator.errors import HiSparseError
-from coordinator.settings import Config, WorkerSettings
-from coordinator.transport.keys import access
-from coordinator.version import our_version
-from metrics import logs
 from metrics.exporter import Exporter, serve
-from metrics.logs import fields
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
-from worker.device_memory import cuda_device, free_device_bytes
-from worker.executor import Executor
-from worker.link import Link, Pace, connect_to
-from worker.link_state import Identity, LinkState
-from worker.outbox import Outbox
-from worker.pool_start import open_pool, size_pool
+from protocol import logs
+from protocol.config import pool_path
+from protocol.errors import HiSparseError
+from protocol.logs import fields
+from protocol.settings import Config, WorkerSettings
+from protocol.text import TokenizerFile, make_tokenizer, read_tokenizer
+from protocol.transport.keys import access
+from protocol.version import our_version
+from worker.device.gpu_memory import cuda_device, free_device_bytes
+from worker.device.sizing import Sizing, size_worker
+from worker.link.link import Link, Pace, connect_to
+from worker.link.link_state import Identity, LinkState
+from worker.link.outbox import Outbox
+from worker.loop.executor import Executor
+from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
-from worker.runners.text import TokenizerFile, make_tokenizer, read_tokenizer
 from worker.runners.transformers_dsa import load_runner
-from worker.sizing import Sizing, size_worker
 from worker.streams import make_streams
-from worker.transfers import check_transfer, open_transfers
+from worker.transfer.transfers import check_transfer, open_transfers
 
 EXIT_CLEAN: Final = 0
 #: The executor died, or did not release what it held within its bounds: EX_SOFTWARE.
@@ -73,7 +73,7 @@ def run_worker(config: Config) -> int:
         torch.set_num_threads(settings.threads)
     try:
         with interruptible() as halted:
-            worker = Worker(config, halted)
+            worker = WorkerProcess(config, halted)
     except StartInterruptedError as stop:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
@@ -84,7 +84,7 @@ def run_worker(config: Config) -> int:
             os._exit(EXIT_DEFECT)  # the end of the interpreter, and of CUDA, would wait for what hangs
 
 
-class Worker:
+class WorkerProcess:
     """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool."""
 
     def __init__(self, config: Config, halted: threading.Event) -> None:

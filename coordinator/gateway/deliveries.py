@@ -16,13 +16,13 @@ from typing import Final
 
 import trio
 
-from coordinator import messages
-from coordinator.gateway.connections import Connection, Connections
+from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
-from coordinator.gateway.token_log import TokenLog
 from coordinator.scheduling.events import Ending
-from metrics.logs import fields, logger
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.logs import fields, logger
 
 #: How soon a connection whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.05
@@ -48,7 +48,7 @@ class Deliveries:
         flush_interval_s: float,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.connections = Connections(connections_max, self._dropped)
+        self.connections = ClientConnections(connections_max, self._dropped)
         self._log = token_log
         self._counters = counters
         self._flush_interval_s = flush_interval_s
@@ -71,36 +71,36 @@ class Deliveries:
 
     def recovered(self, ending: Ending) -> None:
         """As `ended`, but it was counted in an earlier life."""
-        self._endings[ending.slot] = ending
-        self._subscriptions.finish(ending.slot)
+        self._endings[ending.request_index] = ending
+        self._subscriptions.finish(ending.request_index)
         self._news.set()
         self._ends.set()
 
-    def forgotten(self, slot: int) -> None:
+    def forgotten(self, request_index: int) -> None:
         """The slot is about to be reused."""
-        self._endings.pop(slot, None)
-        for index in self._subscriptions.forget(slot):
+        self._endings.pop(request_index, None)
+        for index in self._subscriptions.forget(request_index):
             self.connections.drop(self.connections[index], "did not read an output before it was forgotten")
 
     # ------------------------------------------------------------ what clients ask
 
-    def subscribe(self, connection: Connection, slot: int, cursor: int) -> int:
+    def subscribe(self, connection: ClientConnection, request_index: int, cursor: int) -> int:
         """The handle of the new subscription. Raises WrongState when this connection has one already."""
-        handle = self._subscriptions.add(connection.index, slot, cursor)
+        handle = self._subscriptions.add(connection.index, request_index, cursor)
         self._news.set()
         return handle
 
-    def unsubscribe(self, connection: Connection, slot: int) -> None:
-        self._subscriptions.remove(connection.index, slot)
+    def unsubscribe(self, connection: ClientConnection, request_index: int) -> None:
+        self._subscriptions.remove(connection.index, request_index)
 
-    def say(self, connection: Connection, message: messages.GatewayMessage) -> None:
+    def say(self, connection: ClientConnection, message: messages.GatewayMessage) -> None:
         self.connections.say(connection, messages.encode(message), self._clock())
 
     def probe(self, told_before: float) -> None:
         """Find out which of the connections told nothing since `told_before` are gone."""
         self.connections.probe(KEEPALIVE, told_before, self._clock())
 
-    def _dropped(self, connection: Connection, reason: str) -> None:
+    def _dropped(self, connection: ClientConnection, reason: str) -> None:
         self._subscriptions.remove_connection(connection.index)
         log.info("connection closed", extra=fields(owner=connection.owner, peer=connection.peer.hex(), reason=reason))
 
@@ -158,12 +158,12 @@ class Deliveries:
 
     def _send_ends(self, now: float) -> None:
         connections = self.connections
-        for index, handle, slot in self._subscriptions.complete(connections.is_blocked):
+        for index, handle, request_index in self._subscriptions.complete(connections.is_blocked):
             connection = connections.get(index)
             if connection is None or connections.is_blocked[index]:
                 continue
-            if connections.offer(connection, messages.encode(_ended(handle, self._endings[slot])), now):
-                self._subscriptions.remove(index, slot)
+            if connections.offer(connection, messages.encode(_ended(handle, self._endings[request_index])), now):
+                self._subscriptions.remove(index, request_index)
 
 
 def _ended(handle: int, ending: Ending) -> messages.Ended:

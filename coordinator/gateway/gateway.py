@@ -18,29 +18,29 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import trio
 
-from coordinator import messages
-from coordinator.errors import BadInput, CapacityError, HiSparseError, ProtocolError
-from coordinator.gateway.connections import ADMIN, CLIENT, Connection
+from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.gateway.token_log import TokenLog
-from coordinator.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
+from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import Handle
-from coordinator.transport.dropped import Dropped
-from coordinator.transport.frames import read_frame
-from coordinator.transport.gate import Gate
-from coordinator.transport.meter import Meter
-from coordinator.transport.sockets import Received, RouterSocket
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
+from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from protocol.transport.frames import read_frame
 
-#: Verbs of all connections that wait for the Scheduler; further ones are refused.
+#: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
-#: How long verbs may still be answered when the coordinator stops.
+#: How long commands may still be answered when the coordinator stops.
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
 
-Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-Verb: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
+Answer: TypeAlias = Callable[[ClientConnection, Any], GatewayMessage]
+CommandHandler: TypeAlias = Callable[[ClientConnection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
@@ -64,7 +64,7 @@ class SchedulerFacade(Protocol):
     def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
     def describe(
         self, request_id: str, user: str | None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]: ...
     def worker_rows(self) -> list[messages.WorkerRow]: ...
     def pool_rows(self) -> list[messages.PoolRow]: ...
 
@@ -104,15 +104,15 @@ class Gateway:
             ADMIN: messages.decode_admin,
         }
         self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
-        self._gates = {
-            role: Gate(socket, Meter(*rate), self._dropped[role], partial(self._answer_unread, role))
+        self._flood_controls = {
+            role: FloodControl(socket, RateLimiter(*rate), self._dropped[role], partial(self._answer_unread, role))
             for role, socket in self._sockets.items()
         }
         self._answers = _answers(scheduler, tokenizers) | {
             messages.Attach: self._attach,
             messages.Detach: self._detach,
         }
-        self._verbs = _verbs(scheduler)
+        self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation
         self._version = version
         self._asks = 0
@@ -121,7 +121,7 @@ class Gateway:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         counts = self._deliveries.connections.count_by_role()
         return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
 
@@ -142,7 +142,7 @@ class Gateway:
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
         while True:
             for received in await self._sockets[role].recv_batch():
-                if not self._gates[role].admits(received, trio.current_time()):
+                if not self._flood_controls[role].admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(role, received, nursery)
@@ -161,7 +161,7 @@ class Gateway:
         else:
             self._serve(connection, message, message.tag, nursery)
 
-    def _greet(self, role: str, received: Received, hello: messages.Hello) -> Connection:
+    def _greet(self, role: str, received: Received, hello: messages.Hello) -> ClientConnection:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"this coordinator speaks protocol {PROTOCOL_VERSION}",
@@ -200,7 +200,7 @@ class Gateway:
 
     # ------------------------------------------------------------ what is done about it
 
-    def _serve(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+    def _serve(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         answer = self._answers.get(type(message))
         try:
             if answer is not None:
@@ -212,15 +212,15 @@ class Gateway:
             reply = self._failed(tag, error)
         self._deliveries.say(connection, reply)
 
-    def _start(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+    def _start(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         if self._asks >= ASKS_MAX:
-            raise CapacityError(f"{ASKS_MAX} verbs are being carried out", remedy="retry in a moment")
+            raise CapacityError(f"{ASKS_MAX} commands are being carried out", remedy="retry in a moment")
         self._asks += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
-    def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
-        slot = self._scheduler.lookup(attach.request_id, connection.sees)
-        length = int(self._log.committed[slot])
+    def _attach(self, connection: ClientConnection, attach: messages.Attach) -> messages.Accepted:
+        request_index = self._scheduler.lookup(attach.request_id, connection.sees)
+        length = int(self._log.committed[request_index])
         if not 0 <= attach.offset <= length:
             raise BadInput(
                 f"{attach.request_id} has {length} tokens so far",
@@ -229,34 +229,34 @@ class Gateway:
                 remedy="attach from a position that exists",
             )
         return messages.Accepted(
-            attach.tag, attach.request_id, self._deliveries.subscribe(connection, slot, attach.offset)
+            attach.tag, attach.request_id, self._deliveries.subscribe(connection, request_index, attach.offset)
         )
 
-    def _detach(self, connection: Connection, detach: messages.Detach) -> messages.Done:
+    def _detach(self, connection: ClientConnection, detach: messages.Detach) -> messages.Done:
         self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id, connection.sees))
         return messages.Done(detach.tag)
 
-    async def _carry_out(self, connection: Connection, message: AdminMessage, tag: int) -> None:
+    async def _carry_out(self, connection: ClientConnection, message: AdminMessage, tag: int) -> None:
         try:
             if isinstance(message, messages.Submit):
                 reply: GatewayMessage = await self._submit(connection, message)
             elif isinstance(message, messages.AuditWorkers):
                 reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
             else:
-                reply = messages.Done(tag, await self._verbs[type(message)](connection, message))
+                reply = messages.Done(tag, await self._command_handlers[type(message)](connection, message))
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
             self._asks -= 1
         self._deliveries.say(connection, reply)
 
-    async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
-        request_id, slot = await self._scheduler.submit(submit, connection.owner, connection.user)
+    async def _submit(self, connection: ClientConnection, submit: messages.Submit) -> messages.Accepted:
+        request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4
         handle = -1
         if submit.subscribe and not connection.is_gone:
-            handle = self._deliveries.subscribe(connection, slot, 0)
+            handle = self._deliveries.subscribe(connection, request_index, 0)
         return messages.Accepted(submit.tag, request_id, handle)
 
     def _failed(self, tag: int, error: HiSparseError) -> messages.Failure:
@@ -267,7 +267,7 @@ class Gateway:
 def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[type, Answer]:
     """What is answered at once, from state that this task may read."""
 
-    def requests(who: Connection, ask: messages.ListRequests) -> messages.RequestRows:
+    def requests(who: ClientConnection, ask: messages.ListRequests) -> messages.RequestRows:
         limit = min(max(ask.limit, 1), ROWS_MAX)
         rows = scheduler.request_rows(limit + 1, who.sees)
         return messages.RequestRows(ask.tag, tuple(rows[:limit]), truncated=len(rows) > limit)
@@ -283,7 +283,7 @@ def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[ty
     }
 
 
-def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
+def _command_handlers(scheduler: SchedulerFacade) -> dict[type, CommandHandler]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {

@@ -6,7 +6,7 @@
                              └──── the next one ──┘
 
 `append` takes records in order and never waits; the Commit that it returns is waited for by whoever must not go on
-before they are durable: a command that gives memory (I4), the answer to a submission or a verb, the last word on a
+before they are durable: a command that gives memory (I4), the answer to a submission or a command, the last word on a
 request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
 begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
 
@@ -32,13 +32,14 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from coordinator.actor import Reply
-from coordinator.errors import InternalError, Unavailable
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book
-from coordinator.journal.records import Record, Tokens
+from coordinator.journal.records import LedgerChanged, Record, tokens_of
+from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
-from metrics.logs import fields, logger
+from coordinator.memory.changes import Change
+from coordinator.tokens.token_log import News, TokenLog
 from metrics.state import JournalCounters
+from protocol.errors import InternalError, Unavailable
+from protocol.logs import fields, logger
 
 #: Least time between the beginnings of two groups.
 INTERVAL_S: Final = 0.002
@@ -46,7 +47,7 @@ INTERVAL_S: Final = 0.002
 RETRY_S: Final = 0.5
 #: Records that wait; those who append wait for their commits, so only a defect gets here.
 PENDING_MAX: Final = 262_144
-#: Longest that the acknowledgement of a submission or a verb waits for its commit.
+#: Longest that the acknowledgement of a submission or a command waits for its commit.
 COMMIT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class Journal(Protocol):
         """Why new work is to be refused; empty: it need not be."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> JournalState:
         """What the records so far amount to; `ledgers` in it are the live ones."""
 
     def summarize_if_long(self) -> None:
@@ -159,6 +160,9 @@ class Journal(Protocol):
 
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
+
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        """Write the changes of a node's ledger, and `notes` behind them, in one commit."""
 
     def tokens_arrived(self) -> None:
         """The token log has news."""
@@ -171,13 +175,16 @@ class NoJournal:
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.book = Book()
+        self.book = JournalState()
         self._on_tokens = on_tokens
 
     def summarize_if_long(self) -> None:
         return
 
     def append(self, records: Sequence[Record]) -> Commit:
+        return DONE
+
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return DONE
 
     def tokens_arrived(self) -> None:
@@ -193,7 +200,7 @@ class GroupCommit:
     def __init__(
         self,
         store: JournalStore,
-        book: Book,
+        book: JournalState,
         token_log: TokenLog,
         *,
         on_tokens: Callable[[], None],
@@ -234,6 +241,9 @@ class GroupCommit:
         self._news.set()
         return Commit(pending)
 
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        return self.append([LedgerChanged(node, tuple(changes)), *notes])
+
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
             self._summarizing = Summarizing(self.book, self._token_log)
@@ -248,7 +258,7 @@ class GroupCommit:
         self._closing = True
         self._news.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
@@ -288,13 +298,13 @@ class GroupCommit:
             self._token_log.commit(news)
             self._on_tokens()
 
-    def _cut(self) -> Tokens | None:
+    def _cut(self) -> News | None:
         """End the pending group, with the tokens that it returns ahead of its records."""
         group, self._pending = self._pending, _Group()
         self._writing = group
         news = self._token_log.take_news()
         if news is not None:
-            group.records.insert(0, news)
+            group.records.insert(0, tokens_of(news))
         if self._summarizing is not None:
             group.records += self._summarizing.more()
             if self._summarizing.is_over:

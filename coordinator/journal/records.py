@@ -6,7 +6,7 @@
     of all         Tokens                                                       one row of arrays per group commit
     of a summary   SummaryBegun, NodePart, Output, SummaryEnded                 what came before, in fewer words
 
-Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.book): records are
+Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.state): records are
 appended in the order in which they became true, and a group takes every token that has arrived before the records that
 may depend on it. Nothing in here is a rate, a guess or a wish that may be lost: how far an admission has come on its
 worker is the worker's to say (its inventory), and what policy wants it decides anew.
@@ -19,14 +19,19 @@ run the whole policy again, and any change of policy would change the past).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from hashlib import blake2b
+from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.arrays import pack_int32
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
-from coordinator.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
+from coordinator.tokens.token_log import News
+from protocol.arrays import pack_int32, unpack_int32
+from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
+
+#: Names of workers that are drained, or were when they went.
+DRAINS_MAX: Final = 1_024
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -36,12 +41,12 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---------------------------------------------------------------- of a request
 
 
-class Accepted(JournalEntry, frozen=True):
+class RequestAccepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `admission`
-    is how it was asked to come to its worker."""
+    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
+    `prefill_mode` is how it was asked to come to its worker."""
 
-    slot: int
+    request_index: int
     arrival: int
     request_id: str
     owner: str
@@ -50,25 +55,25 @@ class Accepted(JournalEntry, frozen=True):
     sampling: Sampling
     at_s: float
     user: str = ""
-    admission: str = AUTO
+    prefill_mode: str = AUTO
 
 
-class Ordered(JournalEntry, frozen=True):
+class RequestOrdered(JournalEntry, frozen=True):
     """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
 
-    slot: int
+    request_index: int
     held: bool
     forced_slots: int
     outcome: str = ""
     reason: str = ""
 
 
-class Admission(JournalEntry, frozen=True):
+class RequestPlaced(JournalEntry, frozen=True):
     """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     node: str
     worker: str
     epoch: int
@@ -77,11 +82,11 @@ class Admission(JournalEntry, frozen=True):
     ticket: int = 0
 
 
-class HandedOver(JournalEntry, frozen=True):
+class RequestHandedOver(JournalEntry, frozen=True):
     """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
     under `ticket`."""
 
-    slot: int
+    request_index: int
     ticket: int
     node: str
     worker: str
@@ -90,29 +95,29 @@ class HandedOver(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class Departed(JournalEntry, frozen=True):
+class RequestDeparted(JournalEntry, frozen=True):
     """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
     `first_token` belongs to them when nothing of the output was said yet."""
 
-    slot: int
+    request_index: int
     kept_tokens: int
     first_token: int = NO_TOKEN
 
 
-class Struck(JournalEntry, frozen=True):
-    """`worker` died with these on it (coordinator.scheduling.suspicion): how many strikes each has by now, and at how
+class RequestsStruck(JournalEntry, frozen=True):
+    """`worker` died with these on it (coordinator.scheduling.poison): how many strikes each has by now, and at how
     many generated tokens. Parallel int32 arrays."""
 
     worker: str
-    slots: bytes
+    request_indices: bytes
     strikes: bytes
     marks: bytes
 
 
-class Ended(JournalEntry, frozen=True):
+class RequestEnded(JournalEntry, frozen=True):
     """The last word on a request; all of its tokens come before."""
 
-    slot: int
+    request_index: int
     outcome: str
     reason: str
     generated_tokens: int
@@ -120,11 +125,11 @@ class Ended(JournalEntry, frozen=True):
     at_s: float
 
 
-class Forgotten(JournalEntry, frozen=True):
-    """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32; `arrivals` is
-    the highest number that any request had so far."""
+class RequestsForgotten(JournalEntry, frozen=True):
+    """Ended requests that nobody may ask for any more; their slots may be taken again. `request_indices` is int32;
+    `arrivals` is the highest number that any request had so far."""
 
-    slots: bytes
+    request_indices: bytes
     arrivals: int
 
 
@@ -139,7 +144,7 @@ class PoolOpened(JournalEntry, frozen=True):
     model: ModelInfo
 
 
-class Joined(JournalEntry, frozen=True):
+class WorkerJoined(JournalEntry, frozen=True):
     """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
 
     node: str
@@ -152,7 +157,7 @@ class Joined(JournalEntry, frozen=True):
     boot: str = ""
 
 
-class Drained(JournalEntry, frozen=True):
+class WorkerDrained(JournalEntry, frozen=True):
     """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
     and the next one if its number follows."""
 
@@ -162,11 +167,11 @@ class Drained(JournalEntry, frozen=True):
     handover: bool
 
 
-class Undrained(JournalEntry, frozen=True):
+class WorkerUndrained(JournalEntry, frozen=True):
     worker: str
 
 
-class Changed(JournalEntry, frozen=True):
+class LedgerChanged(JournalEntry, frozen=True):
     """Changes of a node's ledger, in order."""
 
     node: str
@@ -176,11 +181,11 @@ class Changed(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of all
 
 
-class Tokens(JournalEntry, frozen=True):
+class TokensAppended(JournalEntry, frozen=True):
     """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
     many rows are durable by now."""
 
-    slots: bytes
+    request_indices: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
@@ -195,10 +200,10 @@ class SummaryBegun(JournalEntry, frozen=True):
     given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
     arrivals: int
-    admissions: int
+    placements: int
     pools: tuple[PoolOpened, ...]
-    workers: tuple[Joined, ...]
-    drains: tuple[Drained, ...] = ()
+    workers: tuple[WorkerJoined, ...]
+    drains: tuple[WorkerDrained, ...] = ()
 
 
 class SummaryEnded(JournalEntry, frozen=True):
@@ -232,7 +237,7 @@ class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
 class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     """`budget` None: only kept pages."""
 
-    admission: int
+    placement: int
     budget: EpochKey | None
     hot_chunks: int
     index_pages: int
@@ -240,10 +245,10 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
-class Output(JournalEntry, frozen=True):
+class RequestOutput(JournalEntry, frozen=True):
     """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
 
-    slot: int
+    request_index: int
     start: int
     tokens: bytes
     durable_tokens: int
@@ -253,42 +258,58 @@ class Summary(JournalEntry, frozen=True):
     """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
 
     arrivals: int
-    admissions: int
-    ordered: tuple[Ordered, ...] = ()
-    stays: tuple[Admission, ...] = ()
-    departed: tuple[Departed, ...] = ()
+    placements: int
+    ordered: tuple[RequestOrdered, ...] = ()
+    stays: tuple[RequestPlaced, ...] = ()
+    departed: tuple[RequestDeparted, ...] = ()
 
 
-def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> Struck:
+def digest_of(prompt: bytes) -> bytes:
+    """Tells one prompt from another, once it is only in the journal."""
+    return blake2b(prompt, digest_size=16).digest()
+
+
+def tokens_of(news: News) -> TokensAppended:
+    """What the token log has to write down, as a record."""
+    return TokensAppended(*(part.tobytes() for part in news))
+
+
+def news_of(tokens: TokensAppended) -> News:
+    """A record, as the token log takes it in. Raises ProtocolError when an array's bytes do not divide by 4."""
+    parts = (tokens.request_indices, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
+    return News(*(unpack_int32(part, "tokens") for part in parts))
+
+
+def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> RequestsStruck:
     """Of (slot, strikes, mark) for each."""
-    return Struck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
+    return RequestsStruck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
 
 
 Record: TypeAlias = (
-    Accepted
-    | Ordered
-    | Admission
-    | HandedOver
-    | Departed
-    | Struck
-    | Ended
-    | Forgotten
+    RequestAccepted
+    | RequestOrdered
+    | RequestPlaced
+    | RequestHandedOver
+    | RequestDeparted
+    | RequestsStruck
+    | RequestEnded
+    | RequestsForgotten
     | PoolOpened
-    | Joined
-    | Drained
-    | Undrained
-    | Changed
-    | Tokens
+    | WorkerJoined
+    | WorkerDrained
+    | WorkerUndrained
+    | LedgerChanged
+    | TokensAppended
     | SummaryBegun
     | SummaryEnded
     | NodePart
-    | Output
+    | RequestOutput
     | Summary
     | NodeImage
 )
 
 #: Records that outlive a summary, until their request is forgotten.
-LASTING = (Accepted, Output, Ended)
+LASTING = (RequestAccepted, RequestOutput, RequestEnded)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Record).decode

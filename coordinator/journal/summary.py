@@ -9,8 +9,8 @@
 So no commit waits for a summary: each carries at most REQUESTS_EACH requests, one part of a ledger and TOKENS_EACH
 tokens of output, and a summary of 10,000 requests takes some 800 of them, a few seconds. What happens meanwhile
 is written as ever, between its records. A request is said as it is when its turn comes, which overrides whatever was
-written of it before (coordinator.journal.book); one that comes later needs no saying again. A ledger does not work like
-that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
+written of it before (coordinator.journal.state); one that comes later needs no saying again. A ledger does not
+work like that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
 
 A crash in the middle leaves a beginning without an end: the journal is read from where the summary before it began, in
 which what this one said is only repeated. The next life begins one anew.
@@ -28,10 +28,18 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final
 
-from coordinator.gateway.token_log import TokenLog
-from coordinator.journal.book import Book, Known, no_order
-from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded, struck_of
-from coordinator.memory.ledger_image import parts_of
+from coordinator.journal.ledger_image import parts_of
+from coordinator.journal.records import (
+    NodePart,
+    Record,
+    RequestDeparted,
+    RequestOutput,
+    SummaryBegun,
+    SummaryEnded,
+    struck_of,
+)
+from coordinator.journal.state import JournalState, RequestRecord, no_order
+from coordinator.tokens.token_log import TokenLog
 
 #: Requests said again in one group.
 REQUESTS_EACH: Final = 64
@@ -44,16 +52,16 @@ class Summarizing:
     """One summary under way. Make it where all ledgers are as their changes in the journal say, append `begun` at once,
     and `more()` to the end of each group, after its tokens were taken from the token log."""
 
-    def __init__(self, book: Book, token_log: TokenLog) -> None:
+    def __init__(self, book: JournalState, token_log: TokenLog) -> None:
         book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
         pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
         self.begun = SummaryBegun(
-            book.arrivals, book.admissions, tuple(pools), tuple(workers), tuple(book.drains.values())
+            book.arrivals, book.placements, tuple(pools), tuple(workers), tuple(book.drains.values())
         )
         self.is_over = False
         self._book = book
         self._token_log = token_log
-        self._slots = deque(book.requests)
+        self._request_indices = deque(book.requests)
         frozen = [parts_of(node, ledger) for node, ledger in book.ledgers.items()]
         self._parts: Iterator[NodePart] = chain.from_iterable(frozen)
 
@@ -61,34 +69,37 @@ class Summarizing:
         """The next records, the last of them SummaryEnded."""
         parts: list[Record] = list(islice(self._parts, 1))
         facts, outputs = self._say_requests()
-        self.is_over = not (parts or self._slots)
+        self.is_over = not (parts or self._request_indices)
         return parts + facts + list(outputs) + ([SummaryEnded()] if self.is_over else [])
 
-    def _say_requests(self) -> tuple[list[Record], list[Output]]:
+    def _say_requests(self) -> tuple[list[Record], list[RequestOutput]]:
         facts: list[Record] = []
-        outputs: list[Output] = []
+        outputs: list[RequestOutput] = []
         room = TOKENS_EACH
-        for _ in range(min(REQUESTS_EACH, len(self._slots))):
-            known = self._book.requests.get(self._slots[0])
+        for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
+            known = self._book.requests.get(self._request_indices[0])
             if known is not None:
                 facts += _facts_of(known)
-                output = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
-                outputs += [output] if output else []
-                room -= len(output.tokens) // 4 if output else 0
+                part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
+                if part is not None:
+                    outputs.append(
+                        RequestOutput(part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens)
+                    )
+                    room -= len(part.tokens)
                 if not room:
                     break  # there may be more of it
-            self._slots.popleft()
+            self._request_indices.popleft()
         return facts, outputs
 
 
-def _facts_of(known: Known) -> Iterator[Record]:
+def _facts_of(known: RequestRecord) -> Iterator[Record]:
     """All but what every request begins with."""
-    slot, stay = known.accepted.slot, known.stay
-    if known.ended is None and known.ordered != no_order(slot):
+    request_index, stay = known.accepted.request_index, known.stay
+    if known.ended is None and known.ordered != no_order(request_index):
         yield known.ordered
     if known.strikes and known.ended is None:
-        yield struck_of(known.killed, [(slot, known.strikes, known.mark)])
+        yield struck_of(known.killed, [(request_index, known.strikes, known.mark)])
     if stay is not None:
         yield stay
         if not known.on_worker:
-            yield Departed(slot, known.kept_tokens, known.first_token)
+            yield RequestDeparted(request_index, known.kept_tokens, known.first_token)

@@ -28,22 +28,17 @@ agree with the first in what both get wrong); stopping the world to compare.
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from coordinator.arrays import Int32Array, unpack_int32, unpack_int64
-from coordinator.errors import ProtocolError
-from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import Inventory, WorkerCapacity
+from coordinator.memory.ledger import EpochKey, Ledger
+from protocol.arrays import unpack_int32, unpack_int64
+from protocol.errors import ProtocolError
+from protocol.inventory import LEAVING, UNCHECKED, digest_of
+from protocol.messages import Inventory, WorkerCapacity
+from protocol.sizing import Memory
 
-#: Host pages whose ids one inventory checks; of requests beyond it only the number.
-PAGES_MAX: Final = 8_192
-#: `Inventory.digests` of a request whose ids were not looked at.
-UNCHECKED: Final = -1
-#: Of a request that is leaving: what it was granted since, the ledger counts and the worker does not take any more.
-LEAVING: Final = -2
 #: An audit that was not answered for this long is asked anew: its worker is in a very long step, or gone.
 ANSWER_LIMIT_S: Final = 10.0
 #: Differences of one worker that are told.
@@ -56,10 +51,10 @@ ACCOUNTS: Final = "accounts"
 
 
 class Difference(NamedTuple):
-    """What two sides say of one thing. `admission` 0: of the worker as a whole."""
+    """What two sides say of one thing. `placement` 0: of the worker as a whole."""
 
     kind: str
-    admission: int
+    placement: int
     ledger: str
     worker: str
 
@@ -72,10 +67,6 @@ class _Row(NamedTuple):
     index_pages: int
     hot_chunks: int
     slab_pages: int
-
-
-def digest_of(pages: Int32Array) -> int:
-    return zlib.crc32(pages.astype("<i4", copy=False).tobytes())
 
 
 # ---------------------------------------------------------------- comparing
@@ -91,32 +82,32 @@ def compare(
     ProtocolError when the inventory's arrays disagree.
     """
     rows = _rows(inventory)
-    given = ledger.admissions_of(key)
-    found = [Difference(STRAY, admission, "nothing", "holds it") for admission in rows.keys() - given]
+    given = ledger.placements_of(key)
+    found = [Difference(STRAY, placement, "nothing", "holds it") for placement in rows.keys() - given]
     missing = (given & at_ask.keys()) - rows.keys()
-    found += [Difference(UNRELEASED, admission, "holds it", "nothing") for admission in missing]
-    for admission, row in rows.items():
-        if admission in given and at_ask.get(admission) == ledger.held(admission):
-            found += _compare_row(ledger, admission, row, is_resizing=resizing(admission))
+    found += [Difference(UNRELEASED, placement, "holds it", "nothing") for placement in missing]
+    for placement, row in rows.items():
+        if placement in given and at_ask.get(placement) == ledger.held(placement):
+            found += _compare_row(ledger, placement, row, is_resizing=resizing(placement))
     found += _compare_free(ledger.budget(key[0]).capacity, rows, inventory)
     return sorted(found)[:DIFFERENCES_MAX]
 
 
 def _rows(inventory: Inventory) -> dict[int, _Row]:
-    admissions = unpack_int64(inventory.admissions, "admissions").tolist()
+    placements = unpack_int64(inventory.placements, "placements").tolist()
     digests = unpack_int64(inventory.digests, "digests").tolist()
     counts = [
         unpack_int32(getattr(inventory, name), name).tolist()
         for name in ("host_pages", "index_pages", "hot_chunks", "slab_pages")
     ]
-    if any(len(column) != len(admissions) for column in (digests, *counts)):
+    if any(len(column) != len(placements) for column in (digests, *counts)):
         raise ProtocolError("arrays of different lengths", field="inventory", remedy="one element each")
     pages, *rest = counts
-    return dict(zip(admissions, map(_Row, pages, digests, *rest), strict=True))
+    return dict(zip(placements, map(_Row, pages, digests, *rest), strict=True))
 
 
-def _compare_row(ledger: Ledger, admission: int, row: _Row, *, is_resizing: bool) -> list[Difference]:
-    ours = ledger.held(admission)
+def _compare_row(ledger: Ledger, placement: int, row: _Row, *, is_resizing: bool) -> list[Difference]:
+    ours = ledger.held(placement)
     pairs = [
         ("host_pages", ours.host_pages, row.pages),
         ("index_pages", ours.index_pages, row.index_pages),
@@ -125,13 +116,13 @@ def _compare_row(ledger: Ledger, admission: int, row: _Row, *, is_resizing: bool
     if not is_resizing:
         pairs.append(("hot_chunks", ours.hot_chunks, row.hot_chunks))
     differ = operator.lt if row.digest == LEAVING else operator.ne
-    found = [Difference(kind, admission, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
+    found = [Difference(kind, placement, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
     if row.slab_pages > ours.slab_pages > 0:
-        found.append(Difference("slab_pages", admission, str(ours.slab_pages), str(row.slab_pages)))
+        found.append(Difference("slab_pages", placement, str(ours.slab_pages), str(row.slab_pages)))
     if row.pages == ours.host_pages and row.digest not in (UNCHECKED, LEAVING):
-        digest = digest_of(ledger.pages_of(admission))
+        digest = digest_of(ledger.pages_of(placement))
         if digest != row.digest:
-            found.append(Difference("host_pages", admission, f"{digest:08x}", f"{row.digest:08x}"))
+            found.append(Difference("host_pages", placement, f"{digest:08x}", f"{row.digest:08x}"))
     return found
 
 
@@ -152,8 +143,8 @@ def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, _Row], inventory:
 def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
     """What a ledger says of itself: I1, and kept pages whose admission is none of `waiting`."""
     found = [
-        Difference(ORPHAN, admission, f"{ledger.held(admission).host_pages} pages kept", "off every worker")
-        for admission in ledger.kept_admissions() - set(waiting)
+        Difference(ORPHAN, placement, f"{ledger.held(placement).host_pages} pages kept", "off every worker")
+        for placement in ledger.kept_admissions() - set(waiting)
     ]
     if mismatch := ledger.find_mismatch():
         found.append(Difference(ACCOUNTS, 0, mismatch, ""))

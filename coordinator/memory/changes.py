@@ -6,56 +6,57 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from coordinator.arrays import Int32Array
-from coordinator.memory.ledger import NO_PAGES, Ledger, Memory
-from coordinator.messages import WorkerCapacity
+from coordinator.memory.ledger import NO_PAGES, Ledger
+from protocol.arrays import Int32Array
+from protocol.messages import WorkerCapacity
+from protocol.sizing import Memory
 
 
-class LedgerChange(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LedgerChange(msgspec.Struct, frozen=True, array_like=True):
     """Base: tagged, so that a change can be written down and read again."""
 
 
-class AddWorker(LedgerChange, frozen=True):
+class AddWorker(LedgerChange, frozen=True, tag="add_worker"):
     worker: str
     epoch: int
     capacity: WorkerCapacity
 
 
-class LoseWorker(LedgerChange, frozen=True):
+class LoseWorker(LedgerChange, frozen=True, tag="lose_worker"):
     worker: str
     epoch: int
     proved_exit: bool
 
 
-class ProveExit(LedgerChange, frozen=True):
+class ProveExit(LedgerChange, frozen=True, tag="prove_exit"):
     worker: str
     epoch: int
 
 
-class Reserve(LedgerChange, frozen=True):
-    admission: int
+class Reserve(LedgerChange, frozen=True, tag="reserve"):
+    placement: int
     worker: str
     want: Memory
     take_over: int | None = None
 
 
-class Extend(LedgerChange, frozen=True):
-    admission: int
+class Extend(LedgerChange, frozen=True, tag="extend"):
+    placement: int
     more: Memory
 
 
-class Shrink(LedgerChange, frozen=True):
-    admission: int
+class Shrink(LedgerChange, frozen=True, tag="shrink"):
+    placement: int
     less: Memory
 
 
-class Keep(LedgerChange, frozen=True):
-    admission: int
+class Keep(LedgerChange, frozen=True, tag="keep"):
+    placement: int
     pages: int
 
 
-class Release(LedgerChange, frozen=True):
-    admission: int
+class Release(LedgerChange, frozen=True, tag="release"):
+    placement: int
 
 
 Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release
@@ -67,16 +68,16 @@ GIVING: tuple[type[LedgerChange], ...] = (Reserve, Extend)
 def apply(ledger: Ledger, change: Change) -> Int32Array:
     """Carry one change out; returns the page ids that it gave out, if any. Raises as the ledger's methods do."""
     match change:
-        case Reserve(admission, worker, want, take_over):
-            return ledger.reserve(admission, worker, want, take_over=take_over)
-        case Extend(admission, more):
-            return ledger.extend(admission, more)
-        case Shrink(admission, less):
-            ledger.shrink(admission, less)
-        case Keep(admission, pages):
-            ledger.keep(admission, pages)
-        case Release(admission):
-            ledger.release(admission)
+        case Reserve(placement, worker, want, take_over):
+            return ledger.reserve(placement, worker, want, take_over=take_over)
+        case Extend(placement, more):
+            return ledger.extend(placement, more)
+        case Shrink(placement, less):
+            ledger.shrink(placement, less)
+        case Keep(placement, pages):
+            ledger.keep(placement, pages)
+        case Release(placement):
+            ledger.release(placement)
         case AddWorker(worker, epoch, capacity):
             ledger.add_worker(worker, epoch, capacity)
         case LoseWorker(worker, epoch, proved_exit):

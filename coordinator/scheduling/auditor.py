@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.actor import Reply
-from coordinator.errors import ProtocolError
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal
 from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
 from coordinator.memory.changes import Release
-from coordinator.memory.ledger import EpochKey, Ledger, Memory
-from coordinator.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
-from coordinator.scheduling.dispatch import Heard
+from coordinator.memory.ledger import EpochKey, Ledger
+from coordinator.scheduling.dispatch import Effects
+from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
-from coordinator.scheduling.live import Live, Requests
-from coordinator.scheduling.members import Worker
-from coordinator.scheduling.roster import Roster
-from coordinator.scheduling.steps import Step
-from metrics.logs import fields, logger
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol.errors import ProtocolError
+from protocol.logs import fields, logger
+from protocol.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
+from protocol.sizing import Memory
 
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0
-#: Lines of a request's story in the log.
+#: Lines of a request's history in the log.
 STORY_LINES: Final = 8
 REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 
@@ -46,14 +47,14 @@ class Auditor:
 
     def __init__(
         self,
-        roster: Roster,
+        placement_table: PlacementTable,
         ledgers: Mapping[str, Ledger],
-        requests: Requests,
+        requests: RequestTable,
         token_log: TokenLog,
         counters: CoordinatorCounters,
         interval_s: float,
     ) -> None:
-        self._roster = roster
+        self._placement_table = placement_table
         self._ledgers = ledgers
         self._requests = requests
         self._token_log = token_log
@@ -73,10 +74,10 @@ class Auditor:
         live = self._live()
         for key, number in self._rounds.due(live, now):
             ledger = self._ledgers[live[key].node]
-            given = ledger.admissions_of(key)
+            given = ledger.placements_of(key)
             self._at_ask[key] = {it: ledger.held(it) for it in given if not self._is_to_come(it)}
             live[key].port.send(Audit(number))
-        self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
+        self._at_ask = {key: placements for key, placements in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
             self._asked.remove(asked)
             asked.reply.set(self._rows(asked.keys))
@@ -89,76 +90,78 @@ class Auditor:
             self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
         self._asked.append(_Asked(list(live), ask.reply, now + ASK_LIMIT_S))
 
-    def _live(self) -> dict[EpochKey, Worker]:
+    def _live(self) -> dict[EpochKey, WorkerEntry]:
         return {
             (worker.name, worker.epoch): worker
-            for worker in self._roster.workers.values()
+            for worker in self._placement_table.workers.values()
             if not worker.awaited and self._ledgers[worker.node].has_live(worker.name)
         }
 
     # ---------------------------------------------------------------- hearing
 
-    def hear(self, event: InventoryTaken, now: float) -> Heard:
+    def hear(self, event: InventoryTaken, now: float) -> Effects:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
-        key, steps = (event.worker, event.epoch), list[Step]()
+        key, steps = (event.worker, event.epoch), list[LedgerStep]()
         worker = self._live().get(key)
         if worker is None or not self._rounds.expects(key, event.inventory.number):
-            return Heard()
+            return Effects()
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
             found = compare(ledger, key, event.inventory, self._at_ask.get(key, {}), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
-            return Heard()
+            return Effects()
         for difference in self._rounds.hear(key, found):
             steps += self._tell(worker.name, worker.node, worker, difference)
         if self._rounds.is_node_due(worker.node, now):
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
                 steps += self._tell(worker.node, worker.node, None, difference)
-        return Heard(tuple(steps))
+        return Effects(tuple(steps))
 
-    def _is_to_come(self, admission: int) -> bool:
+    def _is_to_come(self, placement: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
-        live = self._requests.by_admission.get(admission)
-        return live is not None and live.state.admission != admission
+        live = self._requests.by_placement.get(placement)
+        return live is not None and live.state.placement != placement
 
-    def _is_resizing(self, admission: int) -> bool:
-        live = self._requests.by_admission.get(admission)
+    def _is_resizing(self, placement: int) -> bool:
+        live = self._requests.by_placement.get(placement)
         return live is not None and live.entry.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
-        kept = [entry.admission for entry in self._roster.kept.values() if entry.node == node]
-        return kept + [it.admission for it in self._roster.tickets.values() if it.node == node]
+        kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
+        return kept + [it.placement for it in self._placement_table.tickets.values() if it.node == node]
 
-    def _tell(self, name: str, node: str, worker: Worker | None, difference: Difference) -> list[Step]:
+    def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[LedgerStep]:
         self._counters.audit_differences[difference.kind] += 1
-        live = self._requests.by_admission.get(difference.admission)
+        live = self._requests.by_placement.get(difference.placement)
         log.error(
             "audit: a worker and the ledger differ",
             extra=fields(
                 of=name,
                 kind=difference.kind,
-                admission=difference.admission,
+                placement=difference.placement,
                 ledger=difference.ledger,
                 worker=difference.worker,
                 repaired=difference.kind in REPAIRED,
                 request=live.state.request_id if live else "",
-                story=_story(live),
+                history=_history(live),
             ),
         )
         return self._repair(node, worker, difference, live)
 
-    def _repair(self, node: str, worker: Worker | None, difference: Difference, live: Live | None) -> list[Step]:
+    def _repair(
+        self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
+    ) -> list[LedgerStep]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
-        admission = difference.admission
+        placement = difference.placement
         if difference.kind == STRAY and worker is not None:
-            worker.port.send(Withdraw(admission))
+            worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(admission, self._token_log.durable(live.entry.slot), *live.swaps))
+            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index), *live.swaps))
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.Departed(live.entry.slot, 0) if live is not None else None
-            return [Step(node, Release(admission), note)]
+            note = journal.RequestDeparted(live.entry.request_index, 0) if live is not None else None
+            return [LedgerStep(node, Release(placement), note)]
         return []
 
     # ---------------------------------------------------------------- rows
@@ -169,7 +172,7 @@ class Auditor:
         live = self._live()
         for name, epoch in keys:
             found, worker = self._rounds.confirmed((name, epoch)), live.get((name, epoch))
-            held = self._ledgers[worker.node].admissions_of((name, epoch)) if worker else set()
+            held = self._ledgers[worker.node].placements_of((name, epoch)) if worker else set()
             pages = sum(self._ledgers[worker.node].held(it).host_pages for it in held) if worker else 0
             audited.append(AuditedRow(name, epoch, found is not None, len(held), pages, len(found or ())))
             differences += [self._row(name, difference) for difference in found or ()]
@@ -182,12 +185,12 @@ class Auditor:
         return tuple(audited), tuple(differences)
 
     def _row(self, name: str, difference: Difference) -> DifferenceRow:
-        kind, admission, ours, theirs = difference
-        live = self._requests.by_admission.get(admission)
+        kind, placement, ours, theirs = difference
+        live = self._requests.by_placement.get(placement)
         request_id = live.state.request_id if live else ""
-        return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
+        return DifferenceRow(name, kind, placement, request_id, ours, theirs, kind in REPAIRED)
 
 
-def _story(live: Live | None) -> str:
-    lines = live.state.story()[-STORY_LINES:] if live is not None else ()
+def _history(live: LiveRequest | None) -> str:
+    lines = live.state.history()[-STORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

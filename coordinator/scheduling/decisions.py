@@ -7,47 +7,46 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.memory.ledger import Memory
-from coordinator.messages import NO_TOKEN
-from coordinator.scheduling.members import Entry, Worker
-from coordinator.scheduling.sizing import Rung
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from protocol.messages import NO_TOKEN
+from protocol.sizing import HotSize, Memory
 
 
 class Transfer(msgspec.Struct, frozen=True):
     """What is to be taken in on another node: `ticket` is an admission there, with `pages` host pages and a seat."""
 
     ticket: int
-    worker: Worker
+    worker: WorkerEntry
     pages: int
 
 
-class Admit(msgspec.Struct, frozen=True):
+class AdmitDecision(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first, and `first_token`
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
     by `transfer`."""
 
-    entry: Entry
-    worker: Worker
-    admission: int
+    entry: RequestEntry
+    worker: WorkerEntry
+    placement: int
     take_over: int | None
     durable_tokens: int
     memory: Memory
-    rung: Rung
+    hot_size: HotSize
     first_token: int = NO_TOKEN
     decoder: str = ""
     transfer: Transfer | None = None
 
 
-class Grow(msgspec.Struct, frozen=True):
-    entry: Entry
+class GrowDecision(msgspec.Struct, frozen=True):
+    entry: RequestEntry
     more: Memory
 
 
-class Resize(msgspec.Struct, frozen=True):
+class ResizeDecision(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
-    entry: Entry
-    rung: Rung
+    entry: RequestEntry
+    hot_size: HotSize
     more: int
 
 
@@ -64,22 +63,22 @@ class Cause(StrEnum):
 DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 
-class Retract(msgspec.Struct, frozen=True):
-    entry: Entry
+class RetractDecision(msgspec.Struct, frozen=True):
+    entry: RequestEntry
     keep: bool
     cause: Cause
     reason: str
 
 
-class Demote(msgspec.Struct, frozen=True):
-    """`admission` is the departed one under which `node` keeps its pages."""
+class DemoteDecision(msgspec.Struct, frozen=True):
+    """`placement` is the departed one under which `node` keeps its pages."""
 
-    entry: Entry
+    entry: RequestEntry
     node: str
-    admission: int
+    placement: int
     reason: str
 
 
 #: Decisions whose announcement to the Request needs nothing but themselves.
-Announced: TypeAlias = Grow | Resize | Retract | Demote
-Decision: TypeAlias = Admit | Announced
+Announced: TypeAlias = GrowDecision | ResizeDecision | RetractDecision | DemoteDecision
+Decision: TypeAlias = AdmitDecision | Announced

@@ -2,7 +2,7 @@
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 
-    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
+    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
                                                             TicketClosed
     WorkerLink ────► Request                                messages.Event, routed by admission
@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from coordinator import messages
-from coordinator.arrays import Int32Array
+from protocol import messages
+from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.scheduling.steps import Send, Step
+    from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
 class Handle(NamedTuple):
     """What a submitted or found request is called: by its clients, and in the token log."""
 
     request_id: str
-    slot: int
+    request_index: int
 
 
 class LinkStats(NamedTuple):
@@ -61,7 +61,7 @@ class WorkerPort(Protocol):
 class Ending(msgspec.Struct, frozen=True):
     """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
 
-    slot: int
+    request_index: int
     request_id: str
     outcome: str
     reason: str
@@ -78,11 +78,11 @@ class Listener(Protocol):
     def recovered(self, ending: Ending) -> None:
         """As `ended`, of a request that ended in an earlier life of the coordinator."""
 
-    def forgotten(self, slot: int) -> None:
+    def forgotten(self, request_index: int) -> None:
         """The slot is about to be closed and reused: drop subscriptions to it."""
 
 
-class Verb(Enum):
+class RequestCommand(Enum):
     """What clients and operators may do to requests."""
 
     ABORT = "abort"
@@ -103,11 +103,11 @@ class SubmitAsk(msgspec.Struct, frozen=True):
     user: str = ""
 
 
-class VerbAsk(msgspec.Struct, frozen=True):
-    """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
+class CommandAsk(msgspec.Struct, frozen=True):
+    """One command on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
     RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
 
-    verb: Verb
+    command: RequestCommand
     request_ids: tuple[str, ...]
     owner: str
     reply: Reply[tuple[str, ...]]
@@ -118,7 +118,7 @@ class VerbAsk(msgspec.Struct, frozen=True):
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more. `user` as in VerbAsk."""
+    """Ended requests whose outputs nobody needs any more. `user` as in CommandAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]
@@ -184,19 +184,19 @@ class WorkerExited(msgspec.Struct, frozen=True):
     died: bool = True
 
 
-class TicketClosed(msgspec.Struct, frozen=True):
+class TransferClosed(msgspec.Struct, frozen=True):
     """A worker has let go of host pages that it let rows be written into from another node."""
 
     worker: str
     epoch: int
-    admission: int
+    placement: int
     durable_tokens: int
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Requests whose granted headroom is short. `slots` is int32."""
+    """Requests whose granted headroom is short. `request_indices` is int32."""
 
-    slots: Int32Array
+    request_indices: Int32Array
 
 
 class Stage(Enum):
@@ -208,49 +208,49 @@ class Stage(Enum):
     LEAVING = "leaving"  # its memory will be released without anybody's asking
 
 
-class Progressed(msgspec.Struct, frozen=True):
-    slot: int
-    admission: int
+class PlacementProgressed(msgspec.Struct, frozen=True):
+    request_index: int
+    placement: int
     stage: Stage
 
 
-class Resized(msgspec.Struct, frozen=True):
+class HotBufferResized(msgspec.Struct, frozen=True):
     """The Resize under way took effect."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
 
 
-class Departed(msgspec.Struct, frozen=True):
+class PlacementEnded(msgspec.Struct, frozen=True):
     """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `last_topk`,
+    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     durable_tokens: int
     final: bool
     first_token: int = messages.NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
-class Closed(msgspec.Struct, frozen=True):
+class RequestClosed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
-    slot: int
+    request_index: int
 
 
-class Tell(NamedTuple):
-    slot: int
-    event: Told
+class AddressedOrder(NamedTuple):
+    request_index: int
+    event: RequestOrder
 
 
 class Recovered(msgspec.Struct, frozen=True):
     """What is to be done first after the journal was read."""
 
-    steps: tuple[Step, ...]
-    tells: tuple[Tell, ...]
-    sends: tuple[Send, ...] = ()
+    steps: tuple[LedgerStep, ...]
+    tells: tuple[AddressedOrder, ...]
+    sends: tuple[WorkerSend, ...] = ()
 
 
 class AuditAsk(msgspec.Struct, frozen=True):
@@ -282,13 +282,13 @@ class Admitted(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Given(msgspec.Struct, frozen=True):
+class MemoryGiven(msgspec.Struct, frozen=True):
     """More memory, or another hot size, was reserved and committed: send `command`."""
 
     command: messages.Grant | messages.Resize
 
 
-class Retract(msgspec.Struct, frozen=True):
+class RetractOrder(msgspec.Struct, frozen=True):
     """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
 
     keep: bool
@@ -296,17 +296,17 @@ class Retract(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Resume(msgspec.Struct, frozen=True):
+class ResumeOrder(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Demoted(msgspec.Struct, frozen=True):
+class RowsGivenUp(msgspec.Struct, frozen=True):
     """The rows kept in host memory were given up."""
 
     reason: str
 
 
-class End(msgspec.Struct, frozen=True):
+class EndOrder(msgspec.Struct, frozen=True):
     """`outcome` ABORTED or FAILED, whatever the request is doing; `cause`, in one word, of a failure."""
 
     outcome: str
@@ -314,19 +314,19 @@ class End(msgspec.Struct, frozen=True):
     cause: str = ""
 
 
-class Lost(msgspec.Struct, frozen=True):
+class WorkerLost(msgspec.Struct, frozen=True):
     """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
 
-    admission: int
+    placement: int
     proved_exit: bool
     reason: str
 
 
-class Adopted(msgspec.Struct, frozen=True):
+class PlacementAdopted(msgspec.Struct, frozen=True):
     """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
     was given and never heard of."""
 
-    admission: int
+    placement: int
     is_staged: bool
     is_started: bool
     is_parked: bool
@@ -334,4 +334,6 @@ class Adopted(msgspec.Struct, frozen=True):
     grant: messages.Grant | None
 
 
-Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted
+RequestOrder: TypeAlias = (
+    Admitted | MemoryGiven | RetractOrder | ResumeOrder | RowsGivenUp | EndOrder | WorkerLost | PlacementAdopted
+)

@@ -13,27 +13,27 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator import messages
 from coordinator.actor import Actor
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import Ended
+from coordinator.journal.records import RequestEnded
 from coordinator.scheduling.events import (
     Admitted,
-    Closed,
-    Departed,
     Ending,
+    HotBufferResized,
     Listener,
-    Progressed,
-    Resized,
-    Told,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestClosed,
+    RequestOrder,
     WorkerPort,
 )
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
 from coordinator.scheduling.waits import WaitFor, Waits
-from metrics.logs import fields, logger
+from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.logs import fields, logger
 
 #: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
 MAILBOX_MAX: Final = 256
@@ -41,12 +41,12 @@ BATCH_MAX: Final = 64
 #: The cause of a failure that was decided in an earlier life of the coordinator.
 UNKNOWN: Final = "unknown"
 
-ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
+ToScheduler: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | RequestClosed
 
 log = logger("coordinator.scheduling.request")
 
 
-class Request(Actor[Told | WorkerEvent]):
+class Request(Actor[RequestOrder | WorkerEvent]):
     """`state` may be read by anyone between turns; only this actor changes it."""
 
     def __init__(
@@ -75,11 +75,11 @@ class Request(Actor[Told | WorkerEvent]):
         self._waits = Waits(state.state, state.held, clock())
         self._lines_logged = 0
 
-    def story(self) -> tuple[str, ...]:
-        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
+    def history(self) -> tuple[str, ...]:
+        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.history())
 
-    def log_story(self) -> None:
-        """One log line for each line that the story has gained since the last call."""
+    def log_history(self) -> None:
+        """One log line for each line that the history has gained since the last call."""
         state, logged = self.state, self._lines_logged
         self._lines_logged = state.lines_count
         if not log.isEnabledFor(logging.INFO):
@@ -89,21 +89,21 @@ class Request(Actor[Told | WorkerEvent]):
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
 
-    async def handle(self, batch: list[Told | WorkerEvent]) -> None:
+    async def handle(self, batch: list[RequestOrder | WorkerEvent]) -> None:
         for event in batch:
             if isinstance(event, Admitted):
                 self._port = event.port
             await self._apply(event)
 
-    async def _apply(self, event: Told | WorkerEvent) -> None:
+    async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
-        rows, now = Rows(token_log.length(state.slot), token_log.durable(state.slot)), self._clock()
+        rows, now = Rows(token_log.length(state.request_index), token_log.durable(state.request_index)), self._clock()
         try:
             actions = state.handle(event, rows, now)
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
-        self.log_story()
+        self.log_history()
         self._note_wait(now)
         for action in actions:
             if isinstance(action, Ending):
@@ -128,7 +128,7 @@ class Request(Actor[Told | WorkerEvent]):
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
         _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
-        ended = Ended(self.state.slot, outcome, reason, generated_tokens, tail_text, at_s)
+        ended = RequestEnded(self.state.request_index, outcome, reason, generated_tokens, tail_text, at_s)
         await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:
@@ -137,13 +137,13 @@ class Request(Actor[Told | WorkerEvent]):
                 if action.outcome == State.FAILED:
                     self._counters.failed[self.state.cause or UNKNOWN] += 1
                 self._listener.ended(action)
-            case Departed():
-                self._token_log.end_admission(action.slot)
+            case PlacementEnded():
+                self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)
-            case Closed():
+            case RequestClosed():
                 self._tell_scheduler(action)
                 self.close()
-            case Progressed() | Resized():
+            case PlacementProgressed() | HotBufferResized():
                 self._tell_scheduler(action)
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw() | messages.Stop():
                 assert self._port is not None

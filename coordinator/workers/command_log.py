@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
-from coordinator.errors import CapacityError, InternalError, ProtocolError
-from coordinator.messages import (
+from protocol.errors import CapacityError, InternalError, ProtocolError
+from protocol.messages import (
     CLIENT_MESSAGE_BYTES_MAX,
-    LAST_TOPK_BYTES_MAX,
+    WARM_START_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Command,
@@ -37,7 +37,7 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 COMMAND_BYTES_FIXED: Final = 256
 
 #: Of one Admit, beside the tokens that it carries.
-ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + LAST_TOPK_BYTES_MAX
+ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + WARM_START_BYTES_MAX
 
 assert BATCH_BYTES_MAX + ADMIT_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # one more Admit always fits
 
@@ -49,7 +49,7 @@ class _Entry:
     sent_at: float | None = None
 
 
-class Batch(NamedTuple):
+class CommandBatch(NamedTuple):
     """Commands numbered `first`, `first` + 1, ...; `repeated` of them were sent before."""
 
     first: int
@@ -85,7 +85,7 @@ class CommandLog:
         self._entries.append(_Entry(command))
         return self._first_unacked + len(self._entries) - 1
 
-    def take(self, now: float) -> Batch | None:
+    def take(self, now: float) -> CommandBatch | None:
         """The next commands to send, counted as sent at `now`; None when there are none."""
         skip = self._cursor - self._first_unacked
         picked: list[Command] = []
@@ -101,12 +101,12 @@ class CommandLog:
         if not picked:
             return None
         repeated = min(max(self._sent_top - self._cursor + 1, 0), len(picked))
-        batch = Batch(self._cursor, tuple(picked), repeated)
+        batch = CommandBatch(self._cursor, tuple(picked), repeated)
         self._cursor += len(picked)
         self._sent_top = max(self._sent_top, self._cursor - 1)
         return batch
 
-    def untake(self, batch: Batch) -> None:
+    def untake(self, batch: CommandBatch) -> None:
         """`batch`, the last one taken, could not be sent after all."""
         self._cursor = max(batch.first, self._first_unacked)
 
@@ -179,7 +179,7 @@ def command_bytes(command: Command) -> int:
     match command:
         case Admit(prompt=prompt, generated=generated, host_pages=pages, sampling=sampling, request_id=request_id):
             chars = sum(map(len, sampling.stop)) + len(request_id)
-            return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.last_topk))) + 4 * chars
+            return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.warm_start))) + 4 * chars
         case Grant(host_pages=pages):
             return COMMAND_BYTES_FIXED + len(pages)
         case _:

@@ -6,10 +6,10 @@ from typing import Final, Protocol
 
 import trio
 
-from coordinator import messages
-from coordinator.transport.sockets import RouterSocket, Sent
+from coordinator.listener.router import RouterSocket, Sent
 from coordinator.workers.worker_epoch import WorkerEpoch
 from metrics.state import CoordinatorCounters
+from protocol import messages
 
 #: How soon a link whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.02

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from coordinator.errors import ProtocolError, Unavailable
-from coordinator.messages import TOKENIZER_CHUNK_BYTES, ModelInfo, TokenizerChunk
+from protocol.errors import ProtocolError, Unavailable
+from protocol.messages import TOKENIZER_CHUNK_BYTES, ModelInfo, TokenizerChunk
 
 #: Largest tokenizer, in chunks; the largest in use are about 30 MB.
 CHUNKS_MAX: Final = 128

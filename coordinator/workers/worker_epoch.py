@@ -18,10 +18,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from coordinator.errors import ProtocolError, WrongState
-from coordinator.messages import Heartbeat, Report, WorkerHello
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.command_log import CommandLog
+from protocol.errors import ProtocolError, WrongState
+from protocol.messages import Heartbeat, Report, WorkerHello
 
 #: The same gap in reports is asked for at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25

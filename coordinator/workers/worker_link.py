@@ -30,28 +30,28 @@ from typing import Final, Protocol
 import numpy as np
 import trio
 
-from coordinator import messages
-from coordinator.arrays import Int32Array
-from coordinator.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import Joined
-from coordinator.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from coordinator.journal.records import WorkerJoined
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
+from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import LinkStats, WorkerPort
-from coordinator.settings import CoordinatorSettings
-from coordinator.transport.dropped import Dropped
-from coordinator.transport.frames import read_frame
-from coordinator.transport.gate import Gate
-from coordinator.transport.meter import Meter
-from coordinator.transport.sockets import Received, RouterSocket
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.processes import Process, has_ended, process_of, wait_exit
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
-from coordinator.workers.worker_hello import Course, Known, judge
-from metrics.logs import fields, logger
+from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.logs import fields, logger
+from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
+from protocol.settings import CoordinatorSettings
+from protocol.transport.frames import read_frame
 
 #: Worker names known at the same time, living or down.
 WORKERS_MAX: Final = 1_024
@@ -75,7 +75,7 @@ class LinkScheduler(Protocol):
     def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None: ...
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None: ...
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
-    def starving(self, slots: Int32Array) -> None: ...
+    def starving(self, request_indices: Int32Array) -> None: ...
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
     ) -> tuple[str, ...]: ...
@@ -146,7 +146,9 @@ class WorkerLinks:
         self._journal = journal
         self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
-        self._gate = Gate(socket, Meter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused)
+        self._flood_control = FloodControl(
+            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused
+        )
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
@@ -161,7 +163,7 @@ class WorkerLinks:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return tuple(
             f"{link.name}: epoch {link.state.epoch}, {'down' if link.is_down else 'up'}, "
             f"report {link.state.report_ack}, command {link.state.commands.acknowledged}"
@@ -187,7 +189,7 @@ class WorkerLinks:
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
-    def expect(self, joined: Joined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
         """An epoch from the journal, before `run`. Commands to it wait for its hello; `is_live` False: for its exit."""
         hello = messages.WorkerHello(
             PROTOCOL_VERSION,
@@ -215,7 +217,7 @@ class WorkerLinks:
     async def _read(self) -> None:
         while True:
             for received in await self._socket.recv_batch():
-                if not self._gate.admits(received, trio.current_time()):
+                if not self._flood_control.admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(received)
@@ -312,7 +314,7 @@ class WorkerLinks:
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
-        known = Known(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
+        known = KnownWorker(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
         match judge(hello, received.pid, known, self._incarnation), link:
             case Course.CONTINUE, WorkerLink():
                 self._continue(link, received.peer, hello)
@@ -372,7 +374,7 @@ class WorkerLinks:
     def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         """So that a later life of the coordinator can tell whether it has exited."""
         self._journal.append(
-            [Joined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
+            [WorkerJoined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
         )
 
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
@@ -390,7 +392,7 @@ class WorkerLinks:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
         for held in hello.held:
-            self._log.rebind(held.slot, held.admission, link.number)
+            self._log.rebind(held.request_index, held.placement, link.number)
         link.is_awaited = False
         log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
         self._welcome(link, received.peer, adopted=True)
@@ -471,8 +473,8 @@ class WorkerLinks:
         if link.is_down:
             return
         if isinstance(command, messages.Admit):
-            self._log.bind(command.slot, link.number)
-            self._counters.admissions += 1
+            self._log.bind(command.request_index, link.number)
+            self._counters.placements += 1
         try:
             link.state.commands.append(command)
         except CapacityError as error:

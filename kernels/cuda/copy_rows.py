@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS
 
 TILES_PER_PROCESSOR = 4
 

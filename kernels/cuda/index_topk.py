@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
 from kernels.cuda.structures import BATCH_MAX, BINS, COUNTERS, EDGES_MAX, UNIT
-from kernels.layout import TOPK_MAX
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.errors import BadInput
+from protocol.units import TOPK_MAX
 
 # index_keys.cuh
 HEADS_MAX: Final = 64

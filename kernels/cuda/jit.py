@@ -26,8 +26,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.errors import ConfigError, InternalError
-from kernels.layout import PAGE_TOKENS, Geometry
+from kernels.layout import Geometry
+from protocol.errors import ConfigError, InternalError
+from protocol.units import PAGE_TOKENS
 
 SOURCE_DIR: Final = Path(__file__).parent / "src"
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")

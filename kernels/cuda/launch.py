@@ -10,10 +10,10 @@ from functools import lru_cache
 
 import torch
 
-from coordinator.errors import BadInput
 from kernels.cuda.jit import Defines, Kernel, load, row_defines
-from kernels.layout import PAGE_TOKENS, SLOTS_MAX
 from kernels.state import DeviceState
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS, SLOTS_MAX
 
 KERNELS = (
     ("begin_step", "open_rows"),

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from kernels.cuda.structures import Batch, Plan, State
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, MissPlan, StepBatch
+from protocol.units import PAGE_TOKENS
 
 POINTERS = tuple(name for kind, name, *_ in State.members if kind.endswith("*"))
 BY_GROUP = ("slot_of", "slot_token", "stamp", "eviction_queue", "queue_slot", "queue_stamp", "tail", "hits", "misses")

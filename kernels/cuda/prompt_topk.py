@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.cuda.index_topk import index_topk, prepare_index, scratch_of
 from kernels.cuda.structures import UNIT
-from kernels.layout import PAGE_TOKENS
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.units import PAGE_TOKENS
 
 #: Tokens of a launch: enough to fill a card.
 TOKENS_MAX: Final = 128

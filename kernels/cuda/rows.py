@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels.cuda import structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch
+from protocol.units import PAGE_TOKENS
 
 WORD_MAX = 16
 BLOCKS_PER_PROCESSOR = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
-from kernels.layout import PAGE_TOKENS, managed_chunks
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS, managed_chunks
 
 BLOCKS_PER_PROCESSOR = 4
 

@@ -15,21 +15,9 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, ClassVar, Final, cast
 
-from kernels.layout import (
-    CONTEXT_MAX_TOKENS,
-    OPENED_CHUNKS,
-    OPENED_PAGES,
-    PAGE_TOKENS,
-    QUEUE_RESERVE,
-    QUEUE_RING,
-    QUEUE_SLOTS,
-    QUEUE_WORDS,
-    SLOT_ABSENT,
-    SLOTS_MAX,
-    TAIL_SLOTS_MAX,
-    TOPK_MAX,
-)
+from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, QUEUE_RESERVE, QUEUE_RING, QUEUE_SLOTS, QUEUE_WORDS, SLOT_ABSENT
 from kernels.state import Tripwire
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
 
 # Blocks of kernels: threads, and dynamic shared memory (any device since sm_80 has room for swap_in's).
 ROTATE_THREADS: Final = 256

@@ -15,11 +15,11 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from coordinator.errors import BadInput
 from kernels.cuda import parameters, structures
 from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slots_limit, stream_of, swap_in_of
-from kernels.layout import PAGE_TOKENS, TOPK_MAX
 from kernels.state import DeviceState, MissPlan, StepBatch
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS, TOPK_MAX
 
 PEER_MESSAGES_MAX = 13 * 8**2  # in a step: each block of a request writes to all others
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link

@@ -6,7 +6,7 @@ import importlib
 from functools import lru_cache
 from types import ModuleType
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 
 
 @lru_cache(maxsize=8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS
 from kernels.reference.lru import eviction_keys, forget, key_slot, slot_rows
 from kernels.state import BackupPlan, DeviceState, StepBatch, Tripwire, active_rows, real_rows, table_entries
+from protocol.units import PAGE_TOKENS
 
 
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS, pages_for
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch, Tripwire, active_rows
+from protocol.units import PAGE_TOKENS, pages_for
 
 LOWEST: Final = -(2**31)
 

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS
 from kernels.state import ABSENT, SLOT_MASK, DeviceState
+from protocol.units import PAGE_TOKENS
 
 NEVER: Final = torch.iinfo(torch.int64).max  # eviction key of a slot that must not be evicted
 SLOT_BITS: Final = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS
 from kernels.state import DeviceState, StepBatch, Tripwire
+from protocol.units import PAGE_TOKENS
 
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:

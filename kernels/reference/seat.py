@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS, managed_chunks, pages_for
 from kernels.reference.lru import slot_rows
 from kernels.state import ABSENT, DeviceState, Tripwire
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 
 def init_resident(state: DeviceState, seat: int) -> None:

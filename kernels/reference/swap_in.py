@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS, SLOT_ABSENT
+from kernels.layout import SLOT_ABSENT
 from kernels.reference.lru import NEVER, eviction_keys, forget, key_slot, slot_rows
 from kernels.state import SLOT_MASK, DeviceState, MissPlan, StepBatch, Tripwire, active_rows, table_entries
+from protocol.units import PAGE_TOKENS
 
 NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from coordinator.errors import InternalError
 from kernels.cuda import launch
 from kernels.cuda.jit import SOURCE_DIR, Defines
 from kernels.state import DeviceState
+from protocol.errors import InternalError
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent

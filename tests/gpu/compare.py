@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.layout import PAGE_TOKENS
 from kernels.state import ABSENT, SLOT_MASK, MissPlan
 from kernels.swap_in import replay_misses
+from protocol.units import PAGE_TOKENS
 from tests.gpu.program import OF_GROUP, TABLES, Machine, Op, Program, uploaded
 
 

@@ -11,10 +11,11 @@ import torch
 from kernels.cuda.index_topk import scratch_of
 from kernels.cuda.structures import UNIT
 from kernels.index_topk import index_topk
-from kernels.layout import Geometry, pages_for
+from kernels.layout import Geometry
 from kernels.reference.index_topk import row_keys, top_positions
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
+from protocol.units import pages_for
 
 SCALE = 0.25
 

@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 from hypothesis import strategies as st
 
-from kernels.layout import CONTEXT_MAX_TOKENS, PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import Geometry
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
 from tests.gpu.program import Op, Program
 
 Array = np.ndarray[Any, Any]

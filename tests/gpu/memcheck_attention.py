@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from kernels.cuda.attention import HOPPER_BLOCKS, attend_rows
-from tests.attention_rig import Case
 from tests.gpu.index_bench import IndexBench
+from tests.support.attention_rig import Case
 
 BOUND = 2.0**-7
 #: Where scores are ten times as far apart: so is what rounding fp8 values to bfloat16 makes of them.

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import seat as seat_verbs
 from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
-from kernels.layout import PAGE_TOKENS, Geometry
+from kernels.layout import Geometry
 from kernels.rows import (
     gather_rows,
     read_index_keys,
@@ -31,6 +31,7 @@ from kernels.rows import (
 )
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
 from kernels.swap_in import replay_misses, swap_in
+from protocol.units import PAGE_TOKENS
 
 EMPTY: Final = 0xDD  # device bytes before anything was written
 UNWRITTEN: Final = 777  # in outputs before a kernel wrote them

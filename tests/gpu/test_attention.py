@@ -13,7 +13,7 @@ from kernels.attention import attend_rows  # noqa: E402
 from kernels.cuda.attention import HOPPER_BLOCKS, Blocks, blocks_of, is_wide  # noqa: E402
 from kernels.cuda.attention import attend_rows as cuda_attend_rows  # noqa: E402
 from kernels.row_bytes import KINDS  # noqa: E402
-from tests.attention_rig import Case  # noqa: E402
+from tests.support.attention_rig import Case  # noqa: E402
 
 SHAPES = [
     {"latent": 64, "rope": 16, "heads": 4, "k": 50},

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import ROOT
+
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("family", ["glm-5", "deepseek-v3.2"])
@@ -22,7 +22,7 @@ def test_the_demo_passes_on_a_gpu(family: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "coordinator.cli",
+        "hisparse.cli",
         "demo",
         "--json",
         "--device",

@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from kernels.index_topk import index_topk, prepare_index  # noqa: E402
-from kernels.layout import PAGE_TOKENS  # noqa: E402
 from kernels.reference.index_topk import index_topk as reference_topk  # noqa: E402
 from kernels.reference.index_topk import top_positions  # noqa: E402
 from kernels.state import Tripwire  # noqa: E402
+from protocol.units import PAGE_TOKENS  # noqa: E402
 from tests.gpu.index_bench import SCALE, IndexBench  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from kernels.cuda import prompt_topk as room  # noqa: E402
 from kernels.cuda.launch import prepare  # noqa: E402
 from kernels.prompt_topk import prompt_topk  # noqa: E402
-from tests.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
+from tests.kernels.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

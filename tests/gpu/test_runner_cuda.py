@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 import worker.oracle  # noqa: E402
 from kernels.state import StepBatch  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
-from tests.runner_rig import Rig  # noqa: E402
+from tests.support.runner_rig import Rig  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
 from worker.runners.sampling import sample  # noqa: E402

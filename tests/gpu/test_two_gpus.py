@@ -15,11 +15,11 @@ import pytest
 import torch
 import trio
 
-from coordinator.client.client import Client
-from coordinator.messages import AUTO, DIRECT
-from coordinator.settings import Config
-from tests.cluster_rig import assert_nothing_leaked, crash_config, write_model
-from tests.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
+from hisparse.client.client import Client
+from protocol.messages import AUTO, DIRECT
+from protocol.settings import Config
+from tests.support.cluster_rig import assert_nothing_leaked, crash_config, write_model
+from tests.support.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(240)]
 if not torch.cuda.is_available():
@@ -72,8 +72,8 @@ async def test_what_one_gpu_prefills_another_decodes(
     the pool of one node to that of the other. Where they are decoded, not a byte is staged."""
     spots = [Spot("prefill", "a", engine, FIRST), Spot("decode", "b" if engine else "a", engine, SECOND)]
     async with started(model, tmp_path, memory, spots) as (nodes, client):
-        for admission in (AUTO, DIRECT):
-            assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        for placement in (AUTO, DIRECT):
+            assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated
         first, second = await nodes.samples("w0", COPIED, "purpose"), await nodes.samples("w1", COPIED, "purpose")
         moved = await nodes.samples("w1", "hisparse_transfer_pages_total", "end") if engine else {}
         await assert_nothing_leaked(client)

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests import test_worker_executor as cpu  # noqa: E402
-from tests import test_worker_fences as stories  # noqa: E402
-from tests import test_worker_model as model  # noqa: E402
-from tests.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
-from tests.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
-from worker.batch import Status  # noqa: E402
+from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
+from tests.support.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
+from tests.worker.loop import test_worker_executor as cpu  # noqa: E402
+from tests.worker.loop import test_worker_fences as stories  # noqa: E402
+from tests.worker.loop import test_worker_model as model  # noqa: E402
+from worker.loop.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
@@ -82,7 +82,7 @@ def test_no_turn_waits_for_the_device(settings: object) -> None:
         rig.run_until(lambda: all(len(life.tokens) > 4 for life in lives))
         assert coordinator.resize(lives[2], 64)
         coordinator.withdraw(lives[1], "keep")
-        rig.run_until(lambda: not lives[1].admission)
+        rig.run_until(lambda: not lives[1].placement)
         assert coordinator.admit(lives[1], 0)
         rig.run()
     assert not rig.wrong()
@@ -105,7 +105,7 @@ def test_a_context_that_returns_holds_no_step_up() -> None:
     assert coordinator.admit(returns, 0)
     rig.run_until(lambda: len(stays.tokens) > 4 and len(returns.tokens) > 4)
     coordinator.withdraw(returns, "keep")
-    rig.run_until(lambda: not returns.admission)
+    rig.run_until(lambda: not returns.placement)
     hold_back(streams.load, 0.3)
     assert coordinator.admit(returns, 0)
     tokens = len(stays.tokens)

@@ -18,11 +18,12 @@ from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_row
 from kernels.cuda.launch import prepare
 from kernels.cuda.swap_in import swap_in as cuda_swap_in
 from kernels.integrity import check_state
-from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, PAGE_TOKENS, Geometry, managed_chunks, pages_for
+from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, Geometry
 from kernels.rows import gather_rows
 from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, active_rows
 from kernels.swap_in import replay_misses, swap_in
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 TABLES = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires")
 GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots")

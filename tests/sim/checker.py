@@ -26,17 +26,16 @@ import numpy as np
 import trio
 import trio._core._run
 
-from coordinator import messages
-from coordinator.arrays import unpack_int32
-from coordinator.errors import InternalError
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.members import Entry, Phase
+from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.workers.worker_link import WorkerLink
-from kernels import layout
+from protocol import messages, units
+from protocol.arrays import unpack_int32
+from protocol.errors import InternalError
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Ticket
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
-from worker.outbox import REPORTS_UNACKED_MAX
+from worker.link.outbox import REPORTS_UNACKED_MAX
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, CoordinatorLife, WorkerProcess
@@ -69,7 +68,7 @@ class Checker(trio.abc.Instrument):
         self._given: dict[Conversation, list[messages.Command]] = defaultdict(list)
         self._obeyed: dict[Conversation, int] = defaultdict(int)
         self._reports: dict[tuple[str, int], list[messages.Report]] = defaultdict(list)
-        self._heard: dict[Conversation, int] = {}
+        self._effects: dict[Conversation, int] = {}
         self._incarnations: dict[int, int] = defaultdict(int)
         self.ledger_changes = 0
         self._booked = 0  # of them, when books were looked at last
@@ -146,32 +145,32 @@ class Checker(trio.abc.Instrument):
                 for place, page in enumerate(run.pages):
                     if not refcounts[page]:
                         raise Violation(
-                            "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.admission}"
+                            "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.placement}"
                         )
                     other = holders.setdefault(page, run)
                     if other is not run and not _may_share(other, run, place):
                         raise Violation(
-                            "I2", f"page {page} of {node} is given to {other.admission} and {run.admission}"
+                            "I2", f"page {page} of {node} is given to {other.placement} and {run.placement}"
                         )
 
-    def _check_rows(self, life: CoordinatorLife, entry: Entry) -> None:
+    def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
         """What the coordinator counts as durable is there."""
-        truth = life.truth_of(entry.slot)
-        if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):
+        truth = life.truth_of(entry.request_index)
+        if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):
             return
-        kept = entry.phase is Phase.WAITING
-        durable = entry.kept_tokens if kept else life.durable(entry.slot, entry.admission)
+        kept = entry.phase is EntryPhase.WAITING
+        durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.placement)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:
             return
-        state = (life.incarnation, self.ledger_changes, entry.admission, durable, pool.id, pool.version)
-        if self._rows_seen.get(entry.slot) == state:
+        state = (life.incarnation, self.ledger_changes, entry.placement, durable, pool.id, pool.version)
+        if self._rows_seen.get(entry.request_index) == state:
             return
-        found = pool.read(ledger.pages_of(entry.admission).tolist(), durable)
+        found = pool.read(ledger.pages_of(entry.placement).tolist(), durable)
         if not np.array_equal(found, truth.rows[:durable]):
             wrong = int(np.flatnonzero(found != truth.rows[:durable])[0])
             raise Violation("I3", f"row {wrong} of {truth.request_id} is below its durable length {durable} and wrong")
-        self._rows_seen[entry.slot] = state
+        self._rows_seen[entry.request_index] = state
 
     # ---------------------------------------------------------------- processes
 
@@ -198,9 +197,9 @@ class Checker(trio.abc.Instrument):
             and isinstance(command, (messages.Admit, messages.Grant, messages.Receive))
         ):
             ledger = disk.ledgers.get(link.state.node)
-            held = ledger.pages_of(command.admission) if ledger and ledger.holds(command.admission) else ()
+            held = ledger.pages_of(command.placement) if ledger and ledger.holds(command.placement) else ()
             if not set(unpack_int32(command.host_pages, "host_pages").tolist()) <= set(held):
-                raise Violation("I4", f"{type(command).__name__} of {command.admission} is sent before it is committed")
+                raise Violation("I4", f"{type(command).__name__} of {command.placement} is sent before it is committed")
 
     def obeyed(self, worker: str, epoch: int, incarnation: int, command: messages.Command) -> None:
         """A worker applies `command` as the next one of its epoch."""
@@ -222,15 +221,15 @@ class Checker(trio.abc.Instrument):
         come, or before."""
         life, reports = self._cluster.coordinator, self._reports[worker, report.epoch]
         assert life is not None
-        last = self._heard.get((life.incarnation, worker, report.epoch))
+        last = self._effects.get((life.incarnation, worker, report.epoch))
         if last is None:
             last = min(
                 report.number - 1,
-                max((n for key, n in self._heard.items() if key[1:] == (worker, report.epoch)), default=0),
+                max((n for key, n in self._effects.items() if key[1:] == (worker, report.epoch)), default=0),
             )
         if report.number != last + 1 or reports[last] != report:
             raise Violation("I4", f"report {report.number} of {worker} is applied as its report {last + 1}")
-        self._heard[life.incarnation, worker, report.epoch] = report.number
+        self._effects[life.incarnation, worker, report.epoch] = report.number
 
     # ---------------------------------------------------------------- clients
 
@@ -329,7 +328,7 @@ def _may_share(one: Run | Ticket, other: Run | Ticket, place: int) -> bool:
         return False
     durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
     is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
-    return is_same and (place + 1) * layout.PAGE_TOKENS <= durable
+    return is_same and (place + 1) * units.PAGE_TOKENS <= durable
 
 
 def _process_of(epoch: int) -> int:

@@ -14,9 +14,9 @@ from typing import Final
 
 import trio
 
-from coordinator.client.client import Client, open_client
-from coordinator.client.token_stream import Stream
-from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable, WrongState
+from hisparse.client.client import Client, open_client
+from hisparse.client.token_stream import TokenStream
+from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable, WrongState
 from tests.sim.cluster import Cluster
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
@@ -25,8 +25,8 @@ from tests.sim.trace import Violation
 RETRY_S: Final = 0.2
 #: A client that was killed returns within this time.
 RETURN_S: Final = (0.05, 1.0)
-#: A verb of the operator is given up after this.
-VERB_LIMIT_S: Final = 4.0
+#: A command of the operator is given up after this.
+COMMAND_LIMIT_S: Final = 4.0
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class SimClient:
             except (Unavailable, CapacityError):
                 await trio.sleep(RETRY_S)
 
-    async def _open(self, client: Client, pending: Pending) -> Stream:
+    async def _open(self, client: Client, pending: Pending) -> TokenStream:
         truth = pending.truth
         if not pending.is_acknowledged:
             try:
@@ -91,7 +91,7 @@ class SimClient:
                     truth.sampling,
                     request_id=truth.request_id,
                     priority=truth.priority,
-                    admission=truth.way,
+                    prefill_mode=truth.prefill_mode,
                 )
             except WrongState:  # an earlier submit was carried out, and its answer lost
                 pending.is_acknowledged = True
@@ -107,7 +107,7 @@ class SimClient:
         except WrongState:  # this connection is attached: its first Accepted was lost
             raise Unavailable("attached already") from None
 
-    async def _read(self, stream: Stream, pending: Pending) -> None:
+    async def _read(self, stream: TokenStream, pending: Pending) -> None:
         async for tokens in stream:
             start = stream.offset - len(tokens)
             if start > pending.tokens:
@@ -134,13 +134,13 @@ class Operator:
             except Unavailable:
                 await trio.sleep(RETRY_S)
 
-    async def order(self, verb: Callable[[Client], Awaitable[object]]) -> bool:
+    async def order(self, command: Callable[[Client], Awaitable[object]]) -> bool:
         """Whether it was carried out for certain."""
         if self._client is None:
             return False
         try:
-            with trio.fail_after(VERB_LIMIT_S):
-                await verb(self._client)
+            with trio.fail_after(COMMAND_LIMIT_S):
+                await command(self._client)
         except (HiSparseError, trio.TooSlowError):
             return False
         return True

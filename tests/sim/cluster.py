@@ -27,28 +27,28 @@ import msgspec
 import trio
 import trio._core._run
 
-import coordinator.client.connection
 import coordinator.memory.changes
 import coordinator.memory.host_pool
 import coordinator.scheduling.policy
-import coordinator.scheduling.sizing
 import coordinator.service
 import coordinator.workers.worker_link
-from coordinator import messages
+import hisparse.client.connection
+import protocol.sizing
 from coordinator.actor import open_supervisor
-from coordinator.arrays import Int32Array
-from coordinator.errors import HiSparseError
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
-from coordinator.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
-from coordinator.scheduling.members import Entry
+from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.suspicion import POISON_STRIKES
 from coordinator.service import Coordinator
-from coordinator.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import HiSparseError
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
+from protocol.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
@@ -56,9 +56,9 @@ from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
-from worker.link import Link, Pace
-from worker.link_state import Action, Identity, LinkState
-from worker.outbox import Outbox
+from worker.link.link import Link, Pace
+from worker.link.link_state import Action, Identity, LinkState
+from worker.link.outbox import Outbox
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
@@ -291,7 +291,7 @@ class CoordinatorLife:
 
     @property
     def is_draining(self) -> bool:
-        return self._scheduler is not None and any(it.drain for it in self._scheduler._roster.workers.values())
+        return self._scheduler is not None and any(it.drain for it in self._scheduler._placement_table.workers.values())
 
     # ------------------------------------------------------------ for the checker
 
@@ -299,20 +299,20 @@ class CoordinatorLife:
     def ledgers(self) -> dict[str, Ledger]:
         return self._scheduler._ledgers if self._scheduler else {}
 
-    def entries(self) -> list[Entry]:
-        return list(self.scheduler._roster.entries.values()) if self._scheduler else []
+    def entries(self) -> list[RequestEntry]:
+        return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
 
-    def truth_of(self, slot: int) -> Truth | None:
-        live = self.scheduler._requests.by_slot.get(slot)
+    def truth_of(self, request_index: int) -> Truth | None:
+        live = self.scheduler._requests.by_index.get(request_index)
         return self._cluster.truths[live.state.request_id] if live is not None else None
 
-    def durable(self, slot: int, admission: int) -> int:
+    def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log
-        return log.durable(slot) if log._admission[slot] == admission else 0
+        return log.durable(request_index) if log._placement[request_index] == placement else 0
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""
-        return self.scheduler._fleet._pools[node].pool_id
+        return self.scheduler._registry._pools[node].pool_id
 
     @property
     def audit_differences(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class CoordinatorLife:
 
     def drains(self) -> list[tuple[str, int, bool]]:
         """Workers that have joined this life, their epochs, and whether they drain."""
-        workers = self._scheduler._roster.workers.values() if self._scheduler else ()
+        workers = self._scheduler._placement_table.workers.values() if self._scheduler else ()
         return [(it.name, it.epoch, it.drain is not None) for it in workers if not it.awaited]
 
     @property
@@ -337,7 +337,7 @@ class CoordinatorLife:
     def check_invariants(self) -> None:
         if self._scheduler is None:
             return
-        self._scheduler._roster.check_invariants(lambda node: self.ledgers[node])
+        self._scheduler._placement_table.check_invariants(lambda node: self.ledgers[node])
         for live in self._scheduler._requests.live.values():
             live.state.check_invariants()
         self._parts.token_log.check_invariants()
@@ -532,7 +532,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     replacements = (
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
-        (coordinator.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
+        (hisparse.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),
         (coordinator.service, "_open_journal", lambda *_: cluster.disk and FakeStore(cluster.disk)),
         (coordinator.service, "time", SimpleNamespace(time=trio.current_time, perf_counter=trio.current_time)),
@@ -552,8 +552,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         for module in pages:
             stack.enter_context(patch.object(module, "PAGE_TOKENS", PAGE_TOKENS))
         stack.enter_context(patch.object(coordinator.scheduling.policy, "URGENT_TOKENS", PAGE_TOKENS))
-        stack.callback(coordinator.scheduling.sizing._managed.cache_clear)
-        coordinator.scheduling.sizing._managed.cache_clear()
+        stack.callback(protocol.sizing._managed.cache_clear)
+        protocol.sizing._managed.cache_clear()
         logger = logging.getLogger("hisparse")
         level = logger.level
         logger.setLevel(logging.CRITICAL + 1)

@@ -14,14 +14,14 @@ from typing import Final
 
 import trio
 
-from coordinator.arrays import unpack_int32
-from coordinator.errors import HiSparseError
 from coordinator.journal import records
 from coordinator.journal.journal import JournalError
+from coordinator.journal.ledger_image import ledger_from, parts_of
 from coordinator.journal.records import LASTING, Record
 from coordinator.memory.changes import Change, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.ledger_image import ledger_from, parts_of
+from protocol.arrays import unpack_int32
+from protocol.errors import HiSparseError
 from tests.sim.alarms import sleep
 from tests.sim.trace import Trace, Violation
 
@@ -46,7 +46,7 @@ class FakeDisk:
         self.full_until = 0.0
         self.slow_until = 0.0
         self.ledgers: dict[str, Ledger] = {}
-        self.slots: dict[int, str] = {}
+        self.request_indices: dict[int, str] = {}
         self.tokens: dict[str, int] = {}
         self.outcomes: dict[str, str] = {}
         self.drained: dict[str, int] = {}  # workers, and the epoch that was told
@@ -55,15 +55,22 @@ class FakeDisk:
         """All of `group`, in order."""
         self.trace.note("disk", "commits", f"{len(group)} records")
         for record in group:
-            if isinstance(record, records.Forgotten):
-                gone = set(unpack_int32(record.slots, "slots").tolist())
-                self._delete(number for number, (slot, _) in self.rows.items() if slot in gone)
+            if isinstance(record, records.RequestsForgotten):
+                gone = set(unpack_int32(record.request_indices, "request_indices").tolist())
+                self._delete(number for number, (request_index, _) in self.rows.items() if request_index in gone)
             elif isinstance(record, records.SummaryBegun):
                 self._begun, self.since_summary = self._number, 0
             elif isinstance(record, records.SummaryEnded):
-                void = (number for number, (slot, _) in self.rows.items() if slot is None and number < self._begun)
+                void = (
+                    number
+                    for number, (request_index, _) in self.rows.items()
+                    if request_index is None and number < self._begun
+                )
                 self._delete(void)
-            self.rows[self._number] = (record.slot if isinstance(record, LASTING) else None, records.encode(record))
+            self.rows[self._number] = (
+                record.request_index if isinstance(record, LASTING) else None,
+                records.encode(record),
+            )
             self._number += 1
             self.since_summary += 1
             self._note(record)
@@ -74,18 +81,22 @@ class FakeDisk:
 
     def _note(self, record: Record) -> None:
         match record:
-            case records.Accepted(slot=slot, request_id=request_id):
-                self.slots[slot] = request_id
+            case records.RequestAccepted(request_index=request_index, request_id=request_id):
+                self.request_indices[request_index] = request_id
                 self.tokens.setdefault(request_id, 0)
-            case records.Tokens():
-                arrays = (unpack_int32(part, "tokens") for part in (record.slots, record.starts, record.counts))
-                for slot, start, count in zip(*(array.tolist() for array in arrays), strict=True):
-                    self.tokens[self.slots[slot]] = max(self.tokens[self.slots[slot]], start + count)
-            case records.Ended(slot=slot, outcome=outcome):
-                self.outcomes[self.slots[slot]] = outcome
-            case records.Drained(worker=worker, epoch=epoch):
+            case records.TokensAppended():
+                arrays = (
+                    unpack_int32(part, "tokens") for part in (record.request_indices, record.starts, record.counts)
+                )
+                for request_index, start, count in zip(*(array.tolist() for array in arrays), strict=True):
+                    self.tokens[self.request_indices[request_index]] = max(
+                        self.tokens[self.request_indices[request_index]], start + count
+                    )
+            case records.RequestEnded(request_index=request_index, outcome=outcome):
+                self.outcomes[self.request_indices[request_index]] = outcome
+            case records.WorkerDrained(worker=worker, epoch=epoch):
                 self.drained[worker] = epoch
-            case records.Undrained(worker=worker):
+            case records.WorkerUndrained(worker=worker):
                 self.drained.pop(worker, None)
             case records.PoolOpened(node=node, capacity=capacity):
                 self.ledgers[node] = Ledger(capacity.host_pages)
@@ -97,7 +108,7 @@ class FakeDisk:
                 self._said[node].append(record)
             case records.SummaryEnded():
                 self._check_summary()
-            case records.Changed(node=node, changes=changes):
+            case records.LedgerChanged(node=node, changes=changes):
                 self._change(node, changes)
 
     def _check_summary(self) -> None:

@@ -1,9 +1,9 @@
 """A worker process without a device: the real link and outbox, and an executor that is a model of the real one.
 
-`FakeExecutor` obeys the protocol as worker/executor.py does, turn by turn: commands at step boundaries, one prompt
+`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, one prompt
 chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
 observed, `Released` only when nothing of the admission is under way any more. Tokens, ends and held-back output are the
-real worker.output. What is modelled is the device:
+real worker.loop.output. What is modelled is the device:
 
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
@@ -27,8 +27,9 @@ from typing import Final, Protocol
 import numpy as np
 import trio
 
-from coordinator.arrays import Int32Array, unpack_int32
-from coordinator.messages import (
+from metrics.state import WorkerCounters
+from protocol.arrays import Int32Array, unpack_int32
+from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
     Admit,
@@ -49,17 +50,16 @@ from coordinator.messages import (
     Withdraw,
     WorkerCapacity,
 )
-from kernels.layout import PAGE_TOKENS, pages_for
-from metrics.state import WorkerCounters
+from protocol.text import ByteTokenizer
+from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
 from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
-from worker.handover import Incoming, Outgoing
-from worker.inventory import Free, Holding, take_inventory
-from worker.output import Output
-from worker.runners.text import ByteTokenizer
+from worker.device.inventory import Free, Holding, take_inventory
+from worker.loop.output import Output
+from worker.transfer.handover import Incoming, Outgoing
 
 #: Seconds of one decode step, of one prompt chunk, of loading a resumed context, and until a write lands.
 STEP_S: Final = (0.02, 0.08)
@@ -78,10 +78,10 @@ _DETOKENIZER: Final = ByteTokenizer().detokenizer
 
 
 class Reports(Protocol):
-    """What worker.outbox.Outbox takes from an executor."""
+    """What worker.link.outbox.Outbox takes from an executor."""
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
 
 
@@ -157,7 +157,7 @@ class FakePool:
 
 @dataclass(eq=False)
 class Run:
-    """One admission on this worker, as worker.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
+    """One admission on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
 
     admit: Admit
     prompt: Int32Array
@@ -182,8 +182,8 @@ class Run:
     writes: deque[tuple[int, Write]] = field(default_factory=deque)
 
     @property
-    def admission(self) -> int:
-        return self.admit.admission
+    def placement(self) -> int:
+        return self.admit.placement
 
     @property
     def rows_wanted(self) -> int:
@@ -241,8 +241,8 @@ class Ticket:
     incoming: Incoming
 
     @property
-    def admission(self) -> int:
-        return self.admit.admission
+    def placement(self) -> int:
+        return self.admit.placement
 
     @property
     def pages(self) -> list[int]:
@@ -337,14 +337,14 @@ class FakeExecutor:
             self._admit(command)
         elif isinstance(command, Receive):
             self._receive(command)
-        elif isinstance(command, Withdraw) and command.admission in self.tickets:
-            self._receiver.revoke(command.admission)
+        elif isinstance(command, Withdraw) and command.placement in self.tickets:
+            self._receiver.revoke(command.placement)
         elif isinstance(command, Exited):
             return
         elif isinstance(command, Audit):
             self._reports.add_event(take_inventory(command.number, self._holdings(), self._free()))
         elif not isinstance(command, Stop):
-            run = self.runs.get(command.admission)
+            run = self.runs.get(command.placement)
             if run is None or run.status == "leaving":
                 return
             match command:
@@ -357,23 +357,23 @@ class FakeExecutor:
         self._check_memory()
 
     def _admit(self, admit: Admit) -> None:
-        self._admit_once(admit.admission)
+        self._admit_once(admit.placement)
         prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
         held_back = () if admit.first_token == NO_TOKEN else (admit.first_token,)
         output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
         if output.finished:
-            self._reports.add_event(Finished(admit.admission, output.reason, output.generated_tokens, output.tail_text))
-            self._reports.add_event(Released(admit.admission, admit.durable_tokens, 0, 0))
+            self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
+            self._reports.add_event(Released(admit.placement, admit.durable_tokens, 0, 0))
             return
         durable = admit.durable_tokens
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
             raise Violation(
                 "I3",
-                f"admission {admit.admission} resumes at {durable} rows: "
+                f"admission {admit.placement} resumes at {durable} rows: "
                 f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
             )
-        if admit.last_topk not in (b"", admit.request_id.encode() if durable else b""):
-            raise Violation("I3", f"admission {admit.admission} begins with the top-k of {admit.last_topk!r}")
+        if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
+            raise Violation("I3", f"admission {admit.placement} begins with the top-k of {admit.warm_start!r}")
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -389,26 +389,26 @@ class FakeExecutor:
             prefilled=len(prompt) if durable else 0,
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
-        self.runs[admit.admission] = run
+        self.runs[admit.placement] = run
         if admit.ticket:
             run.sending = self._wire.begin(Outgoing(admit.ticket, len(prompt)), admit.destination)
         if not durable:
             self._prompts.append(run)
 
     def _receive(self, command: Receive) -> None:
-        self._admit_once(command.admission)
+        self._admit_once(command.placement)
         if self._wire.refuse:
             self._wire.refuse -= 1
-            self._reports.add_event(Released(command.admission, 0, 0, 0))
+            self._reports.add_event(Released(command.placement, 0, 0, 0))
             return
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
-        self.tickets[command.admission] = Ticket(command, incoming)
-        self._receiver.open(command.admission, incoming)
+        self.tickets[command.placement] = Ticket(command, incoming)
+        self._receiver.open(command.placement, incoming)
 
-    def _admit_once(self, admission: int) -> None:
-        if admission in self.admitted:
-            raise Violation("I4", f"admission {admission} came twice to one worker")
-        self.admitted.add(admission)
+    def _admit_once(self, placement: int) -> None:
+        if placement in self.admitted:
+            raise Violation("I4", f"admission {placement} came twice to one worker")
+        self.admitted.add(placement)
 
     def _turn_transfers(self) -> None:
         for ticket in self._receiver.poll():
@@ -436,7 +436,7 @@ class FakeExecutor:
         run.index_pages += grant.index_pages
         if run.resize is not None:  # granted for the buffer that is to come
             more = run.resize.hot_chunks + grant.hot_chunks
-            run.resize = Resize(grant.admission, run.resize.hot_slots, more)
+            run.resize = Resize(grant.placement, run.resize.hot_slots, more)
         else:
             run.hot_chunks += grant.hot_chunks
         self._unpark(run)
@@ -451,7 +451,7 @@ class FakeExecutor:
             run.status, run.ready_at = "loading", trio.current_time() + self._rng.uniform(*LOAD_S)
         else:
             self._unpark(run)
-        self._reports.add_event(Resized(run.admission, run.hot_slots, run.hot_chunks))
+        self._reports.add_event(Resized(run.placement, run.hot_slots, run.hot_chunks))
 
     def _unpark(self, run: Run) -> None:
         if run.status == "parked" and not run.is_starved:
@@ -504,7 +504,7 @@ class FakeExecutor:
         run.durable_rows = len(run.prompt)
         run.slab_pages = 0
         self._report_durable(run)
-        self._reports.add_event(Staged(run.admission, 1.0, 1.0))
+        self._reports.add_event(Staged(run.placement, 1.0, 1.0))
         if run.sending is not None:
             run.status = "sending"
         elif run.hot_slots == NO_HOT_BUFFER:
@@ -516,17 +516,17 @@ class FakeExecutor:
         run.status = "running"
         if not run.started:
             run.started = True
-            self._reports.add_event(Started(run.admission))
+            self._reports.add_event(Started(run.placement))
 
     def _release(self, run: Run) -> None:
         rows = run.position if run.prefilled == len(run.prompt) else 0
-        del self.runs[run.admission]
+        del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
-        last_topk = run.admit.request_id.encode() if durable else b""
-        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, last_topk))
+        warm_start = run.admit.request_id.encode() if durable else b""
+        self._reports.add_event(Released(run.placement, durable, 0, 0, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
-        self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
+        self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))
 
     # ---------------------------------------------------------------- launches
 
@@ -557,7 +557,7 @@ class FakeExecutor:
             elif run.is_starved:
                 run.status = "parked"
                 self._report_durable(run)
-                self._reports.add_event(Parked(run.admission))
+                self._reports.add_event(Parked(run.placement))
         if not places:
             return 0.0
         self._steps.append(Step(places))
@@ -593,10 +593,10 @@ class FakeExecutor:
         start, ids = run.output.take_publishable()
         if ids:
             durable = run.durable(run.durable_rows)
-            self._reports.add_tokens(run.admit.slot, run.admission, start, ids, durable)
+            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable)
         if run.output.finished:
             output = run.output
-            self._reports.add_event(Finished(run.admission, output.reason, output.generated_tokens, output.tail_text))
+            self._reports.add_event(Finished(run.placement, output.reason, output.generated_tokens, output.tail_text))
             self._leave(run)
 
     # ---------------------------------------------------------------- what it was given
@@ -604,7 +604,7 @@ class FakeExecutor:
     def _holdings(self) -> list[Holding]:
         return [
             Holding(
-                run.admission,
+                run.placement,
                 run.pages,
                 run.index_pages,
                 run.hot_chunks,
@@ -613,7 +613,7 @@ class FakeExecutor:
                 run.status == "leaving",
             )
             for run in self.runs.values()
-        ] + [Holding(it.admission, it.pages, 0, 0, 0, 0, False) for it in self.tickets.values()]
+        ] + [Holding(it.placement, it.pages, 0, 0, 0, 0, False) for it in self.tickets.values()]
 
     def _free(self) -> Free:
         held, capacity = self._holdings(), self._capacity
@@ -637,11 +637,11 @@ class FakeExecutor:
                 raise Violation("I2", f"{given} {what} were handed out, there are {total}")
         for run in runs:
             if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
-                raise Violation("I2", f"admission {run.admission} is to be decoded by a worker that only prefills")
+                raise Violation("I2", f"admission {run.placement} is to be decoded by a worker that only prefills")
             if not (capacity.prefills or run.admit.durable_tokens):
-                raise Violation("I2", f"admission {run.admission} is to be prefilled by a worker that only decodes")
+                raise Violation("I2", f"admission {run.placement} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
-                raise Violation("I1", f"admission {run.admission} has pages {run.pages}, {run.index_pages} index pages")
+                raise Violation("I1", f"admission {run.placement} has pages {run.pages}, {run.index_pages} index pages")
 
 
 def _chunks(run: Run) -> int:

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator import messages
-from coordinator.client.client import Client
+from hisparse.client.client import Client
+from protocol import messages
 from tests.sim.clients import SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.links import Connection
@@ -280,8 +280,8 @@ class Faults:
 
     # ---------------------------------------------------------------- the operator
 
-    def _order(self, verb: Callable[[Client], Awaitable[object]]) -> None:
-        self._nursery.start_soon(self._workload.operator.order, verb)
+    def _order(self, command: Callable[[Client], Awaitable[object]]) -> None:
+        self._nursery.start_soon(self._workload.operator.order, command)
 
     def _request(self) -> str | None:
         ids = self._workload.unfinished

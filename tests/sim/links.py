@@ -27,8 +27,8 @@ from typing import Final
 
 import trio
 
-from coordinator.errors import Unavailable
-from coordinator.transport.sockets import Received, Sent
+from coordinator.listener.router import Received, Sent
+from protocol.errors import Unavailable
 from tests.sim.alarms import Alarm, sleep_until
 from tests.sim.trace import Trace
 
@@ -155,7 +155,7 @@ class Network:
 
 
 class FakeRouter:
-    """The coordinator's end, as coordinator.transport.sockets.RouterSocket."""
+    """The coordinator's end, as coordinator.listener.router.RouterSocket."""
 
     def __init__(self, network: Network, role: str, message_bytes_max: int) -> None:
         self.endpoint = role
@@ -217,7 +217,7 @@ class FakeRouter:
 
 
 class FakeDealer:
-    """The peer's end, as coordinator.transport.sockets.DealerSocket. `hold` stands for a peer that has no time."""
+    """The peer's end, as coordinator.listener.router.DealerSocket. `hold` stands for a peer that has no time."""
 
     def __init__(self, network: Network, connection: Connection, gate: Gate) -> None:
         self.connection = connection

@@ -1,7 +1,7 @@
 """Protocol bugs, planted one at a time in the real code while a seed runs.
 
 Each is a mistake that somebody could make, in one place or in the places that would be written together. Undisturbed,
-a cluster with any of them works; under faults one of the named invariants must catch it (tests/test_sim_mutants.py).
+a cluster with any of them works; under faults one of the named invariants must catch it (tests/sim/test_mutants.py).
 What the design shrugs off is no use here: losing a command or a report by itself ends in a replay.
 """
 
@@ -12,26 +12,25 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator import messages
-from coordinator.gateway.connections import Connections
+from coordinator.gateway.connections import ClientConnections
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.gateway.token_log import TokenLog
 from coordinator.journal import records as journal_records
-from coordinator.journal.book import Book
 from coordinator.journal.journal import Commit
+from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
-from coordinator.messages import Withdraw
-from coordinator.scheduling import dispatch, events, roster, scheduler
-from coordinator.scheduling.lifecycle import Kind, Resolve
+from coordinator.scheduling import dispatch, events, placement_table, scheduler
+from coordinator.scheduling.lifecycle import EventKind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
-from kernels import layout
+from protocol import messages, units
+from protocol.messages import Withdraw
 from tests.sim.transfer import FakeReceiver
-from worker.handover import Incoming, Outgoing
-from worker.link_state import LinkState, Phase
+from worker.link.link_state import LinkState, Phase
+from worker.transfer.handover import Incoming, Outgoing
 
 MUTANTS: Final[dict[str, Any]] = {}
 
@@ -125,18 +124,18 @@ def hear_an_epoch_that_is_over() -> Plan:
             link.is_down = True
 
     def append_any(self: TokenLog, progress: messages.Progress, source: int) -> Any:
-        slots = self._unpack(progress)[0]
-        now = self._admission[slots].astype("<i8")
+        request_indices = self._unpack(progress)[0]
+        now = self._placement[request_indices].astype("<i8")
         known = now >= 0
         if not known.all():
             return append(self, progress, source)
-        owner = self._source[slots].copy()
-        self._source[slots] = source
+        owner = self._source[request_indices].copy()
+        self._source[request_indices] = source
         try:
             fields = {name: getattr(progress, name) for name in progress.__struct_fields__}
-            return append(self, messages.Progress(**(fields | {"admissions": now.tobytes()})), source)
+            return append(self, messages.Progress(**(fields | {"placements": now.tobytes()})), source)
         finally:
-            self._source[slots] = owner
+            self._source[request_indices] = owner
 
     yield WorkerLinks, "_receive", receive
     yield TokenLog, "append", append_any
@@ -150,10 +149,10 @@ def reuse_quarantined_pages() -> Plan:
     """A lost worker's pages are free at once."""
     original = Ledger.release
 
-    def release(self: Ledger, admission: int) -> int:
-        if (budget := self._holding(admission).budget) is not None and budget.lost:
+    def release(self: Ledger, placement: int) -> int:
+        if (budget := self._holding(placement).budget) is not None and budget.lost:
             budget.exited = True
-        return original(self, admission)
+        return original(self, placement)
 
     yield Ledger, "release", release
 
@@ -175,7 +174,7 @@ def _depart_at_once(original: Any, *, durable: bool) -> Any:
         if not any(isinstance(action, Withdraw) for action in actions):
             return actions
         way = Resolve.WAIT if durable else Resolve.OUTCOME
-        return actions + self._depart(Kind.RELEASED, way, rows.durable if durable else 0, rows, now)
+        return actions + self._depart(EventKind.RELEASED, way, rows.durable if durable else 0, rows, now)
 
     return handler
 
@@ -183,13 +182,13 @@ def _depart_at_once(original: Any, *, durable: bool) -> Any:
 @plant
 def free_a_retracted_request_before_released() -> Plan:
     """Withdraw was sent: that must do."""
-    yield _HANDLERS, events.Retract, (Kind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
+    yield _HANDLERS, events.RetractOrder, (EventKind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
 
 
 @plant
 def free_an_aborted_request_before_released() -> Plan:
     """Nobody wants its output: why wait?"""
-    yield _HANDLERS, events.End, (Kind.END, _depart_at_once(RequestState._ended, durable=False))
+    yield _HANDLERS, events.EndOrder, (EventKind.END, _depart_at_once(RequestState._ended, durable=False))
 
 
 @plant
@@ -210,10 +209,10 @@ def free_kept_pages_twice() -> Plan:
     """What is given back stays in the list of what is kept."""
     original = Ledger.keep
 
-    def keep(self: Ledger, admission: int, pages: int) -> int:
-        everything = self._holding(admission).all_pages()
-        freed = original(self, admission, pages)
-        holding = self._holding(admission)
+    def keep(self: Ledger, placement: int, pages: int) -> int:
+        everything = self._holding(placement).all_pages()
+        freed = original(self, placement, pages)
+        holding = self._holding(placement)
         holding.pages, holding.page_count = [everything], len(everything)
         return freed
 
@@ -223,7 +222,7 @@ def free_kept_pages_twice() -> Plan:
 @plant
 def drop_the_last_page_of_what_is_kept() -> Plan:
     """Rows kept, rounded down to pages."""
-    yield dispatch, "pages_for", lambda tokens: tokens // layout.PAGE_TOKENS or int(tokens > 0)
+    yield dispatch, "pages_for", lambda tokens: tokens // units.PAGE_TOKENS or int(tokens > 0)
 
 
 @plant
@@ -231,7 +230,9 @@ def resume_beyond_the_durable_length() -> Plan:
     """Every token that was delivered counts as a row."""
     original = RequestState._depart
 
-    def depart(self: RequestState, kind: Kind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any) -> Any:
+    def depart(
+        self: RequestState, kind: EventKind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any
+    ) -> Any:
         beyond = durable and self.prompt_tokens + rows.generated - 1
         return original(self, kind, target, beyond, rows, *rest, **named)
 
@@ -246,12 +247,12 @@ def take_the_prompt_of_a_worker_that_may_live() -> Plan:
     """Its rows are durable, the last page's too, and prompts do not change."""
     original = RequestState._lost
 
-    def lost(self: RequestState, event: events.Lost, target: Any, rows: Any, now: float) -> list[Any]:
+    def lost(self: RequestState, event: events.WorkerLost, target: Any, rows: Any, now: float) -> list[Any]:
         if not self.prefills_only:
             return original(self, event, target, rows, now)
-        return self._depart(Kind.LOST, target, rows.durable, rows, now, event.reason)
+        return self._depart(EventKind.LOST, target, rows.durable, rows, now, event.reason)
 
-    yield _HANDLERS, events.Lost, (Kind.LOST, lost)
+    yield _HANDLERS, events.WorkerLost, (EventKind.LOST, lost)
 
 
 # ---------------------------------------------------------------- transfer between nodes
@@ -265,10 +266,10 @@ def reuse_destination_pages_before_revocation() -> Plan:
     def departed_sender(self: Any, entry: Any, ticket: Any, event: Any, generated: int) -> Any:
         was_lost = entry.lost and not ticket.arrived
         heard = original(self, entry, ticket, event, generated)
-        if not was_lost or ticket.admission not in self.roster.tickets:
+        if not was_lost or ticket.placement not in self.placement_table.tickets:
             return heard
-        self.roster.close_ticket(ticket)
-        return heard.plus(dispatch.Heard((dispatch.Step(ticket.node, Release(ticket.admission)),)))
+        self.placement_table.close_ticket(ticket)
+        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.placement)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 
@@ -278,7 +279,7 @@ def admit_when_the_last_page_has_arrived() -> Plan:
     """Pages come in order, so the last one ends it."""
 
     def is_whole(self: Incoming) -> bool:
-        return layout.pages_for(self.prompt_tokens) - 1 in self.arrived
+        return units.pages_for(self.prompt_tokens) - 1 in self.arrived
 
     def is_delivered(self: Outgoing) -> bool:
         return not self.failure and self.pages - 1 in self.delivered
@@ -299,14 +300,14 @@ def skip_the_checksum() -> Plan:
 @plant
 def count_refused_deliveries_as_sent() -> Plan:
     """A cursor moves although the socket was full."""
-    original = Connections.offer
+    original = ClientConnections.offer
 
-    def offer(self: Connections, connection: Any, frame: bytes, now: float) -> bool:
+    def offer(self: ClientConnections, connection: Any, frame: bytes, now: float) -> bool:
         return original(self, connection, frame, now) or (
             not connection.is_gone and isinstance(messages.decode_gateway(frame), messages.Delivery)
         )
 
-    yield Connections, "offer", offer
+    yield ClientConnections, "offer", offer
 
 
 @plant
@@ -314,8 +315,8 @@ def attach_from_the_beginning() -> Plan:
     """The offset of an Attach is not looked at."""
     original = Deliveries.subscribe
 
-    def subscribe(self: Deliveries, connection: Any, slot: int, cursor: int) -> int:
-        return original(self, connection, slot, 0)
+    def subscribe(self: Deliveries, connection: Any, request_index: int, cursor: int) -> int:
+        return original(self, connection, request_index, 0)
 
     yield Deliveries, "subscribe", subscribe
 
@@ -357,7 +358,9 @@ def say_the_end_before_commit() -> Plan:
     """The client hears of the end while it is being written."""
 
     async def write_end(self: Request, it: events.Ending) -> None:
-        ended = journal_records.Ended(it.slot, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0)
+        ended = journal_records.RequestEnded(
+            it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0
+        )
         await self._journal.append([]).wait()  # its tokens are delivered: without faults nobody notices
         self._journal.append([ended])
 
@@ -387,16 +390,16 @@ def obey_an_earlier_coordinator() -> Plan:
 @plant
 def forget_drains_with_the_coordinator() -> Plan:
     """A new life knows every request: that must do."""
-    original = Book._note_of_node
+    original = JournalState._note_of_node
 
-    def note(self: Book, record: Any) -> None:
-        if not isinstance(record, journal_records.Drained):
+    def note(self: JournalState, record: Any) -> None:
+        if not isinstance(record, journal_records.WorkerDrained):
             original(self, record)
 
-    yield Book, "_note_of_node", note
+    yield JournalState, "_note_of_node", note
 
 
 @plant
 def drain_a_process_for_the_one_before() -> Plan:
     """A worker is its name."""
-    yield roster, "follows", lambda epoch, before: bool(before)
+    yield placement_table, "follows", lambda epoch, before: bool(before)

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.arrays import Int32Array
-from coordinator.messages import AUTO, ModelInfo, Sampling
+from protocol.arrays import Int32Array
+from protocol.messages import AUTO, ModelInfo, Sampling
 
 Rows = npt.NDArray[np.uint64]
 
@@ -77,7 +77,7 @@ class Truth:
     prompt: Int32Array
     sampling: Sampling
     priority: int = 0
-    way: str = AUTO
+    prefill_mode: str = AUTO
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     rows: Rows = field(init=False)

@@ -16,7 +16,7 @@ import numpy as np
 import trio
 
 from tests.sim.oracle import Rows
-from worker.handover import Incoming, Outgoing
+from worker.transfer.handover import Incoming, Outgoing
 
 #: Seconds that a frame travels; after which an unanswered one is sent again; that a revocation takes; that a sender
 #: waits for its receiver to know the ticket.

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.messages import AUTO, BOTH, DIRECT, STAGED, Sampling
-from coordinator.scheduling.sizing import Length, misfit
+from protocol.messages import AUTO, BOTH, DIRECT, STAGED, Sampling
+from protocol.sizing import Length, misfit
 from tests.sim.clients import Operator, Pending, SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.oracle import Truth

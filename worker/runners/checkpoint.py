@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from coordinator.errors import ConfigError
-from coordinator.messages import ModelInfo
-from coordinator.settings import WorkerSettings
-from coordinator.sizes import AUTO
 from kernels.layout import Geometry
 from kernels.row_bytes import index_key_shape, kv_row_shape
-from worker.runners.text import read_tokenizer
+from protocol.byte_sizes import AUTO
+from protocol.errors import ConfigError
+from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
+from protocol.text import read_tokenizer
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
 #: Fields of config.json that sizes follow from.

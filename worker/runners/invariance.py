@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 
 #: Fresh rows, each time permuted and with half of the neighbours replaced. A few ms each for one layer.
 TRIALS: Final = 64

@@ -1,7 +1,7 @@
 """The library's model, layer by layer, as functions of tensors: nothing here knows of caches, seats or streams.
 
 Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
-by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (attention.py),
+by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (mla.py),
 and on a GPU norms, rotations and gates, which are a launch each there instead of many (kernels/pointwise.py).
 
 Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
@@ -31,10 +31,11 @@ from torch import Tensor
 
 from kernels.attention import attend_rows
 from kernels.encode import encode
-from kernels.layout import Geometry, pages_for
+from kernels.layout import Geometry
 from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
+from protocol.units import pages_for
 from worker.runners import attention as mla
 from worker.runners.experts import experts_for, mixture
 from worker.runners.invariance import require_rows_apart

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks, in the two forms of attention.py: expanded on a CPU, gathered on a GPU.
+"""Attention of prompt chunks, in the two forms of mla.py: expanded on a CPU, gathered on a GPU.
 
 Both read what lies in the slab and the index cache, so that prompt tokens see each other's rows as decode steps will
 see them, in whatever format those are kept.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attend_rows
-from kernels.layout import PAGE_TOKENS, pages_for
 from kernels.prompt_topk import prompt_topk
 from kernels.row_format import RowFormat
 from kernels.rows import read_index_keys, read_slab_rows
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS, pages_for
 from worker.runners import attention as mla
 from worker.runners.layers import Layer
 

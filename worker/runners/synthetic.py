@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 from worker.runners.checkpoint import anonymous_info, geometry_of
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner

@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 
 FAMILIES: Final = ("deepseek-v3.2", "glm-5")
 

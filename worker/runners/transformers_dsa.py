@@ -25,9 +25,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.errors import ConfigError
-from coordinator.messages import ModelInfo
-from coordinator.settings import WorkerSettings
 from kernels.attention import attend_rows, prepare_attention
 from kernels.encode import encode, prepare_encode
 from kernels.index_topk import index_topk, prepare_index
@@ -36,6 +33,9 @@ from kernels.prompt_topk import prepare_prompt
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
+from protocol.errors import ConfigError
+from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
@@ -75,7 +75,7 @@ class _Chunk:
     angles: Angles  # [1, S, d]
     projected: mla.Projected | None = None
     selection: Tensor | None = None  # of the anchor layer before (prompt.py)
-    last_topk: Tensor | None = None  # int32[G, k]
+    warm_start: Tensor | None = None  # int32[G, k]
 
 
 class TransformersRunner:
@@ -143,7 +143,7 @@ class TransformersRunner:
     ) -> None:
         """Two operations per layer on `compute`; a layer is written after its first one."""
         compute, empty = streams.compute, torch.empty(0)
-        chunk = _Chunk(seat, start, empty, (empty, empty), last_topk=outputs.last_topk if outputs else None)
+        chunk = _Chunk(seat, start, empty, (empty, empty), warm_start=outputs.warm_start if outputs else None)
         compute.launch(f"prefill {start}", partial(self._embed_prompt, chunk, tokens))
         for layer in self._layers:
             compute.launch(f"prefill project {layer.number}", partial(self._project_prompt, chunk, state, layer))
@@ -190,7 +190,7 @@ class TransformersRunner:
             index = layers.project_index(layer, normed, chunk.projected, chunk.angles)
             write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
             scale = layer.attention.indexer.softmax_scale
-            last = None if chunk.last_topk is None else chunk.last_topk[layer.group]
+            last = None if chunk.warm_start is None else chunk.warm_start[layer.group]
             chunk.selection = self._prompt.select(state, layer.group, seat, start, index, scale, last)
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 from worker.streams.fences import (
     FENCES,
     HOST,

@@ -40,7 +40,7 @@ from typing import Final
 import torch
 
 from metrics.state import FenceWaits
-from worker.device_memory import cuda_device
+from worker.device.gpu_memory import cuda_device
 from worker.streams.capture import Capture, check_same
 from worker.streams.fences import (
     HOST,

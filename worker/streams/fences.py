@@ -23,8 +23,8 @@ from functools import partial
 from time import perf_counter
 from typing import Final, Literal, TypeAlias
 
-from coordinator.errors import InternalError
 from metrics.state import FenceWaits
+from protocol.errors import InternalError
 
 Placement = Literal["between replays", "inside capture"]
 #: An operation, or a part of one.

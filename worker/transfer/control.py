@@ -16,15 +16,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from coordinator.errors import ConfigError, ProtocolError
-from worker.transfer.wire import (
-    CONTROL_BYTES_MAX,
-    ReceiverMessage,
-    SenderMessage,
-    encode,
-    from_receiver,
-    from_sender,
-)
+from protocol.errors import ConfigError, ProtocolError
+from worker.transfer.wire import CONTROL_BYTES_MAX, ReceiverMessage, SenderMessage, encode, from_receiver, from_sender
 
 #: Messages that libzmq queues per connection; more are dropped, and asked for again.
 QUEUE_MESSAGES: Final = 10_000

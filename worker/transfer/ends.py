@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
-from coordinator.errors import ConfigError
+from protocol.errors import ConfigError
 from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Jobs, Source, SourceMaker, Target
 from worker.transfer.engines.shared import SharedSource, SharedTarget, place_of

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.errors import ConfigError, ProtocolError
-from kernels.layout import PAGE_TOKENS, Geometry
+from kernels.layout import Geometry
+from protocol.errors import ConfigError, ProtocolError
+from protocol.units import PAGE_TOKENS
 
 #: Version of descriptions and of what senders and receivers say to each other; both ends must have the same.
 TRANSFER_VERSION: Final = 1

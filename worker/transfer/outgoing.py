@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from coordinator.arrays import Int32Array
+from protocol.arrays import Int32Array
 from worker.transfer.wire import Begin
 
 

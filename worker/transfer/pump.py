@@ -22,8 +22,8 @@ from typing import Final, Generic, TypeVar
 
 import zmq
 
-from coordinator.errors import InternalError
-from metrics.logs import logger
+from protocol.errors import InternalError
+from protocol.logs import logger
 from worker.transfer.engines.base import Jobs
 
 #: Deadlines are looked at this often.

@@ -11,20 +11,12 @@ from functools import partial
 
 import zmq
 
-from coordinator.errors import HiSparseError
-from metrics.logs import fields
 from metrics.state import TransferCounters
+from protocol.errors import HiSparseError
+from protocol.logs import fields
 from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Target
-from worker.transfer.interface import (
-    TRANSFER_VERSION,
-    Arrived,
-    Description,
-    Layout,
-    PoolMemory,
-    ReceiverEvent,
-    Revoked,
-)
+from worker.transfer.interface import TRANSFER_VERSION, Arrived, Description, Layout, PoolMemory, ReceiverEvent, Revoked
 from worker.transfer.pump import Pump, log
 from worker.transfer.receiving import Action, Admit, Check, Receiving, Say, ShutOut, Tell
 from worker.transfer.wire import Checked

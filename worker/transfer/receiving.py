@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
-from coordinator.arrays import pack_int32, unpack_int64
-from coordinator.errors import BadInput, CapacityError, HiSparseError, WrongState
+from protocol.arrays import pack_int32, unpack_int64
+from protocol.errors import BadInput, CapacityError, HiSparseError, WrongState
 from worker.transfer.interface import (
     PARTS_MAX,
     TICKET_PAGES_MAX,

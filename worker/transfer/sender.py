@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from coordinator.errors import HiSparseError, Unavailable
-from metrics.logs import fields
 from metrics.state import TransferCounters
+from protocol.errors import HiSparseError, Unavailable
+from protocol.logs import fields
 from worker.transfer.control import SenderControl
 from worker.transfer.engines.base import Source, SourceMaker
 from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent

@@ -24,8 +24,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from coordinator.arrays import pack_int64, unpack_int32
-from coordinator.errors import BadInput, CapacityError, ProtocolError, WrongState
+from protocol.arrays import pack_int64, unpack_int32
+from protocol.errors import BadInput, CapacityError, ProtocolError, WrongState
 from worker.transfer.interface import (
     PARTS_MAX,
     TICKET_PAGES_MAX,

@@ -13,18 +13,18 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.errors import ProtocolError
+from protocol.errors import ProtocolError
 from worker.transfer.interface import Layout
 
 #: Ready carries the ticket's pages, 4 bytes each, and the engine's blob.
 CONTROL_BYTES_MAX: Final = 1 << 20
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of what crosses the control socket."""
 
 
-class Begin(_Message, frozen=True):
+class Begin(_Message, frozen=True, tag="begin"):
     """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64; `place` says to
     an engine that fetches where the sender's pages lie."""
 
@@ -37,7 +37,7 @@ class Begin(_Message, frozen=True):
     place: bytes = b""
 
 
-class Ready(_Message, frozen=True):
+class Ready(_Message, frozen=True, tag="ready"):
     """Write to `pages` (int32) through `endpoint`, which `blob` describes to the engine. From here on writes land."""
 
     ticket: int
@@ -46,20 +46,20 @@ class Ready(_Message, frozen=True):
     blob: bytes
 
 
-class Unknown(_Message, frozen=True):
+class Unknown(_Message, frozen=True, tag="unknown"):
     """The ticket is not open here, yet or any more: ask again."""
 
     ticket: int
 
 
-class Refused(_Message, frozen=True):
+class Refused(_Message, frozen=True, tag="refused"):
     """The ticket will not be served; nothing was written for it."""
 
     ticket: int
     reason: str
 
 
-class Written(_Message, frozen=True):
+class Written(_Message, frozen=True, tag="written"):
     """A unit with this xxh3-64 was written, or may be fetched from the sender's host page `source`. `attempt` counts
     from 1."""
 
@@ -70,7 +70,7 @@ class Written(_Message, frozen=True):
     source: int
 
 
-class Checked(_Message, frozen=True):
+class Checked(_Message, frozen=True, tag="checked"):
     """Whether the bytes of a unit have the checksum that came with `attempt`."""
 
     ticket: int
@@ -79,14 +79,14 @@ class Checked(_Message, frozen=True):
     good: bool
 
 
-class Stop(_Message, frozen=True):
+class Stop(_Message, frozen=True, tag="stop"):
     """Post no more writes for the ticket; answer Stopped when none is in flight."""
 
     ticket: int
     reason: str
 
 
-class Stopped(_Message, frozen=True):
+class Stopped(_Message, frozen=True, tag="stopped"):
     """No write for the ticket will be posted. `clean`: and each one that was has ended; else one may still land."""
 
     ticket: int

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.errors import Unavailable
+from protocol.errors import Unavailable
 from worker.transfer.engines.base import Jobs
 from worker.transfer.engines.network import Address, NetworkSource, NetworkTarget, not_installed
 from worker.transfer.interface import PoolMemory

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from coordinator.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
+from protocol.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
 from worker.transfer.checksum import checksum
 from worker.transfer.engines.base import Jobs, Written
 from worker.transfer.interface import PoolMemory

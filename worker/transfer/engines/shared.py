@@ -4,7 +4,7 @@ The sender only says which of its pages hold what, and with which checksum. So n
 writes to the destination: a revocation waits for copies under way, and a sender that hangs or dies holds nothing up.
 Its pages may get another owner while they are copied; then the checksum does not fit.
 
-The mapping takes the shared lock by which the file counts as in use (worker/pool_file.py), so nobody gives its memory
+The mapping takes the shared lock by which the file counts as in use (worker/pool/file.py), so nobody gives its memory
 back under a copy. Copies run in threads, without the GIL, with the checksum taken block by block on the way.
 
 Rejected: the sender copies into the receiver's pool (as fast, but a sender that hangs in the middle of a copy cannot
@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.errors import ConfigError, ProtocolError, Unavailable
-from worker.pool_file import Header, lock
+from protocol.errors import ConfigError, ProtocolError, Unavailable
+from worker.pool.file import Header, lock
 from worker.transfer.checksum import checksum, copy_with_checksum
 from worker.transfer.engines.base import Jobs, Written
 from worker.transfer.interface import PoolMemory

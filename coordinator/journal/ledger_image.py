@@ -1,0 +1,123 @@
+"""A ledger as records, and back: what a summary of the journal has instead of all its changes. Pure.
+
+Friend of coordinator.memory.ledger.Ledger: the only other code that knows its fields. A ledger that was read back
+equals the one before in everything that decides what later changes do, the order of free pages included.
+
+Parts are made one at a time, of what the ledger was when they were asked for: at 10,000 admissions the copy that they
+are made of takes 5 ms and the parts 50, which is too long for one turn of anybody. Page lists are not copied: a ledger
+puts new arrays into a list and changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from coordinator.journal.records import BudgetImage, HoldingImage, NodeImage, NodePart
+from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
+from protocol.arrays import Int32Array, unpack_int32
+
+#: Admissions of one part, and pages after which it ends: 32 KiB.
+PART_HOLDINGS: Final = 64
+PART_PAGES: Final = 8_192
+
+
+def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
+    """The ledger as it is now, in order, whatever becomes of it while they are taken."""
+    free = ledger._free[: ledger.pages_free].copy()
+    budgets = tuple(
+        BudgetImage(it.worker, it.epoch, it.capacity, it.lost, it.exited) for it in ledger._budgets.values()
+    )
+    quarantines = [(key, tuple(pages)) for key, pages in ledger._quarantines.items()]
+    holdings = [
+        (it.placement, it.budget, it.hot_chunks, it.index_pages, it.slab_pages, tuple(it.pages))
+        for it in ledger._holdings.values()
+    ]
+    return _parts(node, ledger.pages_total, free, budgets, quarantines, holdings)
+
+
+_Frozen = tuple[int, GpuBudget | None, int, int, int, tuple[Int32Array, ...]]
+
+
+def _parts(
+    node: str,
+    pages_total: int,
+    free: Int32Array,
+    budgets: tuple[BudgetImage, ...],
+    quarantines: list[tuple[EpochKey, tuple[Int32Array, ...]]],
+    holdings: list[_Frozen],
+) -> Iterator[NodePart]:
+    guarded = tuple((key, np.concatenate(pages).tobytes()) for key, pages in quarantines)
+    yield NodePart(node, pages_total, b"", budgets, (), guarded)
+    for start in range(0, free.size, PART_PAGES):
+        yield NodePart(node, pages_total, free[start : start + PART_PAGES].tobytes(), (), (), ())
+    images: list[HoldingImage] = []
+    for holding in holdings:
+        images.append(_holding_image(holding))
+        if len(images) == PART_HOLDINGS or sum(len(it.pages) for it in images) >= 4 * PART_PAGES:
+            yield NodePart(node, pages_total, b"", (), tuple(images), ())
+            images.clear()
+    if images:
+        yield NodePart(node, pages_total, b"", (), tuple(images), ())
+
+
+def _holding_image(holding: _Frozen) -> HoldingImage:
+    placement, budget, hot_chunks, index_pages, slab_pages, pages = holding
+    key, held = budget.key if budget else None, b"".join(it.tobytes() for it in pages)
+    return HoldingImage(placement, key, hot_chunks, index_pages, slab_pages, held)
+
+
+def ledger_from(parts: Sequence[NodeImage]) -> Ledger:
+    """Of all parts, in order, of which there must be one."""
+    ledger = Ledger(parts[0].pages_total)
+    ledger.pages_free = 0
+    for part in parts:
+        free = unpack_int32(part.free, "free")
+        ledger._free[ledger.pages_free : ledger.pages_free + free.size] = free
+        ledger.pages_free += free.size
+        for it in part.budgets:
+            _restore_budget(ledger, it)
+        for holding in part.holdings:
+            _restore_holding(ledger, holding)
+        for key, data in part.quarantines:
+            pages = unpack_int32(data, "pages").copy()
+            ledger._quarantines[key] = [pages]
+            ledger._refcounts[pages] += 1
+    return ledger
+
+
+def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:
+    capacity = image.capacity
+    counts = (capacity.seats, capacity.hot_chunks, capacity.index_pages, capacity.slab_pages)
+    budget = GpuBudget(image.worker, image.epoch, capacity, *counts, lost=image.lost, exited=image.exited)
+    ledger._budgets[budget.key] = budget
+    if not budget.lost:
+        ledger._live[budget.worker] = budget
+
+
+def _restore_holding(ledger: Ledger, image: HoldingImage) -> None:
+    pages: Int32Array = unpack_int32(image.pages, "pages").copy()
+    budget = ledger._budgets[image.budget] if image.budget else None
+    ledger._holdings[image.placement] = Holding(
+        image.placement,
+        budget,
+        image.hot_chunks,
+        image.index_pages,
+        image.slab_pages,
+        pages.size,
+        [pages] if pages.size else [],
+    )
+    ledger._refcounts[pages] += 1
+    if budget is not None:
+        budget.holders += 1
+        budget.seats_free -= 1
+        budget.hot_chunks_free -= image.hot_chunks
+        budget.index_pages_free -= image.index_pages
+        budget.slab_pages_free -= image.slab_pages
+
+
+def epochs_of(ledger: Ledger) -> set[EpochKey]:
+    """Epochs that still matter: with a budget, or with pages in quarantine."""
+    return {*ledger._budgets, *ledger._quarantines}

@@ -1,0 +1,265 @@
+"""The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
+appended.
+
+    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery goes on from it
+    append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
+                                                     their owners
+    JournalState ─────► coordinator.journal.summary  says it again in fewer records, now and then
+
+A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
+
+A summary is spread over many commits, and replay meets it in two ways. With everything before it still there it repeats
+what is known. With what was before it gone, requests begin as they were accepted, and are right once the summary has
+come to them; of a node's ledger the parts, as it was when the summary began, and the changes since are collected until
+the summary's end, when the one is made of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from coordinator.journal.ledger_image import epochs_of, ledger_from
+from coordinator.journal.records import (
+    DRAINS_MAX,
+    LedgerChanged,
+    NodeImage,
+    NodePart,
+    PoolOpened,
+    Record,
+    RequestAccepted,
+    RequestDeparted,
+    RequestEnded,
+    RequestHandedOver,
+    RequestOrdered,
+    RequestOutput,
+    RequestPlaced,
+    RequestsForgotten,
+    RequestsStruck,
+    Summary,
+    SummaryBegun,
+    SummaryEnded,
+    TokensAppended,
+    WorkerDrained,
+    WorkerJoined,
+    WorkerUndrained,
+    digest_of,
+    news_of,
+)
+from coordinator.memory.changes import Change, Reserve, apply
+from coordinator.memory.ledger import EpochKey, Ledger, follows
+from coordinator.tokens.token_log import OutputPart, TokenLog
+from protocol.arrays import unpack_int32
+from protocol.errors import InternalError
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
+
+
+def no_order(request_index: int) -> RequestOrdered:
+    """Nobody wants anything of a request but its output."""
+    return RequestOrdered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
+    of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
+
+    accepted: RequestAccepted
+    prompt_tokens: int
+    ordered: RequestOrdered
+    stay: RequestPlaced | None = None
+    on_worker: bool = False
+    kept_tokens: int = 0
+    first_token: int = NO_TOKEN
+    strikes: int = 0
+    mark: int = -1  # generated tokens at the last of them
+    killed: str = ""  # the worker that died then
+    ended: RequestEnded | None = None
+    prompt_digest: bytes = b""
+
+    def end(self, ended: RequestEnded) -> None:
+        self.ended, self.prompt_digest = ended, digest_of(self.accepted.prompt)
+        self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
+
+
+@dataclass(slots=True)
+class JournalState:
+    """`ledgers` by node are the live ones; the highest numbers given out so far are for those who give out more."""
+
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    pools: dict[str, PoolOpened] = field(default_factory=dict)
+    workers: dict[EpochKey, WorkerJoined] = field(default_factory=dict)
+    drains: dict[str, WorkerDrained] = field(default_factory=dict)
+    requests: dict[int, RequestRecord] = field(default_factory=dict)
+    arrivals: int = 0
+    placements: int = 0
+
+    def note(self, record: Record) -> None:
+        """A record was appended. Ledgers and tokens are noted by their owners."""
+        match record:
+            case RequestAccepted(request_index):
+                self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
+                self.arrivals = max(self.arrivals, record.arrival)
+            case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
+                self._note_of_node(record)
+            case RequestsStruck():
+                self._note_strikes(record)
+            case SummaryBegun(arrivals, placements, pools, workers, drains):
+                self.arrivals, self.placements = max(self.arrivals, arrivals), max(self.placements, placements)
+                for opened in pools:
+                    self.note(opened)
+                for joined in workers:
+                    self.note(joined)
+                self.drains = {drained.worker: drained for drained in drains}
+            case RequestsForgotten(request_indices, arrivals):
+                self.arrivals = max(self.arrivals, arrivals)
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    self.requests.pop(request_index, None)
+            case LedgerChanged(changes=changes):  # where each number is given out, that of a ticket too
+                given = (change.placement for change in changes if isinstance(change, Reserve))
+                self.placements = max(self.placements, *given, 0)
+            case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
+                self._note_of_request(record)
+
+    def _note_of_node(self, record: WorkerJoined | PoolOpened | WorkerDrained | WorkerUndrained) -> None:
+        match record:
+            case PoolOpened(node):
+                self.pools[node] = record
+            case WorkerJoined(worker=worker, epoch=epoch):
+                self.workers[worker, epoch] = record
+                self._note_drain_of_next(worker, epoch)
+            case WorkerUndrained(worker):
+                self.drains.pop(worker, None)
+            case WorkerDrained(worker):
+                self.drains.pop(worker, None)
+                self.drains[worker] = record
+                if len(self.drains) > DRAINS_MAX:
+                    del self.drains[next(iter(self.drains))]
+
+    def _note_drain_of_next(self, worker: str, epoch: int) -> None:
+        """A drain goes on with the same process, and ends with another."""
+        drained = self.drains.get(worker)
+        if drained is not None and drained.epoch != epoch:
+            self.drains.pop(worker)
+            if follows(epoch, drained.epoch):
+                self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
+
+    def _note_strikes(self, struck: RequestsStruck) -> None:
+        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))
+        for request_index, strikes, mark in zip(*arrays, strict=True):
+            if known := self.requests.get(request_index):
+                known.strikes, known.mark, known.killed = strikes, mark, struck.worker
+
+    def _note_of_request(
+        self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestDeparted | RequestEnded
+    ) -> None:
+        known = self.requests.get(record.request_index)
+        if known is None:
+            return
+        match record:
+            case RequestOrdered():
+                known.ordered = record
+            case RequestPlaced():
+                known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
+            case RequestHandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
+                known.stay = RequestPlaced(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
+                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
+            case RequestDeparted(_, kept_tokens, first_token):
+                known.stay = known.stay if kept_tokens else None
+                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
+            case RequestEnded():
+                known.end(record)
+
+    def joined(self, node: str) -> list[WorkerJoined]:
+        """Epochs of `node` of which anything is left."""
+        left = epochs_of(self.ledgers[node])
+        return [it for key, it in self.workers.items() if it.node == node and key in left]
+
+
+def replay(records: Iterable[Record], token_log: TokenLog) -> JournalState:
+    """The state that `records` amount to; tokens go into `token_log`, which must be empty.
+
+    Raises CapacityError when the token log is too small for them, InternalError when they do not fit each other.
+    """
+    replaying = _Replay(token_log)
+    for record in records:
+        replaying.take(record)
+    token_log.recovered()
+    return replaying.book
+
+
+class _Collected(NamedTuple):
+    """Of a node's ledger, since a summary began."""
+
+    parts: list[NodePart]
+    changes: list[Change]
+
+
+@dataclass(slots=True)
+class _Replay:
+    token_log: TokenLog
+    book: JournalState = field(default_factory=JournalState)
+    collected: dict[str, _Collected] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        book, token_log = self.book, self.token_log
+        match record:
+            case RequestAccepted():
+                token_log.reopen(record.request_index, record.sampling.max_tokens)
+            case RequestsForgotten(request_indices):
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    if request_index in book.requests:
+                        token_log.close(request_index)
+            case TokensAppended():
+                token_log.recover(news_of(record))
+            case RequestOutput():
+                tokens = unpack_int32(record.tokens, "tokens")
+                token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
+            case RequestPlaced(request_index) if request_index in book.requests:
+                token_log.set_durable(request_index, record.durable_tokens)
+            case Summary(arrivals, placements, ordered, stays, departed):
+                book.arrivals, book.placements = arrivals, placements
+                said: list[Record] = [*ordered, *stays, *departed]
+                for it in said:
+                    self.take(it)
+            case _:
+                self._take_of_node(record)
+        book.note(record)
+
+    def _take_of_node(self, record: Record) -> None:
+        ledgers = self.book.ledgers
+        match record:
+            case PoolOpened(node, capacity):
+                ledgers[node] = Ledger(capacity.host_pages)
+                self.collected.pop(node, None)
+            case SummaryBegun(pools=pools):
+                self.collected = {opened.node: _Collected([], []) for opened in pools}
+            case NodePart(node):
+                if node in self.collected:
+                    self.collected[node].parts.append(record)
+            case NodeImage(node):
+                ledgers[node] = ledger_from([record])
+            case LedgerChanged(node, changes):
+                self._change(node, changes)
+            case SummaryEnded():
+                for node, collected in self.collected.items():
+                    ledgers[node] = ledger_from(collected.parts)
+                    _apply_all(ledgers[node], collected.changes)
+                self.collected = {}
+
+    def _change(self, node: str, changes: Iterable[Change]) -> None:
+        ledger, collected = self.book.ledgers.get(node), self.collected.get(node)
+        if ledger is None and collected is None:
+            raise InternalError("its accounts change before they begin", field="node", value=node)
+        if ledger is not None:
+            _apply_all(ledger, changes)
+        if collected is not None:
+            collected.changes.extend(changes)
+
+
+def _apply_all(ledger: Ledger, changes: Iterable[Change]) -> None:
+    for change in changes:
+        apply(ledger, change)

@@ -1,0 +1,35 @@
+"""Messages that were not obeyed: always counted, but logged once a second at most, so that nobody floods a log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from protocol.logs import fields, logger
+
+LOG_INTERVAL_S: Final = 1.0
+
+log = logger("coordinator.listener.dropped")
+
+
+class Dropped:
+    """`counter` is keyed by (socket, reason); reasons are few, they label a metric."""
+
+    def __init__(self, socket: str, counter: Counter[tuple[str, str]]) -> None:
+        self._socket = socket
+        self._counter = counter
+        self._quiet_until = float("-inf")
+        self._unlogged = 0
+
+    def note(self, reason: str, peer: bytes, detail: str, now: float) -> None:
+        """A message of `peer` was not obeyed."""
+        self._counter[self._socket, reason] += 1
+        if now < self._quiet_until:
+            self._unlogged += 1
+            return
+        log.warning(
+            "message dropped",
+            extra=fields(socket=self._socket, reason=reason, peer=peer.hex(), detail=detail, unlogged=self._unlogged),
+        )
+        self._quiet_until = now + LOG_INTERVAL_S
+        self._unlogged = 0

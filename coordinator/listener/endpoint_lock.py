@@ -1,0 +1,57 @@
+"""An ipc path held for one process: a second bind to a live path would succeed and steal it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+
+from protocol.config_checks import SOCKET_PATH_BYTES_MAX
+from protocol.errors import ConfigError, Unavailable
+from protocol.transport.private_dir import make_private_dir
+
+
+class EndpointLock:
+    """Holds an ipc path for this process, by a lock file beside it; does nothing for other transports.
+
+    The lock dies with its process, so a path left behind by a killed coordinator can be taken at once. The lock file
+    stays: removing it would let two processes lock two files of one name.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        """Raises ConfigError (path too long, directory open to others) or Unavailable (held by another process)."""
+        self._file: int | None = None
+        if not endpoint.startswith("ipc://"):
+            return
+        path = endpoint.removeprefix("ipc://")
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"the path is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket can have",
+                field="endpoint",
+                value=endpoint,
+                remedy="choose a shorter runtime_dir",
+            )
+        make_private_dir(os.path.dirname(path) or ".")
+        self._file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = path
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._file)
+            raise Unavailable(
+                f"process {owner} serves it already",
+                field="endpoint",
+                value=endpoint,
+                remedy="stop that process or choose another runtime_dir",
+            ) from error
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Remove the socket's path and let go. Idempotent."""
+        if self._file is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,66 @@
+"""What a listener lets through of what arrives: each peer at its rate, told once when it says more, and then not
+heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.rate_limiter import RateLimiter, RateVerdict, cost_of
+from coordinator.listener.router import Received
+from protocol.errors import CapacityError, HiSparseError
+
+#: Reasons under which dropped messages and ended connections are counted.
+RATE: Final = "rate"
+CUT: Final = "cut"
+
+
+class Disconnecting(Protocol):
+    """What a gate needs of coordinator.listener.router.RouterSocket."""
+
+    def cut(self, received: Received) -> None: ...
+
+
+class FloodControl:
+    """One per listener. `refuse` tells a peer why it is not heard."""
+
+    def __init__(
+        self,
+        socket: Disconnecting,
+        rate_limiter: RateLimiter,
+        dropped: Dropped,
+        refuse: Callable[[Received, HiSparseError], None],
+    ) -> None:
+        self._socket = socket
+        self._rate_limiter = rate_limiter
+        self._dropped = dropped
+        self._refuse = refuse
+
+    def admits(self, received: Received, now: float) -> bool:
+        """Whether to read `received`. The rate is that of its user, who may have several connections; without keys
+        that of its connection."""
+        sender = received.user.encode() or received.peer
+        match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):
+            case RateVerdict.TAKE:
+                return True
+            case RateVerdict.REFUSE:
+                self._dropped.note(
+                    RATE, received.peer, f"more than {self._rate_limiter.per_s:g} messages a second", now
+                )
+                self._refuse(received, self._error())
+            case RateVerdict.IGNORE:
+                self._dropped.note(RATE, received.peer, "still too many messages", now)
+            case RateVerdict.CUT:
+                self._dropped.note(CUT, received.peer, "went on sending too many messages", now)
+                self._socket.cut(received)
+        return False
+
+    def _error(self) -> CapacityError:
+        limiter = self._rate_limiter
+        return CapacityError(
+            f"more than {limiter.per_s:g} messages a second, and {limiter.burst:g} at once, are not heard",
+            field="messages_per_s",
+            value=limiter.per_s,
+            remedy="send fewer or smaller ones, over one connection that stays, or raise coordinator.messages_per_s",
+        )

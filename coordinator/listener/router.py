@@ -1,0 +1,186 @@
+"""The coordinator's end of every connection: a bound ROUTER under trio.
+
+How trio waits for a ZMQ socket is told in protocol/transport/watched.py. The rules of a ROUTER, each with a test
+(tests/coordinator/listener/test_sockets.py):
+
+  * A ROUTER past its high-water mark, or without a route, drops silently, with gaps. ROUTER_MANDATORY turns both into
+    errors; `send` answers FULL or GONE and the caller keeps what it wanted to send (a cursor, never a queue in here).
+  * A second bind to a live ipc path succeeds and steals it. A lock beside the path is taken before the bind.
+  * A routing id is the ROUTER's name for a connection and says nothing about the peer: identity is in the Hello.
+    What libzmq attests of a connection comes with each message (authentication.py): over ipc the process that made it,
+    over tcp the user whose key it bears. The descriptor is only a number too, and may be the next connection's by now.
+  * tcp takes CURVE keys on both ends (protocol/transport/keys.py, zap.py), or the operator's word that none are wanted.
+    An ipc path is as good as its directory: ours, a real one, mode 0700, checked by both ends.
+  * libzmq accepts any number of connections; a connection without a hello is cut (connection_events.py,
+    connection_tracker.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Final, NamedTuple
+
+import trio
+import zmq
+
+from coordinator.listener.authentication import CurveGuard, apply_guard, attested_pid, attested_user
+from coordinator.listener.connection_events import ConnectionEvents
+from coordinator.listener.connection_tracker import ConnectionTracker
+from coordinator.listener.endpoint_lock import EndpointLock
+from protocol.transport.curve import check_guarded
+from protocol.transport.keys import Insecure
+from protocol.transport.watched import Watched, context_of, set_options, unusable
+
+#: Messages libzmq queues per connection and direction. Past it a sender is told FULL.
+ROUTER_QUEUE_MESSAGES: Final = 1_000
+#: A message above the role's limit but below this factor of it is received, refused and answered; above, libzmq
+#: closes the connection, since it will not allocate what it would have to read to answer.
+HARD_LIMIT_FACTOR: Final = 2
+#: Connections that have not shaken hands by then are closed.
+HANDSHAKE_LIMIT_MS: Final = 5_000
+#: How often a listener looks for connections that came and left.
+SWEEP_INTERVAL_S: Final = 0.25
+#: Introduced connections of one listener, and of one user, unless the owner of the listener says otherwise.
+CONNECTIONS_MAX: Final = 4_096
+
+#: As plain numbers: pyzmq's flags are enums, and its multipart calls combine them for each part, which takes twice as
+#: long as the rest of a call.
+NOBLOCK: Final = int(zmq.NOBLOCK)
+NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+#: Where libzmq asks who may come in, one per context.
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+
+
+class Sent(enum.Enum):
+    """What became of a message offered to a ROUTER: queued, refused for want of room, or without a route."""
+
+    OK = "ok"
+    FULL = "full"
+    GONE = "gone"
+
+
+class Received(NamedTuple):
+    """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
+
+    `pid` is the process that made the connection, as the kernel attests it, 0 when unknown (not ipc, credentials not
+    asked for, another namespace). `user` is whose key it bears, "" without keys. `descriptor` may be another's by now.
+    """
+
+    peer: bytes
+    frame: bytes
+    pid: int
+    user: str = ""
+    descriptor: int = -1
+
+
+class RouterSocket(Watched):
+    """The coordinator's end: bound, addressed by connection, with a bounded queue per connection.
+
+    `message_bytes_max` is what the role may send; the caller refuses larger frames (they still arrive, up to
+    HARD_LIMIT_FACTOR times as large, so that the sender can be told).
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        message_bytes_max: int,
+        credentials: bool = False,
+        queue_messages: int = ROUTER_QUEUE_MESSAGES,
+        unread_messages: int | None = None,
+        guard: CurveGuard | Insecure | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+        per_user_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        """Bind to `endpoint`. Of one connection libzmq holds `queue_messages` unsent and `unread_messages` (default: as
+        many) unread. Raises ConfigError (unusable or unguarded endpoint) or Unavailable (another holds it)."""
+        check_guarded(endpoint, guard)
+        self.endpoint = endpoint
+        self.message_bytes_max = message_bytes_max
+        self.connection_tracker = ConnectionTracker(connections_max, per_user_max)
+        self._lock = EndpointLock(endpoint)
+        socket = context_of("router").socket(zmq.ROUTER)
+        set_options(socket, endpoint, queue_messages, bytes_max=message_bytes_max * HARD_LIMIT_FACTOR)
+        if unread_messages is not None:
+            socket.setsockopt(zmq.RCVHWM, unread_messages)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
+        self._has_keys = isinstance(guard, CurveGuard) and not endpoint.startswith("ipc://")
+        if isinstance(guard, CurveGuard) and self._has_keys:
+            apply_guard(socket, guard)
+        self._connection_events = ConnectionEvents(socket, self.connection_tracker)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._connection_events.close()
+            socket.close()
+            self._lock.release()
+            raise unusable(endpoint, error) from error
+        self._credentials = credentials and endpoint.startswith("ipc://")
+        self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        super().__init__(socket)
+
+    async def recv_batch(self) -> list[Received]:
+        """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            if batch := self._drain(self._take):
+                return batch
+            await self.wait_for(zmq.POLLIN)
+
+    def _take(self) -> Received:
+        peer = last = self._socket.recv(NOBLOCK, copy=False)
+        frames: list[zmq.Frame] = []
+        while last.more:
+            last = self._socket.recv(NOBLOCK, copy=False)
+            frames.append(last)
+        return Received(
+            peer.bytes,
+            frames[0].bytes if len(frames) == 1 else b"",
+            attested_pid(peer) if self._credentials else 0,
+            attested_user(peer) if self._has_keys else "",
+            int(peer.get(zmq.SRCFD)),
+        )
+
+    def send(self, peer: bytes, frame: bytes) -> Sent:
+        """Queue `frame` for `peer`, at once or not at all; never blocks."""
+        try:
+            self._socket.send(peer, NOBLOCK_MORE)
+            self._socket.send(frame, NOBLOCK)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+        finally:
+            self._stir()
+        return Sent.OK
+
+    def introduce(self, received: Received) -> None:
+        """The connection has said a hello that is accepted. Raises CapacityError when its user has too many."""
+        self._connection_events.introduce(received.descriptor, received.user, trio.current_time())
+
+    def cut(self, received: Received) -> None:
+        """End the connection that `received` came by. Its owner is heard no more, and sees it as lost."""
+        self._connection_events.cut(received.descriptor)
+
+    def cut_users(self, users: Collection[str]) -> int:
+        """End the connections of these users; returns how many."""
+        return self._connection_events.cut_users(users, trio.current_time())
+
+    async def sweep(self, on_cut: Callable[[str], None]) -> None:
+        """Shut out who does not introduce himself, until cancelled or closed; `on_cut` is told the reason for each."""
+        await trio.sleep(SWEEP_INTERVAL_S)
+        while not self.closed:
+            for _ in range(self._connection_events.cut_overdue(trio.current_time())):
+                on_cut("no hello")
+            await trio.sleep(SWEEP_INTERVAL_S)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._connection_events.close()
+        super().close()
+        self._lock.release()

@@ -1,0 +1,234 @@
+"""The Scheduler's front: what the gateway and the worker links call. No decisions here.
+
+Asks wait for the Scheduler's turn, and for what they did to be in the journal; while that cannot be, they are refused
+beforehand. Queries read the pure states of actors between turns, which is safe in one thread
+and saves a turn; they change nothing (I7). Worker events go straight to the Request concerned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from coordinator.actor import Actor
+from coordinator.journal.journal import Journal, check_writes
+from coordinator.scheduling import events
+from coordinator.scheduling.auditor import Auditor
+from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_table import RequestTable, Swaps
+from coordinator.scheduling.worker_registry import WorkerRegistry
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import ProtocolError
+from protocol.messages import NO_HOT_BUFFER
+
+#: A worker may not leave less room than this in a Request's mailbox.
+FLOOD_MARGIN: Final = 64
+
+Message: TypeAlias = (
+    events.SubmitAsk
+    | events.CommandAsk
+    | events.ForgetAsk
+    | events.DrainAsk
+    | events.ReleaseAsk
+    | events.StopAsk
+    | events.WorkerUp
+    | events.WorkerBack
+    | events.WorkerDown
+    | events.WorkerExited
+    | events.AuditAsk
+    | events.InventoryTaken
+    | events.Starving
+    | events.TransferClosed
+    | events.PlacementProgressed
+    | events.HotBufferResized
+    | events.PlacementEnded
+    | events.RequestClosed
+    | events.Recovered
+    | events.Tick
+)
+
+
+class SchedulerApi(Actor[Message]):
+    """Base of the Scheduler, which fills in who there is."""
+
+    _requests: RequestTable
+    _placement_table: PlacementTable
+    _registry: WorkerRegistry
+    _auditor: Auditor
+    _clock: Callable[[], float]
+    _journal: Journal
+
+    # ---------------------------------------------------------------- for the gateway
+
+    # `user` is whose key was shown; requests of others are not found. None: an operator, to whom all belong.
+
+    async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
+        """Validate, queue and acknowledge a request. Refused in full or accepted in full.
+
+        The same submission under the same id is the same request: whoever lost the answer may ask again. Raises
+        BadInput (field, value, remedy), WrongState for the id of another request, CapacityError when it could never
+        fit or the queue is full, Unavailable while stopping, before the first worker has registered, or while the
+        journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
+        """
+        check_writes(self._journal)
+        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user))
+
+    async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
+        """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
+        return await self._command(RequestCommand.ABORT, request_ids, owner, user=user)
+
+    async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
+        """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
+        return await self._command(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
+
+    async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Let held requests wait for memory again; all or none."""
+        return await self._command(RequestCommand.RESUME, request_ids, owner)
+
+    async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
+        """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
+        return await self._command(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
+
+    async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
+        """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
+        return await self.ask(lambda reply: events.ForgetAsk(request_ids, reply, user))
+
+    async def drain(
+        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
+    ) -> tuple[str, ...]:
+        """Stop admitting to workers (none named: all); returns at once. See messages.DrainWorkers.
+
+        Raises NotFound, WrongState for a worker that is gone, BadInput for a deadline out of bounds.
+        """
+        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, handover, deadline_s))
+
+    async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Admit to workers again (none named: all)."""
+        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, undrain=True))
+
+    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]:
+        """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
+        return await self.ask(lambda reply: events.AuditAsk(owner, reply))
+
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Take the operator's word that the lost epochs of these workers are gone, all or none. See
+        messages.ReleaseQuarantine. Raises NotFound for a worker without such an epoch."""
+        check_writes(self._journal)
+        return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, reply))
+
+    async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
+        """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
+        return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
+
+    def lookup(self, request_id: str, user: str | None = None) -> int:
+        """The slot of a live or recently ended request. Raises NotFound."""
+        return self._requests.request_index(request_id, user)
+
+    def model(self) -> messages.ModelInfo | None:
+        """The model served, None until the first worker has registered."""
+        return self._registry.model
+
+    def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
+        """Live requests in rank order, then ended ones, latest first; at most `limit`."""
+        return self._requests.rows(limit, self._clock(), user)
+
+    def describe(
+        self, request_id: str, user: str | None = None
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
+        """One request and its history. Raises NotFound."""
+        return self._requests.describe(request_id, self._clock(), user)
+
+    def worker_rows(self) -> list[messages.WorkerRow]:
+        """Workers that are connected, then those that are gone, as they were last."""
+        return self._registry.worker_rows()
+
+    def pool_rows(self) -> list[messages.PoolRow]:
+        return self._registry.pool_rows()
+
+    def count_by_state(self) -> Counter[str]:
+        """Live requests by state."""
+        return self._requests.count_by_state()
+
+    @property
+    def journal_failing(self) -> str:
+        """Why no new work is taken; empty: it is, as far as the journal is concerned."""
+        return self._journal.failing
+
+    def count_held(self) -> int:
+        return self._requests.count_held()
+
+    # ---------------------------------------------------------------- for the worker links
+
+    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
+        """A new epoch of a worker joins; commands may reach `port` before this returns.
+
+        Call it once per epoch, and `worker_down` for the epoch before it first. Raises ConfigError when its model or
+        pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
+        epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
+        """
+        await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
+
+    async def worker_back(self, hello: messages.WorkerHello) -> None:
+        """An epoch that was recovered from the journal is there, with its inventory.
+
+        Commands may reach its port before this returns. Raises WrongState when the inventory cannot be, or the epoch
+        is over.
+        """
+        await self.ask(lambda reply: events.WorkerBack(hello, reply))
+
+    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None:
+        """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`. `died`: with its
+        process, for which what was on it may be to blame."""
+        self.tell(events.WorkerDown(worker, epoch, proved_exit, died))
+
+    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
+        """An epoch that was declared down is proved gone: its process `died`, or has emptied itself."""
+        self.tell(events.WorkerExited(worker, epoch, died))
+
+    def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
+        """Route a worker's event to its Request. An admission that has departed, or is another worker's: dropped.
+
+        Raises ProtocolError when one request is flooded: the worker is broken.
+        """
+        if isinstance(event, messages.Counters):
+            self._requests.count_swaps(worker, epoch, event)
+            return
+        if isinstance(event, messages.Inventory):
+            if self._auditor.expects(worker, epoch, event.number):
+                self.tell(events.InventoryTaken(worker, epoch, event))
+            return
+        live = self._requests.admitted(worker, epoch, event.placement)
+        if live is None:
+            if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
+                self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
+            return
+        if live.request.room() < FLOOD_MARGIN:
+            raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
+        if isinstance(event, messages.Released):
+            live.swaps = Swaps(event.hits, event.misses)
+        live.request.tell(event)
+
+    def starving(self, request_indices: Int32Array) -> None:
+        """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
+        self.tell(events.Starving(request_indices))
+
+    async def _command(
+        self,
+        command: RequestCommand,
+        request_ids: tuple[str, ...],
+        owner: str,
+        *,
+        keep: bool = True,
+        hold: bool = True,
+        hot_slots: int = NO_HOT_BUFFER,
+        user: str | None = None,
+    ) -> tuple[str, ...]:
+        check_writes(self._journal)
+        return await self.ask(
+            lambda reply: events.CommandAsk(
+                command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
+            )
+        )

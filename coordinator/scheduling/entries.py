@@ -1,0 +1,153 @@
+"""Whom the placement table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
+
+The phases of a request:
+
+    WAITING    in `PlacementTable.waiting`, unless held
+    STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
+    RUNNING    in the decode batch
+    LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
+    CLOSING    told to end while it waited; its Closed is awaited
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from coordinator.scheduling.events import WorkerPort
+from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
+from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
+
+#: Lower sorts first and is better: (-priority, arrival).
+Rank: TypeAlias = tuple[int, int]
+
+
+class EntryPhase(Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    CLOSING = "closing"
+
+
+ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVING})
+
+
+@dataclass(slots=True, eq=False)
+class RequestEntry:
+    """One live request as policy sees it."""
+
+    request_index: int
+    rank: Rank
+    prompt_tokens: int
+    max_tokens: int
+    generated: int = 0
+    prefill_mode: str = AUTO  # how its prompt is to come to where it is decoded: messages.PREFILL_MODES
+    phase: EntryPhase = EntryPhase.WAITING
+    held: bool = False
+    forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's
+    displaced: bool = False  # policy took it off a worker
+    strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
+    mark: int = -1
+    # on a worker, or where its kept pages are
+    placement: int = 0
+    worker: str = ""
+    node: str = ""
+    pages: int = 0  # host pages held; index pages too while on a worker
+    slab_pages: int = 0
+    hot: HotSize = NO_HOT_SIZE
+    resizing: HotSize | None = None
+    kept_tokens: int = 0
+    first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
+    decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
+    ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in PlacementTable.tickets
+    transfers_failed: int = 0
+    paused_until: float = 0.0  # waiting: after a failed transfer
+    frees_pages: bool = False  # leaving: its host pages will be free
+    lost: bool = False  # leaving: its worker is gone
+    ending: bool = False  # leaving: its end was asked for, so it will not wait again
+    came_with: int = 0  # generated tokens when it was admitted
+    stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
+
+    @property
+    def length(self) -> Length:
+        return Length(self.prompt_tokens, self.generated, self.max_tokens)
+
+    @property
+    def prefills_only(self) -> bool:
+        """Whether it is on a worker that will not decode it."""
+        return self.phase in ON_WORKER and self.hot.hot_slots == NO_HOT_BUFFER
+
+    @property
+    def chunks(self) -> int:
+        """Chunks accounted for: while resizing, the larger of before and after."""
+        return max(self.hot.hot_chunks, self.resizing.hot_chunks) if self.resizing else self.hot.hot_chunks
+
+    @property
+    def memory(self) -> Memory:
+        on_worker = self.phase in ON_WORKER
+        return Memory(self.pages, self.chunks, self.pages if on_worker else 0, self.slab_pages)
+
+
+@dataclass(slots=True, eq=False)
+class InboundTransfer:
+    """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
+    request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
+    `arrived`: all rows are there, and the worker has let go."""
+
+    placement: int
+    request_index: int | None
+    node: str
+    worker: str
+    epoch: int
+    pages: int
+    arrived: bool = False
+
+
+@dataclass(slots=True)
+class WorkerDrain:
+    deadline: float
+    handover: bool
+
+
+@dataclass(slots=True, eq=False)
+class WorkerEntry:
+    """One live epoch. `ranks` are its requests that are not leaving, best first; `managed` those of them whose hot
+    buffer is smaller than their context."""
+
+    name: str
+    node: str
+    epoch: int
+    capacity: WorkerCapacity
+    model: ModelInfo
+    port: WorkerPort
+    drain: WorkerDrain | None = None
+    awaited: bool = False  # known from the journal; its inventory is to come
+    receiver: bytes = b""  # where it takes host pages of other nodes in; empty: nowhere
+    pid: int = 0
+    shrunk_at: float = 0.0
+    ranks: list[Rank] = field(default_factory=list)
+    leaving: dict[int, RequestEntry] = field(default_factory=dict)
+    resizing: dict[int, RequestEntry] = field(default_factory=dict)
+    managed: dict[int, RequestEntry] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        return len(self.ranks) + len(self.leaving)
+
+    @property
+    def takes(self) -> bool:
+        """Whether anybody may be admitted to it, or grow his hot buffer there."""
+        return self.drain is None and not self.awaited
+
+    @property
+    def decodes(self) -> bool:
+        return self.capacity.decodes
+
+    def hands_to(self, other: WorkerEntry) -> bool:
+        """Whether what it prefills can come to be decoded there."""
+        ours, theirs = self.capacity, other.capacity
+        if self is other or self.node == other.node:
+            return self is not other
+        return ours.sends and theirs.receives and bool(other.receiver) and ours.page_bytes == theirs.page_bytes

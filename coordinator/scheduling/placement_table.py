@@ -1,0 +1,362 @@
+"""What the Scheduler knows of requests and workers: who waits, who is where, in what order. Pure.
+
+Rank decides everything: priority first, then arrival; it is total and never changes, so "lower-ranked" is well founded
+and policy cannot go in circles. Waiting requests and those on each worker are kept in sorted lists: insertion moves at
+most a few thousand pointers (2 us at 10,000), and both ends are at hand.
+
+What an entry holds is a mirror of the ledger's holding, kept for speed; `check_invariants` compares them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from coordinator.journal.records import DRAINS_MAX
+from coordinator.memory.ledger import EpochKey, Ledger, follows
+from coordinator.scheduling.entries import EntryPhase, InboundTransfer, Rank, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.poison import PoisonDetector
+from protocol.errors import InternalError
+from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
+from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
+
+#: Epochs that went down whose processes' ids are remembered.
+LOST_MAX: Final = 1_024
+
+
+class PlacementTable:
+    """All live requests and workers."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, RequestEntry] = {}
+        self.by_rank: dict[Rank, RequestEntry] = {}
+        self.waiting: list[Rank] = []
+        self.workers: dict[str, WorkerEntry] = {}
+        self.starving: dict[int, RequestEntry] = {}
+        self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
+        self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
+        self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
+        self.tickets: dict[int, InboundTransfer] = {}  # by admission
+        self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
+        self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
+        self.poison_detector = PoisonDetector()
+        self._arrivals = 0
+        self._placements = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def add(
+        self, request_index: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
+    ) -> RequestEntry:
+        """A new request, waiting."""
+        self._arrivals += 1
+        entry = RequestEntry(
+            request_index, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode
+        )
+        self.entries[request_index] = self.by_rank[entry.rank] = entry
+        insort(self.waiting, entry.rank)
+        return entry
+
+    def remove(self, entry: RequestEntry) -> None:
+        """The request is over and holds nothing."""
+        self._unlist(entry)
+        self.forcing.pop(entry.request_index, None)
+        self.promised.pop(entry.request_index, None)
+        self.poison_detector.forget(entry)
+        del self.entries[entry.request_index], self.by_rank[entry.rank]
+
+    def admit(
+        self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
+    ) -> int:
+        """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
+        `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
+        self._unlist(entry)
+        self._placements += 1
+        entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
+        entry.placement, entry.kept_tokens, entry.stranded_at = self._placements, 0, None
+        entry.first_token, entry.decoder = NO_TOKEN, decoder
+        if decoder:
+            self.promised[entry.request_index] = entry
+        entry.came_with = entry.generated
+        if entry.forced_slots != NO_HOT_BUFFER:
+            self.forcing[entry.request_index] = entry
+        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
+        insort(worker.ranks, entry.rank)
+        self._note_size(entry, worker)
+        return entry.placement
+
+    def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
+        """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
+        self._placements += 1
+        ticket = InboundTransfer(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
+        self.tickets[ticket.placement] = ticket
+        entry.ticket = ticket.placement
+        return ticket.placement
+
+    def ticket_of(self, entry: RequestEntry) -> InboundTransfer | None:
+        return self.tickets.get(entry.ticket)
+
+    def close_ticket(self, ticket: InboundTransfer) -> None:
+        """Its pages are free, or a request's like any other."""
+        del self.tickets[ticket.placement]
+        entry = self.entries.get(ticket.request_index) if ticket.request_index is not None else None
+        if entry is not None and entry.ticket == ticket.placement:
+            entry.ticket = 0
+
+    def hand_over(self, entry: RequestEntry, ticket: InboundTransfer, kept_tokens: int, first_token: int) -> None:
+        """It is off its worker, and what it keeps is where its ticket is."""
+        self.depart(entry, kept_tokens, ticket.pages, first_token)
+        entry.node, entry.placement = ticket.node, ticket.placement
+
+    def tickets_on(self, worker: str, epoch: int) -> list[InboundTransfer]:
+        """Those that the epoch has yet to let go."""
+        return [it for it in self.tickets.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
+
+    def start(self, entry: RequestEntry) -> None:
+        """It joined the batch. Not so if it is leaving already."""
+        if entry.phase is EntryPhase.STARTING:
+            entry.phase = EntryPhase.RUNNING
+
+    def grow(self, entry: RequestEntry, more: Memory) -> None:
+        entry.pages += more.host_pages
+        entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
+        self.starving.pop(entry.request_index, None)
+
+    def resize(self, entry: RequestEntry, hot_size: HotSize, now: float) -> None:
+        """A Resize is under way; `chunks` covers both sizes until `resized`."""
+        worker = self.workers[entry.worker]
+        if hot_size.hot_chunks < entry.hot.hot_chunks:
+            worker.shrunk_at = now
+        entry.resizing = hot_size
+        worker.resizing[entry.request_index] = entry
+
+    def resized(self, entry: RequestEntry) -> int:
+        """The Resize under way took effect; returns chunks that are free now."""
+        assert entry.resizing is not None
+        before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
+        worker = self.workers.get(entry.worker)
+        if worker is not None and entry.phase is not EntryPhase.LEAVING:
+            del worker.resizing[entry.request_index]
+            self._note_size(entry, worker)
+        return before - entry.hot.hot_chunks
+
+    def leave(self, entry: RequestEntry, *, frees_pages: bool) -> None:
+        """It will leave its worker by itself or was told to. Told twice: pages once to be freed stay so."""
+        if entry.phase is EntryPhase.LEAVING:
+            entry.frees_pages = entry.frees_pages or frees_pages
+            return
+        self._unlist(entry)
+        entry.phase, entry.frees_pages = EntryPhase.LEAVING, frees_pages
+        if worker := self.workers.get(entry.worker):
+            worker.leaving[entry.request_index] = entry
+
+    def depart(self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
+        """It is off its worker and waits again, on its node if it keeps pages."""
+        self._unlist(entry)
+        self.promised.pop(entry.request_index, None)
+        entry.first_token, entry.decoder = first_token, ""
+        entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
+        entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
+        entry.frees_pages = entry.lost = False
+        if kept_pages:
+            self.kept[entry.request_index] = entry
+        else:
+            entry.placement, entry.node = 0, ""
+        if not entry.held:
+            insort(self.waiting, entry.rank)
+
+    def demote(self, entry: RequestEntry) -> None:
+        """A waiting request gives its kept pages up."""
+        del self.kept[entry.request_index]
+        entry.pages = entry.kept_tokens = entry.placement = 0
+        entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
+
+    def hold(self, entry: RequestEntry, held: bool) -> None:
+        if entry.phase is EntryPhase.WAITING and held != entry.held:
+            if held:
+                _discard(self.waiting, entry.rank)
+            else:
+                insort(self.waiting, entry.rank)
+        entry.held = held
+
+    def force(self, entry: RequestEntry, hot_slots: int) -> None:
+        """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
+        entry.forced_slots = hot_slots
+        self.forcing.pop(entry.request_index, None)
+        if hot_slots != NO_HOT_BUFFER:
+            self.forcing[entry.request_index] = entry
+
+    def close(self, entry: RequestEntry) -> None:
+        """A waiting request was told to end."""
+        self._unlist(entry)
+        entry.phase = EntryPhase.CLOSING
+
+    def _unlist(self, entry: RequestEntry) -> None:
+        """Take it out of every list that its phase had put it in."""
+        self.starving.pop(entry.request_index, None)
+        self.kept.pop(entry.request_index, None)
+        if entry.phase is EntryPhase.WAITING:
+            _discard(self.waiting, entry.rank)
+        worker = self.workers.get(entry.worker)
+        if worker is not None:
+            _discard(worker.ranks, entry.rank)
+            worker.leaving.pop(entry.request_index, None)
+            worker.resizing.pop(entry.request_index, None)
+            worker.managed.pop(entry.request_index, None)
+
+    def _note_size(self, entry: RequestEntry, worker: WorkerEntry) -> None:
+        worker.managed.pop(entry.request_index, None)
+        if entry.hot.hot_slots > RESIDENT:
+            worker.managed[entry.request_index] = entry
+
+    # ---------------------------------------------------------------- from the journal
+
+    def go_on_from(self, arrivals: int, placements: int) -> None:
+        """These were the highest numbers of an earlier life."""
+        self._arrivals, self._placements = arrivals, placements
+
+    def recover(
+        self,
+        request_index: int,
+        rank: Rank,
+        prompt_tokens: int,
+        max_tokens: int,
+        generated: int,
+        prefill_mode: str = AUTO,
+    ) -> RequestEntry:
+        """A request of an earlier life, waiting."""
+        entry = RequestEntry(request_index, rank, prompt_tokens, max_tokens, generated, prefill_mode)
+        self.entries[request_index] = self.by_rank[rank] = entry
+        insort(self.waiting, rank)
+        return entry
+
+    def recover_kept(
+        self, entry: RequestEntry, node: str, placement: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+    ) -> None:
+        """It keeps pages of a departed admission."""
+        entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages
+        entry.first_token = first_token
+        self.kept[entry.request_index] = entry
+
+    def recover_stay(
+        self,
+        entry: RequestEntry,
+        node: str,
+        worker: str,
+        placement: int,
+        memory: Memory,
+        *,
+        prefills_only: bool = False,
+    ) -> None:
+        """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
+        self._unlist(entry)
+        entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
+        entry.pages, entry.slab_pages, entry.hot = (
+            memory.host_pages,
+            memory.slab_pages,
+            NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks),
+        )
+
+    def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
+        """On `worker`, or (None) leaving one that was lost."""
+        if worker is not None:
+            insort(worker.ranks, entry.rank)
+        else:
+            entry.phase, entry.lost = EntryPhase.LEAVING, True
+
+    def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
+        """What its worker says of its hot buffer."""
+        worker = self.workers[entry.worker]
+        entry.hot, entry.resizing = hot, resizing
+        entry.slab_pages = 0 if staged else entry.slab_pages
+        if entry.phase is not EntryPhase.LEAVING:
+            self._note_size(entry, worker)
+            if resizing is not None:
+                worker.resizing[entry.request_index] = entry
+
+    # ---------------------------------------------------------------- workers
+
+    def add_worker(self, worker: WorkerEntry) -> None:
+        """A new epoch. Equal capacities are made identical, so that they can be compared by identity."""
+        for other in self.workers.values():
+            if other.capacity == worker.capacity:
+                worker.capacity = other.capacity
+        self.workers[worker.name] = worker
+        epoch, drain = self.drains.pop(worker.name, (0, None))
+        if worker.epoch == epoch or follows(worker.epoch, epoch):
+            self.drain(worker, drain)
+
+    def drain(self, worker: WorkerEntry, drain: WorkerDrain | None) -> None:
+        """None: it takes requests again. A drain is of a process: it outlives an epoch, and not a restart."""
+        worker.drain = drain
+        self.drains.pop(worker.name, None)
+        if drain is not None:
+            self.drains[worker.name] = worker.epoch, drain
+            if len(self.drains) > DRAINS_MAX:
+                self.drains.popitem(last=False)
+
+    def lose(self, worker: WorkerEntry) -> list[RequestEntry]:
+        """The worker is gone; returns its requests, all leaving now."""
+        entries = list(self.on(worker.name))
+        self.pids[worker.name, worker.epoch] = worker.pid
+        if len(self.pids) > LOST_MAX:
+            self.pids.popitem(last=False)
+        for entry in entries:
+            self.leave(entry, frees_pages=False)
+            entry.lost = True
+        del self.workers[worker.name]
+        return entries
+
+    def on(self, worker: str) -> Iterator[RequestEntry]:
+        """Requests on a worker: those not leaving, best rank first, then those leaving."""
+        it = self.workers[worker]
+        yield from [self.by_rank[rank] for rank in it.ranks]
+        yield from list(it.leaving.values())
+
+    def in_view(self) -> list[RequestEntry]:
+        """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
+        to be cleared."""
+        if not self.poison_detector:
+            return list(self.starving.values())
+        return [entry for worker in self.workers for entry in self.on(worker)]
+
+    def of_node(self, node: str) -> list[WorkerEntry]:
+        return [worker for worker in self.workers.values() if worker.node == node]
+
+    # ---------------------------------------------------------------- invariants
+
+    def check_invariants(self, ledger_of: Callable[[str], Ledger]) -> None:
+        """Lists agree with phases, and entries with the ledgers. Raises InternalError naming the request."""
+        for entry in self.entries.values():
+            worker = self.workers.get(entry.worker)
+            listed = {
+                "waiting": entry.rank in self.waiting,
+                "on its worker": worker is not None and entry.rank in worker.ranks,
+                "leaving": worker is not None and entry.request_index in worker.leaving,
+                "kept": entry.request_index in self.kept,
+                "managed": worker is not None and entry.request_index in worker.managed,
+            }
+            phase = entry.phase
+            expected = {
+                "waiting": phase is EntryPhase.WAITING and not entry.held,
+                "on its worker": phase in (EntryPhase.STARTING, EntryPhase.RUNNING),
+                "leaving": phase is EntryPhase.LEAVING and not entry.lost,
+                "kept": phase is EntryPhase.WAITING and entry.pages > 0,
+                "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
+            }
+            holds = bool(entry.node) and ledger_of(entry.node).held(entry.placement)
+            if listed != expected or (holds and holds != entry.memory):
+                raise InternalError(
+                    f"request {entry.request_index} in {phase}: {listed}; holds {holds}, mirror {entry.memory}"
+                )
+        listed_ranks = sum(len(worker.ranks) for worker in self.workers.values()) + len(self.waiting)
+        if listed_ranks > len(self.entries) or len(self.by_rank) != len(self.entries):
+            raise InternalError("a list names a request that is over")
+
+
+def _discard(ranks: list[Rank], rank: Rank) -> None:
+    at = bisect_left(ranks, rank)
+    if at < len(ranks) and ranks[at] == rank:
+        del ranks[at]

@@ -1,0 +1,119 @@
+"""A worker's inventory against the books: what it ran on with while the coordinator was away, and what now follows.
+
+    in the books   in the inventory   then
+    yes            yes                adopted: what it was given and never heard of is sent, what it had given back and
+                                      nobody wrote down is taken back; a wish that it leave is said again
+    yes            no                 its Admit never arrived, or its Released did and what follows was lost: departed
+    no             released           it left before, and only the acknowledgement was lost: nothing
+    no             held               the books have lost something: the epoch is not to be trusted
+
+Of a ticket likewise; one that its worker does not have, or that nobody wants, is closed.
+
+Whatever the worker reported and nobody acknowledged comes again behind the welcome, as usual. The books never have less
+than the worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+from coordinator.memory.changes import Shrink
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.effects import LedgerStep, WorkerSend
+from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
+from protocol.errors import WrongState
+from protocol.messages import Grant, Held, Resize, Withdraw
+from protocol.sizing import RESIDENT, HotSize, Memory
+
+
+def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
+    """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
+    held = {it.placement: it for it in inventory}
+    entries = list(dispatch.placement_table.on(worker.name))
+    tickets = dispatch.placement_table.tickets_on(worker.name, worker.epoch)
+    _check(held, {entry.placement for entry in entries} | {ticket.placement for ticket in tickets}, ledger)
+    worker.awaited = False
+    dispatch.dirty = True
+    parts = [
+        _adopt(dispatch, entry, held[entry.placement], ledger)
+        if entry.placement in held
+        else _depart(dispatch, entry, worker)
+        for entry in entries
+    ]
+    parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.placement)) for ticket in tickets]
+    return reduce(Effects.plus, parts, Effects())
+
+
+def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
+    for placement, it in held.items():
+        if placement not in known and not it.is_released:
+            raise WrongState("was never given, as far as is known", field="placement", value=placement)
+    for placement in known & held.keys():
+        has, given = _memory(held[placement], 0), ledger.held(placement)
+        if has.host_pages > given.host_pages or has.hot_chunks > given.hot_chunks:
+            raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
+
+
+def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: Held | None) -> Effects:
+    """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
+    if it is None:
+        return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
+    if ticket.request_index is None and not it.is_released:
+        return Effects(sends=(WorkerSend(ticket.worker, Withdraw(ticket.placement)),))
+    return Effects()
+
+
+def _memory(it: Held, missing_pages: int) -> Memory:
+    """Host pages and the larger of its two hot sizes, once it has `missing_pages` more."""
+    more = _more_chunks(it, missing_pages)
+    chunks = max(it.hot_chunks + more, it.resizing[1] if it.resizing else 0)
+    return Memory(it.host_pages + missing_pages, chunks)
+
+
+def _more_chunks(it: Held, missing_pages: int) -> int:
+    return missing_pages if it.hot_slots == RESIDENT else 0
+
+
+def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
+    dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
+    return Effects(
+        (), (AddressedOrder(entry.request_index, WorkerLost(entry.placement, True, f"{worker.name} has it no more")),)
+    )
+
+
+def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) -> Effects:
+    given = ledger.held(entry.placement)
+    missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
+    # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
+    # which it was leaving, has taken them back
+    is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
+    missing = 0 if is_torn else missing
+    more = _more_chunks(it, missing)
+    use = _memory(it, missing)
+    slab_pages = given.slab_pages if it.is_staged else 0
+    hot = HotSize(it.hot_slots, it.hot_chunks + more)
+    dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
+    if it.is_started:
+        dispatch.placement_table.start(entry)
+    elif it.is_staged and entry.prefills_only:
+        dispatch.placement_table.leave(entry, frees_pages=False)
+    grant = None
+    if missing:
+        pages = ledger.pages_of(entry.placement)[it.host_pages :]
+        grant = Grant(entry.placement, pages.tobytes(), missing, more)
+    elif it.is_parked:
+        dispatch.starve(entry)
+    spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
+    steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if any(spare) else ()
+    return Effects(
+        steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
+    )
+
+
+def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
+    resize = Resize(entry.placement, *it.resizing) if it.resizing else None
+    adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
+    return [adopted, RetractOrder(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

@@ -1,0 +1,245 @@
+"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from coordinator.journal.records import digest_of
+from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.events import RequestOrder
+from coordinator.scheduling.request_state import RequestState, WorkerEvent
+from coordinator.tokens.token_log import TokenLog
+from protocol.arrays import unpack_int64
+from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
+from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
+
+if TYPE_CHECKING:
+    from protocol.settings import CoordinatorSettings
+
+
+class RequestPort(Protocol):
+    """A Request actor as others see it."""
+
+    def tell(self, message: RequestOrder | WorkerEvent) -> None: ...
+    def room(self) -> int: ...
+
+
+class Swaps(NamedTuple):
+    """Rows that swap-in found hot, and rows that it loaded."""
+
+    hits: int
+    misses: int
+
+
+NO_SWAPS = Swaps(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A live request: its state (to read), its actor, its entry in the placement table, and what an Admit carries."""
+
+    state: RequestState
+    request: RequestPort
+    entry: RequestEntry
+    prompt: bytes
+    sampling: Sampling
+    submitted_at: float
+    prompt_digest: bytes = b""  # once it has ended: its prompt is gone
+    epoch: int = 0
+    swaps_before: Swaps = NO_SWAPS  # of earlier admissions
+    swaps: Swaps = NO_SWAPS  # of this one, so far
+    user: str = ""  # whose key submitted it
+
+
+class EndedRequest(NamedTuple):
+    """A request that is over, and when it ended. Its prompt is gone."""
+
+    live: LiveRequest
+    at: float
+
+
+class RequestTable:
+    """Every request that has a name: live ones, and those that ended not long ago."""
+
+    def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
+        self.live: dict[str, LiveRequest] = {}
+        self.by_index: dict[int, LiveRequest] = {}
+        self.by_placement: dict[int, LiveRequest] = {}
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._token_log = token_log
+        self._settings = settings
+        self._wall_offset_s = wall_offset_s
+
+    # ---------------------------------------------------------------- life
+
+    def add(self, live: LiveRequest) -> None:
+        self.live[live.state.request_id] = self.by_index[live.entry.request_index] = live
+
+    def check_room(self, waiting: int) -> None:
+        """Raise CapacityError when one more would be too many."""
+        bounds = (
+            (len(self.live), self._settings.live_requests_max, "live requests", "coordinator.live_requests_max"),
+            (waiting, self._settings.queue_max, "requests waiting", "coordinator.queue_max"),
+        )
+        for count, bound, what, field in bounds:
+            if count >= bound:
+                raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
+
+    def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
+        live.epoch = epoch
+        self.by_placement[placement] = live
+
+    def end_placement(self, placement: int) -> None:
+        live = self.by_placement.pop(placement, None)
+        if live is not None:
+            live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
+
+    def end(self, live: LiveRequest, now: float) -> None:
+        """It is over: only its state, its history and its tokens stay, for a while."""
+        live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
+        self.ended[live.state.request_id] = EndedRequest(live, now)
+        del self.live[live.state.request_id], self.by_index[live.entry.request_index]
+
+    def forget_old(self, now: float) -> list[int]:
+        """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
+        keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
+        request_indices: list[int] = []
+        while self.ended:
+            first = next(iter(self.ended.values()))
+            if len(self.ended) <= keep_max and now - first.at < keep_s:
+                break
+            request_indices.append(self.ended.popitem(last=False)[1].live.entry.request_index)
+        return request_indices
+
+    def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
+        """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
+
+        Raises WrongState for a live one, NotFound for another user's.
+        """
+        for request_id in request_ids:
+            if self.knows(request_id):
+                self.find(request_id, user)
+            if request_id in self.live:
+                raise WrongState(
+                    "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
+                )
+        ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
+        return [it.live.entry.request_index for it in ended if it is not None]
+
+    def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
+        """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
+        placements = unpack_int64(counters.placements, "placements").tolist()
+        hits = unpack_int64(counters.hits, "hits").tolist()
+        misses = unpack_int64(counters.misses, "misses").tolist()
+        if not len(placements) == len(hits) == len(misses):
+            raise ProtocolError("arrays of different lengths", field="counters", remedy="one element each")
+        for placement, *swaps in zip(placements, hits, misses, strict=True):
+            live = self.admitted(worker, epoch, placement)
+            if live is not None:
+                live.swaps = Swaps(*swaps)
+
+    # ---------------------------------------------------------------- lookups
+
+    def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
+        """Whose admission it is; None when it has departed or is another worker's."""
+        live = self.by_placement.get(placement)
+        return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
+
+    def request_index(self, request_id: str, user: str | None = None) -> int:
+        """Raises NotFound."""
+        return _live(self.find(request_id, user)).entry.request_index
+
+    def index_of_same(self, submit: Submit, user: str) -> int:
+        """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
+        user's."""
+        live = _live(self.find(submit.request_id))
+        is_same_prompt = (live.prompt_digest or digest_of(live.prompt)) == digest_of(submit.prompt)
+        asked = user, submit.sampling, submit.priority, submit.prefill_mode
+        known = live.user, live.sampling, -live.entry.rank[0], live.entry.prefill_mode
+        if not is_same_prompt or asked != known:
+            raise WrongState(
+                "is in use by another request",
+                field="request_id",
+                value=submit.request_id,
+                remedy="choose another, or attach to it",
+            )
+        return live.entry.request_index
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self.live or request_id in self.ended
+
+    def find(self, request_id: str, user: str | None = None) -> LiveRequest | EndedRequest:
+        """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
+        found = self.live.get(request_id) or self.ended.get(request_id)
+        if found is None or user not in (None, _live(found).user):
+            raise NotFound(
+                "no request of this id, or it ended too long ago",
+                field="request_id",
+                value=request_id[:128],
+                remedy="list requests",
+            )
+        return found
+
+    # ---------------------------------------------------------------- rows
+
+    def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
+        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
+        live = (it for it in self.live.values() if user in (None, it.user))
+        rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.entry.rank)[: max(limit, 0)]]
+        for ended in reversed(self.ended.values()):
+            if len(rows) >= limit:
+                break
+            if user in (None, ended.live.user):
+                rows.append(self.row(*ended))
+        return rows
+
+    def describe(
+        self, request_id: str, now: float, user: str | None = None
+    ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
+        """Raises NotFound."""
+        found = self.find(request_id, user)
+        live, at = found if isinstance(found, EndedRequest) else (found, now)
+        return self.row(live, at), self.history(live)
+
+    def row(self, live: LiveRequest, now: float) -> RequestRow:
+        state, entry, request_index = live.state, live.entry, live.entry.request_index
+        swaps = _add(live.swaps_before, live.swaps)
+        return RequestRow(
+            request_id=state.request_id,
+            state=state.state,
+            priority=-entry.rank[0],
+            worker=state.worker,
+            prompt_tokens=entry.prompt_tokens,
+            generated_tokens=self._token_log.length(request_index),
+            max_tokens=entry.max_tokens,
+            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if entry.pages else 0,
+            host_pages=entry.pages,
+            hot_slots=entry.hot.hot_slots,
+            hot_chunks=entry.chunks,
+            hits=swaps.hits,
+            misses=swaps.misses,
+            retractions=state.retractions,
+            age_s=now - live.submitted_at,
+            held=state.held,
+            reason=state.reason,
+        )
+
+    def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
+        """Times are seconds since the epoch."""
+        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
+
+    def count_by_state(self) -> Counter[str]:
+        return Counter(str(live.state.state) for live in self.live.values())
+
+    def count_held(self) -> int:
+        return sum(live.state.held for live in self.live.values())
+
+
+def _live(found: LiveRequest | EndedRequest) -> LiveRequest:
+    return found.live if isinstance(found, EndedRequest) else found
+
+
+def _add(a: Swaps, b: Swaps) -> Swaps:
+    return Swaps(a.hits + b.hits, a.misses + b.misses)

@@ -1,0 +1,116 @@
+"""Where requests begin and are forgotten: checked, given a slot, an entry and an actor, written down.
+
+A room of the Scheduler's, in whose turns all of this happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from coordinator.actor import Level, Supervisor
+from coordinator.journal.journal import Commit, Journal
+from coordinator.journal.records import RequestAccepted, RequestOrdered, RequestsForgotten
+from coordinator.scheduling import events
+from coordinator.scheduling.dispatch import Dispatch
+from coordinator.scheduling.events import Handle, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.request import Request, ToScheduler
+from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.validation import check_fits, check_submit
+from coordinator.scheduling.worker_registry import WorkerRegistry
+from coordinator.tokens.token_log import TokenLog
+from metrics.state import CoordinatorCounters
+from protocol.arrays import pack_int32
+from protocol.errors import Unavailable
+from protocol.sizing import Length
+
+
+@dataclass(slots=True)
+class Submissions:
+    """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one."""
+
+    requests: RequestTable
+    dispatch: Dispatch
+    registry: WorkerRegistry
+    token_log: TokenLog
+    listener: Listener
+    supervisor: Supervisor
+    journal: Journal
+    tell_scheduler: Callable[[ToScheduler], None]
+    counters: CoordinatorCounters
+    clock: Callable[[], float]
+    wall_offset_s: float
+    ids_made: int = 0
+
+    def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> tuple[Handle, Commit]:
+        """A submission repeated under its id is the same request, whatever became of it: nothing is done again.
+
+        Raises what `SchedulerApi.submit` says, having done nothing.
+        """
+        submit, sampling = ask.submit, ask.submit.sampling
+        if submit.request_id and self.requests.knows(submit.request_id):
+            request_index = self.requests.index_of_same(submit, ask.user)
+            return Handle(submit.request_id, request_index), self.journal.append(())
+        if stopping:
+            raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
+        if self.registry.model is None:
+            raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
+        prompt = check_submit(submit, self.registry.model)
+        length = Length(prompt.size, 0, sampling.max_tokens)
+        check_fits(length, self.registry.capacities(), submit.prefill_mode)
+        placement_table = self.dispatch.placement_table
+        self.requests.check_room(len(placement_table.waiting))
+        request_id = submit.request_id or self._new_id()
+        request_index = self.token_log.open(sampling.max_tokens)
+        self.token_log.times.submitted(request_index, now)
+        entry = placement_table.add(request_index, submit.priority, length.prompt, length.max, submit.prefill_mode)
+        self.dispatch.dirty = True
+        state = RequestState(request_id, request_index, length.prompt, now=now, reason=f"by {ask.owner}")
+        self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
+        at_s = now + self.wall_offset_s
+        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
+        accepted = RequestAccepted(request_index, entry.rank[1], *about)
+        return Handle(request_id, request_index), self.journal.append([accepted])
+
+    def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
+        """The actor of a request; one that is over does not run."""
+        request = Request(
+            state,
+            token_log=self.token_log,
+            listener=self.listener,
+            tell_scheduler=self.tell_scheduler,
+            clock=self.clock,
+            journal=self.journal,
+            wall_offset_s=self.wall_offset_s,
+            counters=self.counters,
+            port=port,
+        )
+        if state.state not in TERMINAL:
+            request.log_history()
+            self.supervisor.start(request, Level.REQUEST)
+        return request
+
+    def write_orders(self, ask: events.CommandAsk) -> Commit:
+        """What is now wanted of the requests that a command named."""
+        ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
+        lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
+        return self.journal.append(
+            [RequestOrdered(it.entry.request_index, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
+        )
+
+    def forget(self, request_indices: Sequence[int]) -> Commit:
+        """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
+        forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.book.arrivals)
+        commit = self.journal.append([forgotten] if request_indices else [])
+        for request_index in request_indices:
+            self.listener.forgotten(request_index)
+            self.token_log.close(request_index)
+        return commit
+
+    def _new_id(self) -> str:
+        while True:
+            self.ids_made += 1
+            if not self.requests.knows(request_id := f"r{self.ids_made}"):
+                return request_id

@@ -1,0 +1,174 @@
+"""What a submitted request must look like. Pure: refuse in full, with field, value and remedy, or accept in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from protocol.arrays import Int32Array, unpack_int32
+from protocol.errors import BadInput, CapacityError, Unavailable
+from protocol.messages import (
+    AUTO,
+    BOTH,
+    DECODE,
+    DIRECT,
+    NAME_CHARS_MAX,
+    PREFILL,
+    PREFILL_MODES,
+    STAGED,
+    STOP_CHARS_MAX,
+    STOP_STRINGS_MAX,
+    ModelInfo,
+    Sampling,
+    Submit,
+    WorkerCapacity,
+)
+from protocol.sizing import Length, misfit
+
+PRIORITY_MAX: Final = 1_000
+TEMPERATURE_MAX: Final = 100.0
+TOP_P_MIN: Final = 1e-6
+SEED_MAX: Final = 2**63 - 1
+
+
+def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
+    """The prompt's token ids. Raises BadInput, or ProtocolError for bytes that are no int32 array."""
+    check_name("request_id", submit.request_id, empty=True)
+    prompt = unpack_int32(submit.prompt, "prompt")
+    if not prompt.size:
+        raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
+    _check_tokens(prompt, model)
+    _check_sampling(submit.sampling)
+    _check_range("priority", submit.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    if submit.prefill_mode not in PREFILL_MODES:
+        raise BadInput(
+            "no such prefill mode",
+            field="prefill_mode",
+            value=submit.prefill_mode[:NAME_CHARS_MAX],
+            remedy=f"use one of {', '.join(PREFILL_MODES)}",
+        )
+    total = prompt.size + submit.sampling.max_tokens
+    if total > model.context_max_tokens:
+        raise BadInput(
+            f"{prompt.size} prompt tokens and max_tokens {submit.sampling.max_tokens} make {total}, "
+            f"the context of {model.name} holds {model.context_max_tokens}",
+            field="prompt",
+            value=f"{prompt.size} tokens",
+            remedy="shorten the prompt or lower max_tokens",
+        )
+    return prompt
+
+
+def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:
+    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
+    (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was
+    asked to come."""
+    alone = None if prefill_mode == DIRECT else _misfit_alone(length, capacities)
+    if not capacities or alone == ():
+        return
+    paired = None if prefill_mode == STAGED else _misfit_paired(length, capacities, prefill_mode)
+    if paired == ():
+        return
+    known = [misfits for misfits in (alone, paired) if misfits is not None]
+    if not known:
+        raise Unavailable(
+            "no worker prefills and decodes" if prefill_mode == STAGED else "no worker prefills for another to decode",
+            field="prefill_mode",
+            value=prefill_mode,
+            remedy="ask for another prefill mode, or retry when workers of these roles are there",
+        )
+    raise CapacityError(
+        "; ".join(sorted(known, key=len)[0]),
+        field="prompt",
+        value=f"{length.prompt} tokens, max_tokens {length.max}",
+        remedy="shorten it, or give workers more memory",
+    )
+
+
+def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[str, ...] | None:
+    """Why no worker could prefill and decode it, at best; None: there is none for that."""
+    found = [misfit(length, it, worker) for worker, it in capacities if it.role == BOTH]
+    return sorted(found, key=len)[0] if found else None
+
+
+def _share(one: WorkerCapacity, other: WorkerCapacity) -> bool:
+    return (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
+
+
+def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[str, ...]:
+    """Pages travel as they are, and are never converted."""
+    if one.page_bytes == other.page_bytes:
+        return ()
+    return (f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}",)
+
+
+def _misfit_paired(
+    length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str
+) -> tuple[str, ...] | None:
+    """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
+    found = [
+        _mismatch(first, one, second, other)
+        + misfit(length, one, first, PREFILL)
+        + misfit(length, other, second, DECODE)
+        for first, one in capacities
+        if one.role == PREFILL or (prefill_mode == DIRECT and one.role == BOTH)
+        for second, other in capacities
+        if other.decodes and first != second and (_share(one, other) or (one.sends and other.receives))
+    ]
+    return sorted(found, key=len)[0] if found else None
+
+
+def check_name(field: str, name: str, *, empty: bool = False) -> None:
+    """A name is printable, without spaces, and short. Raises BadInput."""
+    if name.isprintable() and " " not in name and len(name) <= NAME_CHARS_MAX and (name or empty):
+        return
+    raise BadInput(
+        f"must be up to {NAME_CHARS_MAX} printable characters without spaces",
+        field=field,
+        value=repr(name[:NAME_CHARS_MAX]),
+        remedy="choose another name",
+    )
+
+
+def check_deadline(deadline_s: float, max_s: float) -> None:
+    """Every wait is bounded (I8). Raises BadInput."""
+    _check_range("deadline_s", deadline_s, 0.0, max_s)
+
+
+def _check_tokens(prompt: Int32Array, model: ModelInfo) -> None:
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.vocab_size:
+        raise BadInput(
+            f"token ids of {model.name} are 0..{model.vocab_size - 1}",
+            field="prompt",
+            value=low if low < 0 else high,
+            remedy="use the tokenizer of the served model",
+        )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.max_tokens < 1:
+        raise BadInput(
+            "at least one token must be asked for", field="max_tokens", value=sampling.max_tokens, remedy="raise it"
+        )
+    _check_range("temperature", sampling.temperature, 0.0, TEMPERATURE_MAX)
+    _check_range("top_p", sampling.top_p, TOP_P_MIN, 1.0)
+    _check_range("seed", sampling.seed, 0, SEED_MAX)
+    if len(sampling.stop) > STOP_STRINGS_MAX:
+        raise BadInput(
+            f"at most {STOP_STRINGS_MAX} stop strings", field="stop", value=len(sampling.stop), remedy="give fewer"
+        )
+    for text in sampling.stop:
+        if not 0 < len(text) <= STOP_CHARS_MAX:
+            raise BadInput(
+                f"a stop string has 1 to {STOP_CHARS_MAX} characters",
+                field="stop",
+                value=f"{len(text)} characters",
+                remedy="shorten or remove it",
+            )
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise BadInput(f"must be {low} to {high}", field=field, value=value, remedy="choose a value in that range")

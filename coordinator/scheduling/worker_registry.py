@@ -1,0 +1,240 @@
+"""Which workers and nodes there are, and whether another one may join. Pure, but for opening a node's pool.
+
+Workers of a coordinator serve one model (a request may run on any of them), and those of a node share one host pool.
+Both are pinned by the first to come, for as long as anything depends on them. A pool that was created anew (its id
+says so) is another pool: what was kept in the one before is gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from coordinator.journal.records import PoolOpened, WorkerJoined
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.entries import ON_WORKER, WorkerEntry
+from coordinator.scheduling.events import WorkerPort
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.validation import check_name
+from protocol.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
+from protocol.messages import ROLES, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
+from protocol.units import CONTEXT_MAX_TOKENS
+
+#: Workers that are gone are listed until there are this many.
+GONE_MAX: Final = 64
+#: Names whose last epoch is remembered.
+EPOCHS_MAX: Final = 4_096
+#: Most pages of one pool: the ledger allocates 8 bytes for each.
+HOST_PAGES_MAX: Final = 1 << 24
+#: Most of any GPU count.
+GPU_COUNT_MAX: Final = 1 << 30
+
+
+class WorkerRegistry:
+    """`open_pool(hello)` starts the HostPool of a worker's node with an empty ledger; `ledgers` has them by node."""
+
+    def __init__(
+        self, placement_table: PlacementTable, ledgers: Mapping[str, Ledger], open_pool: Callable[[WorkerHello], None]
+    ) -> None:
+        self._placement_table = placement_table
+        self._ledgers = ledgers
+        self._open_pool = open_pool
+        self._pools: dict[str, WorkerCapacity] = {}
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._gone: OrderedDict[str, WorkerRow] = OrderedDict()
+        self.model: ModelInfo | None = None
+
+    # ---------------------------------------------------------------- joining and leaving
+
+    def join(self, hello: WorkerHello, port: WorkerPort, *, is_changing: bool = False) -> WorkerEntry:
+        """The worker that may join now; its node has a pool. Raises what `Scheduler.worker_up` says, then unchanged.
+
+        `is_changing`: the node's ledger has changes before it that were decided and not yet applied.
+        """
+        check_name("worker", hello.worker)
+        check_name("node", hello.node)
+        _check_capacity(hello.capacity)
+        self._check_epoch(hello)
+        self._check_model(hello)
+        self._check_pool(hello)
+        known = self._pools.get(hello.node)
+        if (
+            known is None
+            or hello.node not in self._ledgers
+            or known.host_pages != hello.capacity.host_pages
+            or _is_another_file(known, hello.capacity)
+        ):
+            if is_changing:
+                raise Unavailable("accounts of its node's last pool are being closed", field="node", value=hello.node)
+            self._open_pool(hello)
+        self._pools[hello.node] = hello.capacity
+        self.model = hello.model
+        self._epochs[hello.worker] = hello.epoch
+        self._epochs.move_to_end(hello.worker)
+        if len(self._epochs) > EPOCHS_MAX:
+            self._epochs.popitem(last=False)
+        self._gone.pop(hello.worker, None)
+        about = hello.capacity, hello.model, port
+        return WorkerEntry(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
+
+    def recover(self, opened: PoolOpened, joined: Sequence[WorkerJoined]) -> None:
+        """A node of an earlier life, and its epochs."""
+        self._pools[opened.node] = opened.capacity
+        self.model = opened.model
+        for it in joined:
+            self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
+
+    def leave(self, worker: WorkerEntry) -> None:
+        """Remember how it was last."""
+        if not self._ledgers[worker.node].has_live(worker.name):
+            return  # it went before it was there
+        self._gone[worker.name] = msgspec.structs.replace(self._row(worker), state="disconnected", running=0)
+        if len(self._gone) > GONE_MAX:
+            self._gone.popitem(last=False)
+
+    def find(self, names: tuple[str, ...]) -> list[WorkerEntry]:
+        """Connected workers by name, all of them for no name. Raises NotFound, WrongState."""
+        for name in names:
+            if name in self._gone:
+                raise WrongState("is disconnected", field="worker", value=name, remedy="wait until it is back")
+            if name not in self._placement_table.workers:
+                raise NotFound("no worker of this name", field="worker", value=name[:128], remedy="list workers")
+        return [self._placement_table.workers[name] for name in dict.fromkeys(names or self._placement_table.workers)]
+
+    def capacities(self) -> list[tuple[str, WorkerCapacity]]:
+        """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
+        connected: list[tuple[str, WorkerCapacity]] = []
+        seen: dict[int, int] = {}
+        for worker in self._placement_table.workers.values():
+            seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
+            if times <= 2:
+                connected.append((worker.name, worker.capacity))
+        return connected or [(row.worker, row.capacity) for row in self._gone.values()]
+
+    # ---------------------------------------------------------------- rows
+
+    def worker_rows(self) -> list[WorkerRow]:
+        """Connected workers, then those that are gone, as they were last."""
+        there = [it for it in self._placement_table.workers.values() if self._ledgers[it.node].has_live(it.name)]
+        return [self._row(worker) for worker in there] + [*self._gone.values()]
+
+    def pool_rows(self) -> list[PoolRow]:
+        return [self._pool_row(node, ledger) for node, ledger in self._ledgers.items()]
+
+    def _row(self, worker: WorkerEntry) -> WorkerRow:
+        state = "disconnected" if worker.awaited else "connected"
+        if worker.drain is not None and not worker.awaited:
+            state = "draining" if worker.requests else "drained"
+        budget = self._ledgers[worker.node].budget(worker.name)
+        return WorkerRow(
+            worker=worker.name,
+            node=worker.node,
+            state=state,
+            epoch=worker.epoch,
+            running=worker.requests,
+            capacity=worker.capacity,
+            hot_chunks_free=budget.hot_chunks_free,
+            index_pages_free=budget.index_pages_free,
+            slab_pages_free=budget.slab_pages_free,
+            seats_free=budget.seats_free,
+            **worker.port.stats()._asdict(),
+        )
+
+    def _pool_row(self, node: str, ledger: Ledger) -> PoolRow:
+        counts = ledger.count_pages()
+        return PoolRow(
+            node=node,
+            host_pages=ledger.pages_total,
+            free=counts.free,
+            owned=counts.owned,
+            shared=counts.shared,
+            quarantined=counts.quarantined,
+            page_bytes=self._pools[node].page_bytes,
+            reservations=ledger.holdings_count,
+            workers=tuple(worker.name for worker in self._placement_table.of_node(node)),
+        )
+
+    # ---------------------------------------------------------------- checks
+
+    def _check_epoch(self, hello: WorkerHello) -> None:
+        connected = self._placement_table.workers.get(hello.worker)
+        if connected is not None:
+            raise Unavailable(f"epoch {connected.epoch} is still up", field="worker", value=hello.worker)
+        if hello.epoch <= self._epochs.get(hello.worker, -1):
+            raise WrongState("was declared down", field="epoch", value=hello.epoch, remedy="start a new epoch")
+
+    def _check_model(self, hello: WorkerHello) -> None:
+        model = self.model
+        if (
+            model is None
+            or model == hello.model
+            or not (self._placement_table.workers or self._placement_table.entries)
+        ):
+            return
+        raise ConfigError(
+            f"its model {hello.model.name} ({hello.model.fingerprint[:12]}, context {hello.model.context_max_tokens}) "
+            f"differs from its group's {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",
+            field="model",
+            value=hello.worker,
+            remedy="serve the same checkpoint with the same settings, or use another coordinator",
+        )
+
+    def _check_pool(self, hello: WorkerHello) -> None:
+        known, ledger = self._pools.get(hello.node), self._ledgers.get(hello.node)
+        if known is None or ledger is None:
+            return
+        if _is_another_file(known, hello.capacity):
+            self._check_pool_is_left(hello)
+            return
+        ours = (hello.capacity.host_pages, hello.capacity.page_bytes, hello.capacity.pool_path)
+        theirs = (known.host_pages, known.page_bytes, known.pool_path)
+        in_use = self._placement_table.of_node(hello.node) or ledger.holdings_count or ledger.quarantines
+        if ours != theirs and in_use:
+            raise ConfigError(
+                f"its host pool (pages, page bytes, path) is {ours}, that of node {hello.node} is {theirs}",
+                field="host_mem",
+                value=hello.worker,
+                remedy="give all workers of a node the same host_mem, pool_dir and model",
+            )
+
+    def _check_pool_is_left(self, hello: WorkerHello) -> None:
+        """The node's pool was created anew: its rows are gone, and with them what quarantines guard. Raise Unavailable
+        while somebody may still use the one before."""
+        leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._placement_table.entries.values())
+        if leaving or self._placement_table.of_node(hello.node):
+            raise Unavailable(
+                f"workers of node {hello.node} still use the host pool that was there before",
+                field="pool_dir",
+                value=hello.worker,
+                remedy="stop them, or wait until they are declared down",
+            )
+
+
+def _is_another_file(known: WorkerCapacity, ours: WorkerCapacity) -> bool:
+    return bool(known.pool_id and ours.pool_id and known.pool_id != ours.pool_id)
+
+
+def _check_capacity(capacity: WorkerCapacity) -> None:
+    """Raise ProtocolError for counts that no worker has."""
+    classes = capacity.hot_size_classes
+    bounds = (
+        ("seats", capacity.seats, 1, GPU_COUNT_MAX),
+        ("hot_chunks", capacity.hot_chunks, 1, GPU_COUNT_MAX),
+        ("index_pages", capacity.index_pages, 1, GPU_COUNT_MAX),
+        ("slab_pages", capacity.slab_pages, 1, GPU_COUNT_MAX),
+        ("host_pages", capacity.host_pages, 1, HOST_PAGES_MAX),
+        ("page_bytes", capacity.page_bytes, 1, GPU_COUNT_MAX),
+        ("overshoot_tokens", capacity.overshoot_tokens, 0, CONTEXT_MAX_TOKENS),
+        ("hot_size_classes", len(classes), 1, GPU_COUNT_MAX),
+        ("hot_size_classes", min(classes, default=1), 1, GPU_COUNT_MAX),
+    )
+    for field, value, low, high in bounds:
+        if not low <= value <= high:
+            raise ProtocolError(f"must be {low} to {high}", field=field, value=value, remedy="fix the worker")
+    if capacity.role not in ROLES:
+        raise ProtocolError(f"must be one of {', '.join(ROLES)}", field="role", value=capacity.role, remedy="upgrade")
+    if list(classes) != sorted(set(classes)):
+        raise ProtocolError("must ascend", field="hot_size_classes", value=classes, remedy="fix the worker")

@@ -1,0 +1,1 @@
+"""The token log: the generated tokens of all requests, in arrays."""

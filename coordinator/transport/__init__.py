@@ -1,1 +1,0 @@
-"""trio and ZMQ, and nothing that knows what a message means."""

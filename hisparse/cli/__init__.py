@@ -1,0 +1,48 @@
+"""The `hisparse` command.
+
+Import rule: a command module imports click, the standard library and `hisparse.console.options` at its top; the rest
+(msgspec, trio, zmq, rich, torch) inside the function that needs it. So `hisparse --help` stays under 150 ms, and a
+command pays only for what it uses. A test holds the rule by `sys.modules`.
+
+Exit codes are stable; scripts may rely on them (`hisparse.console.options.EXIT_CODES`).
+"""
+
+from __future__ import annotations
+
+import click
+
+from hisparse.cli import demo, keys, model, requests, serve, size, submit, top, workers
+from hisparse.console.options import RootGroup, exit_code_lines, show_version
+
+
+def _root() -> RootGroup:
+    root = RootGroup(
+        name="hisparse",
+        help="Long-context sparse-attention decode with the KV cache in host memory.",
+        epilog="\b\nExit codes:\n" + "\n".join(f"  {line}" for line in exit_code_lines()),
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show_version,
+                help="Show the version.",
+            )
+        ],
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    for command in (
+        *(serve.up, serve.coordinator, serve.worker, serve.http, demo.demo, model.model, size.size),
+        *(submit.submit, submit.attach),
+        *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
+        *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),
+        *(workers.release_quarantine, workers.stop, keys.keys),
+    ):
+        root.add_command(command)
+    return root
+
+
+main = _root()
+
+__all__ = ["main"]

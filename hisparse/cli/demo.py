@@ -1,0 +1,92 @@
+"""`hisparse demo`: see coordinator/demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hisparse.cli.model import FAMILIES
+from hisparse.console.options import EXIT_FAILED
+
+
+def _range(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    low, _, high = value.partition(":")
+    if not (low.isdecimal() and high.isdecimal()):
+        raise click.BadParameter(f"{value!r} is not MIN:MAX", ctx=context, param=parameter)
+    return int(low), int(high)
+
+
+@click.command(short_help="Serve, move about, check every token.")
+@click.option("--family", type=click.Choice(FAMILIES), default="glm-5", show_default=True, help="Model code.")
+@click.option(
+    "--prompts",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="Text files or directories to prompt with; default: the files of hisparse itself. Repeatable.",
+)
+@click.option("--requests", default=8, show_default=True, type=click.IntRange(2), help="Concurrent requests.")
+@click.option("--new-tokens", type=click.IntRange(1), help="New tokens of each; default: 128, on a GPU 512.")
+@click.option(
+    "--prompt-tokens",
+    default="2048:6000",
+    show_default=True,
+    callback=_range,
+    metavar="MIN:MAX",
+    help="Prompt lengths, spread evenly.",
+)
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(2), help="Worker processes.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it.")
+@click.option(
+    "--streams",
+    type=click.Choice(["inline", "simulated"]),
+    help="simulated: copies lag and run in any order that the fences permit. Default: what the device has.",
+)
+@click.option(
+    "--work-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep checkpoint, sockets, host pool and logs here; default: a directory removed at the end.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def demo(
+    family: str,
+    prompts: tuple[Path, ...],
+    requests: int,
+    new_tokens: int | None,
+    prompt_tokens: tuple[int, int],
+    workers: int,
+    device: str,
+    streams: str | None,
+    work_dir: Path | None,
+    as_json: bool,
+) -> int:
+    """Serve long prompts from small hot buffers, move requests about, check every token.
+
+    Real processes on this machine: a coordinator and workers decode a small random checkpoint of the real model code;
+    one request is retracted and resumed, one worker drained with handover. Then the model library's own generate()
+    decodes the same prompts and every token is compared. Exit code 1 on a mismatch or a leak.
+    """
+    from hisparse.console.output import console, plain, write_json
+    from hisparse.demo.plan import CPU_NEW_TOKENS, GPU_NEW_TOKENS, DemoOptions
+    from hisparse.demo.run import run_demo
+
+    options = DemoOptions(
+        family=family,
+        requests=requests,
+        workers=workers,
+        new_tokens=new_tokens or (CPU_NEW_TOKENS if device == "cpu" else GPU_NEW_TOKENS),
+        prompt_tokens_min=prompt_tokens[0],
+        prompt_tokens_max=prompt_tokens[1],
+        device=device,
+        streams=streams or "",
+    )
+    report = run_demo(options, prompts, work_dir)
+    if as_json:
+        write_json(plain(report))
+    else:
+        from hisparse.demo.report import render
+
+        console().print(render(report))
+    return 0 if report.passed else EXIT_FAILED

@@ -1,0 +1,215 @@
+"""The processes themselves: coordinator, worker, HTTP front, and `up`, which runs the first two on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from hisparse.console.options import Setting, read_words, with_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protocol.settings import Config
+
+#: As messages.ROLES: the command line is up before the protocol is imported.
+ROLES: Final = ("prefill", "decode", "both")
+LOG_SETTINGS: Final = (
+    Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
+    Setting("--log-format", "cluster.log_format", "logfmt or json."),
+)
+COORDINATOR_SETTINGS: Final = (
+    Setting("--journal", "coordinator.journal", "File that survives a crash; none: requests do not."),
+)
+WORKER_SETTINGS: Final = (
+    Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
+    Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
+    Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
+    Setting("--kv-dtype", "worker.kv_dtype", "Rows and index keys: auto (as dtype), float32, bfloat16 or fp8."),
+    Setting("--seats", "worker.seats", "Most requests in one decode batch."),
+    Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB; auto: by a GPU's free memory."),
+    Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
+    Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default: runtime directory, or /dev/shm."),
+    Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
+    Setting("--context-target-tokens", "worker.context_target_tokens", "Length to balance device memory for."),
+    Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
+    Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU; cuda."),
+    Setting("--graphs", "worker.graphs", "Replay decode steps from CUDA graphs: true or false."),
+    Setting("--deterministic", "worker.deterministic", "Outputs independent of neighbours.", is_flag=True),
+    Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
+)
+
+#: Of the front, wherever it is started: by `http`, or by `up`.
+FRONT_SETTINGS: Final = (
+    Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line."),
+    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of that API, PEM: HTTPS instead of HTTP."),
+    Setting("--tls-key", "http.tls_key_file", "Its key, PEM, which others may not read."),
+)
+HTTP_SETTINGS: Final = (
+    Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
+    Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
+    *FRONT_SETTINGS,
+    Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
+)
+
+die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
+
+
+@click.command(short_help="Run the coordinator: no GPU, no torch.")
+@with_config(
+    *COORDINATOR_SETTINGS,
+    *LOG_SETTINGS,
+    Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."),
+)
+@die_with_option
+def coordinator(config: Config, die_with: int | None) -> int:
+    """Run the coordinator. It needs no GPU and no torch.
+
+    SIGINT or SIGTERM drains it; a second one exits at once.
+    """
+    _die_with(die_with)
+    from coordinator.service import run_coordinator
+
+    return run_coordinator(config)
+
+
+@click.command(short_help="Run one worker.")
+@with_config(
+    *WORKER_SETTINGS,
+    Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
+    Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
+    Setting("--role", "worker.role", "prefill, decode or both."),
+    Setting("--transfer", "worker.transfer", "How host pages go to other nodes: shared, nixl or mooncake."),
+    Setting("--transfer-address", "worker.transfer_address", "Where they come in, as in tcp://10.0.0.2:0."),
+    Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
+    Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
+    *LOG_SETTINGS,
+)
+@die_with_option
+def worker(config: Config, die_with: int | None) -> int:
+    """Run one worker: the decode loop of one GPU, or of the CPU.
+
+    SIGINT or SIGTERM withdraws its requests and exits; a second one exits at once.
+    """
+    _die_with(die_with)
+    return _worker_process()(config)
+
+
+@click.command("http", short_help="Serve OpenAI's API over HTTP.")
+@with_config(
+    *HTTP_SETTINGS,
+    Setting("--coordinator", "cluster.client_endpoint", "Where the coordinator listens for clients."),
+    Setting("--metrics-port", "http.metrics_port", "0: any free port, -1: off."),
+    *LOG_SETTINGS,
+)
+@die_with_option
+def http(config: Config, die_with: int | None) -> int:
+    """Serve OpenAI's API: completions, chat, models. A client of the coordinator; it needs no GPU and no torch.
+
+    SIGINT or SIGTERM lets running answers finish for a while; a second one exits at once.
+    """
+    _die_with(die_with)
+    from protocol.errors import ConfigError
+
+    try:
+        from hisparse.http.server import run_http
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the HTTP front needs the package {error.name}",
+            field="http",
+            value=error.name,
+            remedy="pip install 'hisparse[http]'",
+        ) from error
+    return run_http(config)
+
+
+def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    if value is None:
+        return None
+    host, _, port = value.rpartition(":")
+    if not (host and port.isdecimal() and int(port)):
+        raise click.BadParameter(f"{value!r} is not HOST:PORT", ctx=context, param=parameter)
+    return host.strip("[]"), int(port)
+
+
+@click.command(short_help="Run a coordinator and N workers here.")
+@click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
+@click.option(
+    "--roles",
+    default="",
+    metavar="ROLE,...",
+    help="What each worker is for, in turn: prefill, decode or both.",
+    callback=lambda context, parameter, value: _roles(value),
+)
+@click.option(
+    "--deadline",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long running requests may finish after Ctrl-C.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
+)
+@click.option("--http", metavar="HOST:PORT", callback=_address, help="Serve OpenAI's API there, too.")
+@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
+def up(
+    config: Config,
+    workers: int,
+    roles: tuple[str, ...],
+    deadline: float,
+    ready_file: Path | None,
+    http: tuple[str, int] | None,
+) -> int:
+    """Run a coordinator and N workers on this machine, sharing one host pool.
+
+    What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
+    stops; a second Ctrl-C exits at once. The host pool is removed at the end.
+    """
+    from hisparse.cluster.up import run_up
+    from protocol.config import listening_at
+
+    if len(roles) > workers:
+        raise click.UsageError(f"{len(roles)} roles for {workers} workers", click.get_current_context())
+    if ready_file is not None and not ready_file.parent.is_dir():
+        raise click.BadParameter(f"no directory {ready_file.parent}", param_hint="--ready-file")
+    if http is not None:
+        config = listening_at(config, *http)
+    return run_up(config, workers, roles=roles, http=http is not None, deadline_s=deadline, ready_file=ready_file)
+
+
+def _roles(value: str) -> tuple[str, ...]:
+    roles = tuple(read_words([value]))
+    for role in roles:
+        if role not in ROLES:
+            raise click.BadParameter(f"{role!r} is none of {', '.join(ROLES)}", param_hint="--roles")
+    return roles
+
+
+def _die_with(parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        from hisparse.cluster.children import die_with_parent
+
+        die_with_parent(parent_pid)
+
+
+def _worker_process() -> Callable[[Config], int]:
+    """`worker.process.run_worker`, or what to install."""
+    from protocol.errors import ConfigError
+
+    try:
+        from worker.process import run_worker
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a worker needs the package {error.name}",
+            field="worker",
+            value=error.name,
+            remedy="pip install 'hisparse[worker]'",
+        ) from error
+    return run_worker

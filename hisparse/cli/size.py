@@ -1,0 +1,117 @@
+"""`hisparse size`: what fits a node, before anything is started. The arithmetic is worker/device/capacity.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hisparse.console.options import load_config, output_option
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from protocol.settings import WorkerSettings
+    from worker.device.capacity import Choice, Plan
+
+#: What is printed to start workers with: those settings that sizes follow from.
+PRINTED: Final = (
+    *("seats", "device_mem", "host_mem", "kv_dtype", "context_max_tokens", "context_target_tokens"),
+    *("hot_size_classes", "role"),
+)
+
+
+@click.command(short_help="Compute what fits a node.")
+@click.option(
+    "--config",
+    "path",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    help="The model's config.json, or a directory with it.",
+)
+@click.option("--host-mem", required=True, metavar="SIZE", help="Host pool of the node, e.g. 1TB.")
+@click.option("--gpu-mem", required=True, metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
+@click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Prompt and output together.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the host pool.")
+@click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
+@click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
+@click.option("--slab-tokens", type=click.IntRange(1), help="Prefill slab; default: room for one longest prompt.")
+@click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
+@click.option("--seats", type=click.IntRange(1), help="Most requests in one decode batch; default: as many as fit.")
+@output_option
+def size(
+    path: Path, host_mem: str, gpu_mem: str, context: int, workers: int, seats: int | None, output: str, **sizes: Any
+) -> None:
+    """Compute how many requests of one length fit a node, by hot buffer, and the settings for it.
+
+    Nothing is started and no GPU is needed. The figures are those that workers with the printed settings have.
+    """
+    from dataclasses import asdict
+
+    from hisparse.console.output import emit_one
+    from worker.device.capacity import plan, seats_for
+    from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
+
+    dimensions = read_dimensions(path)
+    flags = {f"worker.{name}": value for name, value in sizes.items()}
+    flags |= {"worker.host_mem": host_mem, "worker.device_mem": gpu_mem, "worker.seats": seats_for(seats)}
+    settings = load_config(None, flags).worker
+    kind = kv_kind(dimensions, settings)
+    info = anonymous_info(dimensions, dimensions.model_type)
+    found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
+    if output == "table":
+        _print(found, dimensions.model_type, kind)
+    else:
+        emit_one(asdict(found) | {"settings": _chosen(found.settings)}, output, ())
+
+
+def _chosen(settings: WorkerSettings) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in PRINTED}
+
+
+def _print(plan: Plan, model: str, kind: str) -> None:
+    from hisparse.console.output import Column, print_table, size_text, write_line
+
+    for line in _lines(plan, model, kind):
+        write_line(line)
+    columns: list[Column[Choice]] = [
+        Column("HOT SLOTS", lambda it: str(it.hot_slots) if it.hot_slots else "resident", True),
+        Column("HOT BUFFER", lambda it: size_text(it.hot_bytes), True),
+        Column("BY HOST PAGES", lambda it: str(it.by_host), True),
+        Column("BY INDEX PAGES", lambda it: str(it.by_index_pages), True),
+        Column("BY HOT CHUNKS", lambda it: str(it.by_hot_chunks), True),
+        Column("BATCH", lambda it: str(it.batch), True),
+    ]
+    print_table(plan.choices, columns)
+    write_line(f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest that costs no place:\n")
+    write_line("[worker]")
+    for name, value in _chosen(plan.settings).items():
+        write_line(f"{name} = {_toml(value)}")
+
+
+def _lines(plan: Plan, model: str, kind: str) -> Iterator[str]:
+    from hisparse.console.output import size_text
+
+    each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""
+    yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {plan.topk}"
+    yield f"  row             {plan.row_bytes} bytes in {kind}, index key {plan.index_row_bytes}"
+    yield f"A request of {plan.context_tokens} tokens:"
+    yield (
+        f"  host memory     {plan.host_bytes_per_token} bytes per token, "
+        f"{plan.host_pages_per_request} pages, {size_text(plan.host_bytes_per_request)}"
+    )
+    yield f"  host pool       {plan.host_pages} pages hold {plan.requests_by_host}{each}"
+    yield f"  index pages     {size_text(plan.index_bytes_per_request)} on the GPU"
+    yield f"  swap-in         {size_text(plan.miss_bytes_per_step)} in a step without any hit"
+    if plan.prompt_max_tokens:
+        yield f"  prefill slab    {size_text(plan.slab_bytes)}, for prompts up to {plan.prompt_max_tokens} tokens"
+    yield "Requests at once on one GPU:"
+
+
+def _toml(value: object) -> str:
+    """`value` as TOML, whose lists, texts and numbers are written as JSON's."""
+    import json
+
+    return json.dumps(value)

@@ -1,0 +1,132 @@
+"""Ask for a completion and stream it; follow one that is already running."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hisparse.console.options import output_option, read_words, with_config
+
+if TYPE_CHECKING:
+    from hisparse.cli.streaming import Follow
+    from protocol.settings import Config
+
+
+@click.command(short_help="Complete a prompt and stream the text.")
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
+@click.option("-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Most new tokens.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Draw from the smallest set of this probability.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random numbers; the same seed, the same output.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
+@click.option("--priority", default=0, show_default=True, help="Higher goes first.")
+@click.option(
+    "--prefill-mode",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "staged", "direct"]),
+    help="Prefilled by the worker that decodes it, or by another one directly into its host pages.",
+)
+@click.option("--id", "request_id", default="", metavar="ID", help="Name the request; default: the service does.")
+@click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")
+@click.option("--detach", is_flag=True, help="Print the request's id and leave.")
+@output_option
+@with_config()
+def submit(
+    config: Config,
+    prompt: str | None,
+    file: Path | None,
+    output: str,
+    request_id: str,
+    priority: int,
+    prefill_mode: str,
+    raw: bool,
+    detach: bool,
+    **sampling: Any,
+) -> int:
+    """Complete PROMPT (or --file, or stdin) and stream the text.
+
+    Ctrl-C leaves the request running; `hisparse attach` shows the rest, `hisparse abort` ends it.
+    """
+    from hisparse.cli.streaming import submit_and_follow
+    from protocol.messages import Sampling
+
+    text = _prompt_text(prompt, file)
+    return submit_and_follow(
+        _follow(config, output, raw=raw),
+        [_token(word) for word in read_words([text])] if raw else text,
+        Sampling(**sampling),
+        request_id=request_id,
+        priority=priority,
+        prefill_mode=prefill_mode,
+        detach=detach,
+    )
+
+
+@click.command(short_help="Stream the output of a request.")
+@click.argument("request_id", metavar="ID")
+@click.option(
+    "--from",
+    "offset",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="N",
+    help="First new token to show.",
+)
+@click.option("--tokens", "raw", is_flag=True, help="Show token ids.")
+@output_option
+@with_config()
+def attach(config: Config, request_id: str, offset: int, raw: bool, output: str) -> int:
+    """Stream the output of a request that runs or has lately ended."""
+    from hisparse.cli.streaming import attach_and_follow
+
+    return attach_and_follow(_follow(config, output, raw=raw), request_id, offset)
+
+
+def _follow(config: Config, output: str, *, raw: bool) -> Follow:
+    from hisparse.cli.streaming import Follow
+    from hisparse.console.session import door
+
+    role, endpoint, key = door(config, "client")
+    return Follow(endpoint, output, raw=raw, role=role, key=key)
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if prompt not in (None, "-") and file is not None:
+        raise click.UsageError("give a prompt or --file, not both", click.get_current_context())
+    if file is not None:
+        return _decoded(file.read_bytes(), str(file))
+    if prompt not in (None, "-"):
+        return _decoded(os.fsencode(str(prompt)), "argument")
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("no prompt: give an argument, --file or stdin", click.get_current_context())
+    return _decoded(sys.stdin.buffer.read(), "stdin")
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        from protocol.errors import BadInput
+
+        remedy = "prompt with text, or with token ids by --tokens"
+        raise BadInput(f"is no UTF-8 text: {error.reason}", field="prompt", value=source, remedy=remedy) from error
+
+
+def _token(word: str) -> int:
+    if not word.isdecimal():
+        raise click.BadParameter(f"{word!r} is no token id", param_hint="PROMPT")
+    return int(word)

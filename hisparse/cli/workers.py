@@ -1,0 +1,196 @@
+"""Workers and host pools: look at them, drain them, stop the service."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hisparse.cli.watch import list_rows, watch_option
+from hisparse.console.options import output_option, with_config
+
+if TYPE_CHECKING:
+    from protocol.settings import Config
+
+deadline_option = click.option(
+    "--deadline",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="When to retract what still runs.",
+)
+
+
+@click.command(short_help="List workers.")
+@watch_option
+@output_option
+@with_config()
+def workers(config: Config, interval_s: float | None, output: str) -> None:
+    """List workers: state, running requests, free memory, step time, hit rate."""
+    from hisparse.console.output import Column, share_text
+    from protocol.messages import WorkerRow
+
+    columns: list[Column[WorkerRow]] = [
+        Column("WORKER", lambda row: row.worker),
+        Column("NODE", lambda row: row.node),
+        Column("ROLE", lambda row: row.capacity.role),
+        Column("STATE", lambda row: row.state),
+        Column("RUNNING", lambda row: str(row.running), True),
+        Column("SEATS FREE", lambda row: f"{row.seats_free}/{row.capacity.seats}", True),
+        Column("HOT CHUNKS FREE", lambda row: f"{row.hot_chunks_free}/{row.capacity.hot_chunks}", True),
+        Column("INDEX PAGES FREE", lambda row: f"{row.index_pages_free}/{row.capacity.index_pages}", True),
+        Column("STEPS", lambda row: str(row.steps), True),
+        Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True),
+        Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True),
+        Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True),
+        Column("LAST SEEN S", lambda row: f"{row.link_age_s:.1f}", True),
+    ]
+    list_rows(config, lambda client: client.workers(), columns, output, interval_s)
+
+
+@click.command(short_help="List host pools.")
+@watch_option
+@output_option
+@with_config()
+def pool(config: Config, interval_s: float | None, output: str) -> None:
+    """List host pools: pages free, owned, shared and quarantined."""
+    from hisparse.console.output import Column, size_text
+    from protocol.messages import PoolRow
+
+    columns: list[Column[PoolRow]] = [
+        Column("NODE", lambda row: row.node),
+        Column("PAGES", lambda row: str(row.host_pages), True),
+        Column("FREE", lambda row: str(row.free), True),
+        Column("OWNED", lambda row: str(row.owned), True),
+        Column("SHARED", lambda row: str(row.shared), True),
+        Column("QUARANTINED", lambda row: str(row.quarantined), True),
+        Column("PAGE", lambda row: size_text(row.page_bytes), True),
+        Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True),
+        Column("WORKERS", lambda row: " ".join(row.workers)),
+    ]
+    list_rows(config, lambda client: client.pools(), columns, output, interval_s)
+
+
+@click.command(short_help="Stop admitting to workers.")
+@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.option("--all", "every", is_flag=True, help="All workers.")
+@click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
+@deadline_option
+@click.option("--wait", is_flag=True, help="Return when the workers are drained.")
+@output_option
+@with_config()
+def drain(
+    config: Config, output: str, names: tuple[str, ...], every: bool, handover: bool, deadline: float, wait: bool
+) -> None:
+    """Stop admitting to workers and let their requests finish.
+
+    With --handover they move to another worker of the node at once, through the shared host pool; what has nowhere to
+    go finishes in place. At the deadline the rest is retracted and waits for capacity. Held requests do not block it.
+    """
+    from hisparse.console.session import tell
+
+    chosen = _chosen(names, every)
+    tell(config, "admin", output, lambda client: client.drain(chosen, handover=handover, deadline_s=deadline))
+    if wait:
+        from hisparse.console.session import wait_drained
+
+        wait_drained(config, chosen, limit_s=deadline)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.option("--all", "every", is_flag=True, help="All workers.")
+@output_option
+@with_config()
+def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) -> None:
+    """Admit to drained workers again."""
+    from hisparse.console.session import tell
+
+    chosen = _chosen(names, every)
+    tell(config, "admin", output, lambda client: client.undrain(chosen))
+
+
+@click.command(short_help="Compare workers with the ledgers.")
+@output_option
+@with_config()
+def audit(config: Config, output: str) -> int:
+    """Compare what every connected worker holds with the ledger of its node, now and twice; exit 1 on differences.
+
+    The coordinator does the same all the time. What it finds is in its log, with the history of the request concerned,
+    and repaired where only one side still holds something.
+    """
+    from hisparse.console.options import EXIT_FAILED
+    from hisparse.console.output import Column, emit_one, print_table
+    from hisparse.console.session import call
+    from protocol.messages import AuditedRow, DifferenceRow
+
+    found = call(config, "admin", lambda client: client.audit())
+    if output != "table":
+        emit_one({"audited": found.audited, "differences": found.differences}, output, ())
+    else:
+        audited: list[Column[AuditedRow]] = [
+            Column("AUDITED", lambda row: row.name),
+            Column("EPOCH", lambda row: str(row.epoch or "-")),
+            Column("ANSWERED", lambda row: "yes" if row.answered else "NO"),
+            Column("REQUESTS", lambda row: str(row.requests), True),
+            Column("HOST PAGES", lambda row: str(row.host_pages), True),
+            Column("DIFFERENCES", lambda row: str(row.differences), True),
+        ]
+        differences: list[Column[DifferenceRow]] = [
+            Column("OF", lambda row: row.name),
+            Column("KIND", lambda row: row.kind),
+            Column("ADMISSION", lambda row: str(row.placement or "-"), True),
+            Column("REQUEST", lambda row: row.request_id or "-"),
+            Column("LEDGER", lambda row: row.ledger),
+            Column("WORKER", lambda row: row.worker),
+            Column("REPAIRED", lambda row: "yes" if row.repaired else "no"),
+        ]
+        print_table(found.audited, audited)
+        if found.differences:
+            print_table(found.differences, differences)
+    return EXIT_FAILED if found.differences or not all(row.answered for row in found.audited) else 0
+
+
+@click.command(name="release-quarantine", short_help="Vouch that a lost worker's process is gone.")
+@click.argument("names", nargs=-1, required=True, metavar="WORKER...")
+@click.option("--i-am-sure", "is_sure", is_flag=True, help="Its process is gone, or its machine is.")
+@output_option
+@with_config()
+def release_quarantine(config: Config, output: str, names: tuple[str, ...], is_sure: bool) -> None:
+    """Free the host pages that a lost worker might still write.
+
+    Only for a worker whose process the coordinator cannot see (over tcp, or in another pid namespace): everybody else's
+    exit is proved by itself. If the process lives, it writes into pages that others own by then, and their outputs are
+    wrong.
+    """
+    from hisparse.console.session import tell
+
+    if not is_sure:
+        raise click.UsageError("look at the machine, then say --i-am-sure", click.get_current_context())
+    tell(config, "admin", output, lambda client: client.release_quarantine(names))
+
+
+@click.command(short_help="Drain the coordinator, then exit.")
+@click.option(
+    "--deadline",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long running requests may finish.",
+)
+@output_option
+@with_config()
+def stop(config: Config, output: str, deadline: float) -> None:
+    """Drain the coordinator: refuse new work, let running work finish, then exit."""
+    from hisparse.console.session import tell
+
+    tell(config, "admin", output, lambda client: client.stop(deadline_s=deadline))
+
+
+def _chosen(names: tuple[str, ...], every: bool) -> tuple[str, ...]:
+    """Names as given; none stands for all, which must be said in so many words."""
+    if bool(names) == every:
+        raise click.UsageError("name workers, or say --all", click.get_current_context())
+    return names

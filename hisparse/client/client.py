@@ -1,0 +1,270 @@
+"""The Python client: every command of the service, and token streams that survive a lost connection.
+
+    async with open_client(endpoint) as client:
+        stream = await client.submit(prompt_ids, Sampling(max_tokens=100))
+        async for tokens in stream:          # int32 arrays, each position once and in order (I5)
+            ...
+        print(stream.ended.outcome)
+
+or, from code without trio, one action per connection:
+
+    rows = run_client(endpoint, lambda client: client.requests())
+
+A lost connection comes back by itself, and streams go on where they were: see hisparse.client.connection. Admin
+commands need a connection to the admin endpoint with role "admin".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from hisparse.client.connection import Connection
+from hisparse.client.replies import M, expect, ids
+from hisparse.client.token_stream import TokenStream
+from protocol import messages
+from protocol.arrays import pack_tokens
+from protocol.errors import Unavailable
+from protocol.messages import ModelInfo, Sampling
+from protocol.transport.keys import Insecure, PeerKey
+
+#: How long streams wait for the coordinator to come back, unless the caller says otherwise.
+RECONNECT_LIMIT_S: Final = 30.0
+
+T = TypeVar("T")
+
+
+class Client:
+    """Made by `open_client`. Any number of tasks of one trio run may call it at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def endpoint(self) -> str:
+        return self._connection.endpoint
+
+    @property
+    def reconnects(self) -> int:
+        return self._connection.reconnects
+
+    async def lost(self) -> None:
+        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
+        await self._connection.lost()
+
+    # ------------------------------------------------------------ requests
+
+    async def submit(
+        self,
+        prompt: Sequence[int] | npt.NDArray[np.integer],
+        sampling: Sampling,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        prefill_mode: str = messages.AUTO,
+    ) -> TokenStream:
+        """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
+
+        With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
+        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker
+        that decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue
+        is full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of
+        it."""
+        packed = pack_tokens(prompt)
+        return await self._connection.surely(
+            request_id,
+            lambda: self._subscribe(
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode), start=0
+            ),
+        )
+
+    async def submit_detached(
+        self,
+        prompt: Sequence[int] | npt.NDArray[np.integer],
+        sampling: Sampling,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        prefill_mode: str = messages.AUTO,
+    ) -> str:
+        """As `submit`, without subscribing; returns the request's id."""
+        packed = pack_tokens(prompt)
+        accepted = await self._connection.surely(
+            request_id,
+            lambda: self._call(
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
+                messages.Accepted,
+            ),
+        )
+        return accepted.request_id
+
+    async def attach(self, request_id: str, offset: int = 0) -> TokenStream:
+        """Subscribe from generated position `offset` on. Raises NotFound, or BadInput for an impossible offset."""
+        return await self._subscribe(lambda tag: messages.Attach(tag, request_id, offset), start=offset)
+
+    async def detach(self, stream: TokenStream) -> None:
+        """Unsubscribe; the request goes on. The stream's iteration ends after what has arrived."""
+        await self._call(lambda tag: messages.Detach(tag, stream.request_id), messages.Done)
+        self._connection.forget(stream)
+        stream.end(None)
+
+    async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """Abort all or none. Raises NotFound or WrongState."""
+        return await self._do(lambda tag: messages.AbortRequests(tag, ids(request_ids)))
+
+    async def acknowledge(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """The outputs of these ended requests are safe here: the coordinator need not keep them until
+        `ended_keep_s` is over. Raises WrongState for a live one."""
+        return await self._do(lambda tag: messages.AcknowledgeOutputs(tag, ids(request_ids)))
+
+    # ------------------------------------------------------------ looking
+
+    async def welcome(self) -> messages.Welcome:
+        """Who the coordinator is and which model it serves now."""
+        return await self._connection.greet()
+
+    async def model(self) -> ModelInfo:
+        """The served model. Raises Unavailable while no worker has registered."""
+        welcome = self._connection.welcome
+        model = welcome.model if welcome else None
+        model = model or (await self.welcome()).model
+        if model is None:
+            raise Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH")
+        return model
+
+    async def requests(self, limit: int = 10_000) -> messages.RequestRows:
+        """Live and recently ended requests that this key may see, 20,000 at most; `truncated` tells of more."""
+        return await self._call(lambda tag: messages.ListRequests(tag, limit), messages.RequestRows)
+
+    async def request(self, request_id: str) -> messages.RequestDetail:
+        """One request with its history. Raises NotFound."""
+        return await self._call(lambda tag: messages.DescribeRequest(tag, request_id), messages.RequestDetail)
+
+    async def workers(self) -> tuple[messages.WorkerRow, ...]:
+        """Workers, lost ones that still have memory among them."""
+        return (await self._call(messages.ListWorkers, messages.WorkerRows)).rows
+
+    async def pools(self) -> tuple[messages.PoolRow, ...]:
+        """Host pools: one per node."""
+        return (await self._call(messages.ListPools, messages.PoolRows)).rows
+
+    async def tokenizer(self) -> messages.TokenizerData:
+        """The served model's tokenizer. Raises Unavailable until a worker has sent it."""
+        return await self._call(messages.FetchTokenizer, messages.TokenizerData)
+
+    # ------------------------------------------------------------ operating (role "admin")
+
+    # Each takes effect for all that are named or for none, and returns a line for each, once it is decided: what
+    # workers have to do for it follows. Each raises NotFound, WrongState (of the first that cannot) or NotAllowed.
+
+    async def retract(self, request_ids: Sequence[str], *, keep: bool = True, hold: bool = True) -> tuple[str, ...]:
+        """Take running requests off their workers. `keep` host pages, or free them too; `hold` until `resume`, or let
+        policy bring them back."""
+        return await self._do(lambda tag: messages.RetractRequests(tag, ids(request_ids), keep, hold))
+
+    async def resume(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """Let held requests run again."""
+        return await self._do(lambda tag: messages.ResumeRequests(tag, ids(request_ids)))
+
+    async def resize(self, request_ids: Sequence[str], hot_slots: int) -> tuple[str, ...]:
+        """Force hot buffers to a size class of the workers; 0: resident; -1: policy decides again. Raises BadInput or
+        CapacityError for what no worker could give."""
+        return await self._do(lambda tag: messages.ResizeRequests(tag, ids(request_ids), hot_slots))
+
+    async def drain(
+        self, workers: Sequence[str] = (), *, handover: bool = False, deadline_s: float = 300.0
+    ) -> tuple[str, ...]:
+        """Admit nobody to these workers (none named: all) any more. What runs there finishes, or moves to other workers
+        (`handover`); past `deadline_s`, a day at most, the rest is retracted."""
+        return await self._do(lambda tag: messages.DrainWorkers(tag, ids(workers), handover, deadline_s))
+
+    async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
+        """Admit to these workers (none named: all) again."""
+        return await self._do(lambda tag: messages.UndrainWorkers(tag, ids(workers)))
+
+    async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:
+        """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine."""
+        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers)))
+
+    async def audit(self) -> messages.AuditRows:
+        """Compare what all workers hold with the ledgers, now and twice."""
+        return await self._call(messages.AuditWorkers, messages.AuditRows)
+
+    async def stop(self, deadline_s: float = 30.0) -> tuple[str, ...]:
+        """Drain the coordinator; it exits when running requests have ended, at the latest after `deadline_s`."""
+        return await self._do(lambda tag: messages.StopCoordinator(tag, deadline_s))
+
+    # ------------------------------------------------------------ calls
+
+    async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
+        return (await self._call(make, messages.Done)).detail
+
+    async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> TokenStream:
+        """The stream exists from the moment its Accepted is read, so that the delivery right behind it finds it."""
+        return await self._connection.exchange(make, lambda reply: self._connection.adopt(reply, start))
+
+    async def _call(self, make: Callable[[int], messages.AdminMessage], expected: type[M]) -> M:
+        return await self._connection.exchange(make, lambda reply: expect(reply, expected))
+
+
+@asynccontextmanager
+async def open_client(
+    endpoint: str,
+    *,
+    role: str = "client",
+    name: str = "",
+    reconnect_limit_s: float = RECONNECT_LIMIT_S,
+    key: PeerKey | Insecure | None = None,
+) -> AsyncIterator[Client]:
+    """A connected Client; closed on leaving. `reconnect_limit_s` 0: a lost connection is final. `key`: over tcp
+    (protocol.transport.keys.access finds it by the settings).
+
+    Raises Unavailable when nobody answers, NotAllowed when the key is not let in. What the block raises comes out as it
+    is, not in a group.
+    """
+    connection = Connection(endpoint, role, name, reconnect_limit_s, key)
+    await connection.connect()
+    failure: Exception | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.run)
+            try:
+                yield Client(connection)
+            except Exception as error:
+                failure = error
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        connection.close()
+    if failure is not None:
+        raise failure
+
+
+def run_client(
+    endpoint: str,
+    action: Callable[[Client], Awaitable[T]],
+    *,
+    role: str = "client",
+    name: str = "",
+    key: PeerKey | Insecure | None = None,
+) -> T:
+    """Connect, await `action(client)`, disconnect: the client for code without trio. Raises what the action raises.
+
+    Ctrl-C arrives as KeyboardInterrupt; the action's own cleanup has run by then.
+    """
+
+    async def session() -> T:
+        async with open_client(endpoint, role=role, name=name, key=key) as client:
+            return await action(client)
+
+    try:
+        return trio.run(session)
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is not None:
+            raise KeyboardInterrupt from group
+        raise

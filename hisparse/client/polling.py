@@ -1,0 +1,40 @@
+"""Looking at a cluster for as long as it takes: a connection that is lost is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, NoReturn
+
+import trio
+
+from hisparse.client.client import Client
+from protocol.errors import HiSparseError
+
+#: Longest wait for an answer; past it the coordinator counts as gone.
+ANSWER_LIMIT_S: Final = 5.0
+RETRY_S: Final = 0.5
+
+
+async def keep_looking(
+    connect: Callable[[], AbstractAsyncContextManager[Client]],
+    look: Callable[[Client], Awaitable[None]],
+    lost: Callable[[str], None],
+    pause: Callable[[], Awaitable[None]],
+) -> NoReturn:
+    """`look`, `pause`, and again, until cancelled. `lost` is told why each time that nobody answers.
+
+    `connect` gives clients that do not reconnect by themselves: what is shown has to say that nobody is there.
+    """
+    while True:
+        try:
+            async with connect() as client:
+                while True:
+                    with trio.fail_after(ANSWER_LIMIT_S):
+                        await look(client)
+                    await pause()
+        except HiSparseError as error:
+            lost(str(error))
+        except trio.TooSlowError:
+            lost(f"no answer within {ANSWER_LIMIT_S:g} s")
+        await trio.sleep(RETRY_S)

@@ -1,0 +1,82 @@
+"""The output of one request as its client sees it: chunks of tokens, each position once and in order (I5)."""
+
+from __future__ import annotations
+
+import numpy as np
+import trio
+
+from protocol.arrays import Int32Array
+from protocol.errors import HiSparseError, ProtocolError
+from protocol.messages import Ended
+
+
+class TokenStream:
+    """The output of one request from generated position `start` on. One reader; made by Client.submit and attach.
+
+    `offset` is the position that the next chunk starts at; `ended` the last word, once the iteration is over.
+    """
+
+    def __init__(self, request_id: str, start: int) -> None:
+        self.request_id = request_id
+        self.offset = start
+        self.ended: Ended | None = None
+        self._received = start
+        self._chunks: list[Int32Array] = []
+        self._failure: HiSparseError | None = None
+        self._is_over = False
+        self._news = trio.Event()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Int32Array:
+        """The next tokens, at least one. Cancelled: none were taken.
+
+        Raises Unavailable (the coordinator did not come back) or NotFound (it no longer knows the request).
+        """
+        await trio.lowlevel.checkpoint()
+        while not self._chunks:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._news.wait()
+        chunks, self._chunks = self._chunks, []
+        self._news = trio.Event()
+        tokens = np.concatenate(chunks)
+        self.offset += len(tokens)
+        return tokens
+
+    async def collect(self) -> Int32Array:
+        """All tokens from here to the end."""
+        chunks = [chunk async for chunk in self]
+        return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
+
+    @property
+    def unfinished(self) -> bool:
+        return not self._is_over and self._failure is None
+
+    @property
+    def received(self) -> int:
+        """Position that the next delivery must start at: where to attach again."""
+        return self._received
+
+    def deliver(self, start: int, tokens: Int32Array) -> None:
+        """Take tokens from position `start`; known ones are dropped. Raises ProtocolError at a gap."""
+        if start > self._received:
+            raise ProtocolError(f"position {self._received} is missing", field="starts", value=start)
+        fresh = tokens[self._received - start :]
+        if len(fresh):
+            self._chunks.append(fresh)
+            self._received += len(fresh)
+            self._news.set()
+
+    def end(self, ended: Ended | None) -> None:
+        """No more will come; None: nobody will say how it ended (detached)."""
+        self.ended = ended
+        self._is_over = True
+        self._news.set()
+
+    def fail(self, error: HiSparseError) -> None:
+        self._failure = error
+        self._news.set()

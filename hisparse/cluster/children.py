@@ -1,0 +1,146 @@
+"""Child processes that never outlive their parent, and whose exit is seen at once.
+
+    parent           child
+    Child.start  ->  runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which then
+                     decides who stops when; and asks the kernel for SIGTERM when the parent dies (`die_with_parent`)
+    Child.wait   <-  its exit, by a pidfd: no SIGCHLD handler, no polling, no thread per child
+    stop_children    SIGTERM, a grace period, SIGKILL
+
+Rejected: trio.run_process, which forks in a worker thread; the parent-death signal fires when that *thread* ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+import coordinator
+from protocol.config import ENVIRONMENT_PREFIX
+from protocol.errors import InternalError, Unavailable
+
+#: prctl(2): the signal a process gets when the thread that made it ends.
+PR_SET_PDEATHSIG: Final = 1
+#: What a log's end shows of a child that died.
+TAIL_BYTES: Final = 4_096
+TAIL_LINES: Final = 12
+#: Longest that the kernel may take to bury a child that got SIGKILL (tearing down a large mapping takes a while).
+BURY_LIMIT_S: Final = 30.0
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGTERM when the parent ends. Raises Unavailable when it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise InternalError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent_pid:
+        raise Unavailable("the parent process has gone", field="die-with", value=parent_pid)
+
+
+def child_environ() -> dict[str, str]:
+    """Our environment without settings, so that a child runs the code that we run with the settings it is given."""
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    root = str(Path(coordinator.__file__).resolve().parents[1])
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
+    return environ
+
+
+@dataclass(frozen=True)
+class Child:
+    """A running child. Owns its pidfd; `wait` may be called by any number of tasks and any number of times."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log_path: Path | None
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], environ: Mapping[str, str], log_path: Path | None = None
+    ) -> Child:
+        """Start `command`; its output goes to `log_path`, or where the parent's stderr goes."""
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=2 if log is None else log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            if log is not None:
+                os.close(log)
+        return cls(name, process, os.pidfd_open(process.pid), log_path)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    async def wait(self) -> int:
+        """The exit status; negative is the signal that ended it. Cancelled: nothing changes."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        pidfd = os.dup(self.pidfd)  # trio lets one task wait on a descriptor
+        try:
+            while self.process.poll() is None:
+                await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+        return int(self.process.returncode)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            self.process.send_signal(number)
+
+    def tail(self) -> str:
+        """The last lines of its log, empty when it has none of its own."""
+        if self.log_path is None:
+            return ""
+        with self.log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def exit_text(status: int) -> str:
+    """-9 -> "killed by SIGKILL", 70 -> "exited with 70"."""
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+
+
+async def wait_all(children: Sequence[Child], limit_s: float) -> bool:
+    """Wait until every child has ended; False when `limit_s` passed first."""
+    with trio.move_on_after(limit_s) as scope:
+        for child in children:
+            await child.wait()
+    return not scope.cancelled_caught
+
+
+async def stop_children(children: Sequence[Child], grace_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those that `grace_s` did not suffice for. Also when cancelled: nobody is left."""
+    try:
+        for child in children:
+            child.signal(signal.SIGTERM)
+        await wait_all(children, grace_s)
+    finally:
+        for child in children:
+            child.signal(signal.SIGKILL)
+        with trio.CancelScope(shield=True):
+            buried = await wait_all(children, BURY_LIMIT_S)
+    if not buried:
+        stuck = ", ".join(f"{child.name} ({child.pid})" for child in children if child.running)
+        raise InternalError(f"still there {BURY_LIMIT_S:g} s after SIGKILL: {stuck}")

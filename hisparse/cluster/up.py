@@ -1,0 +1,361 @@
+"""A whole cluster on one machine: a coordinator, N workers and, if asked for, an HTTP front as children, one host pool,
+one runtime directory.
+
+Order, and why:
+
+    start   nobody may be listening in the runtime directory: the workers would join that cluster and share its pool
+            coordinator first, workers once it answers, the HTTP front once all of them have registered; ready when it
+            listens
+    run     until a signal, `hisparse stop`, or the end of a child that is needed and was given up; what dies is
+            restarted and what hangs is killed (hisparse.cluster.keeper)
+    stop    drain the coordinator (running requests may finish until the deadline), then SIGTERM, then SIGKILL
+            the pool is removed last: it outlives workers by design, and only the parent knows that none will return.
+            Until then the parent holds it open, so that nobody takes it for a dead cluster's while no worker is there
+
+A second signal, or one during start, goes straight to SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from hisparse.client.client import Client
+from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
+from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
+from hisparse.console.options import EXIT_CODES
+from hisparse.http.api_keys import read_keys
+from hisparse.http.tls import tls_of
+from protocol.config import pool_path, to_environ
+from protocol.errors import ConfigError, HiSparseError, Unavailable, WrongState
+from protocol.settings import Config
+from worker.pool.file import keep_pool, remove_pool
+from worker.runners.checkpoint import read_config
+
+#: Longest start: importing torch and loading a checkpoint of some gigabytes from a slow disk.
+START_LIMIT_S: Final = 600.0
+POLL_INTERVAL_S: Final = 0.05
+#: How long a process that was told to stop may take to withdraw and quiesce.
+STOP_GRACE_S: Final = 10.0
+EXIT_CHILD_LOST: Final = 70
+EXIT_INTERRUPTED: Final = 130
+CONNECTED: Final = "connected"
+
+
+@dataclass
+class Cluster:
+    """Running children. `workers` by name; a child that has ended stays listed, and knows its status, until it is
+    restarted. `roles` of workers in turn; whoever has none there has that of `config`."""
+
+    config: Config
+    coordinator: Child
+    log_dir: Path | None = None
+    workers: dict[str, Child] = field(default_factory=dict)
+    http: Child | None = None
+    roles: Sequence[str] = ()
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return tuple(self.by_name.values())
+
+    @property
+    def by_name(self) -> Mapping[str, Child]:
+        front = {HTTP: self.http} if self.http is not None else {}
+        return self.workers | front | {COORDINATOR: self.coordinator}
+
+    def add_worker(self) -> None:
+        own = self._worker_config(len(self.workers))
+        self.workers[own.worker.name] = _start("worker", own, self.log_dir)
+
+    def add_http(self) -> None:
+        self.http = _start(HTTP, self.config, self.log_dir)
+
+    def restart(self, name: str) -> Child:
+        """Start a child that has ended once more, under its name and with its settings."""
+        self.by_name[name].close()
+        if name == COORDINATOR:
+            self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
+        elif name == HTTP:
+            self.add_http()
+        else:
+            own = self._worker_config(list(self.workers).index(name))
+            self.workers[name] = _start("worker", own, self.log_dir)
+        return self.by_name[name]
+
+    def _worker_config(self, index: int) -> Config:
+        """Names w0, w1, ...; a fixed metrics port counts up, any free port and none stay what they are."""
+        settings = self.config.worker
+        port = settings.metrics_port + index if settings.metrics_port > 0 else settings.metrics_port
+        role = self.roles[index] if index < len(self.roles) else settings.role
+        worker = msgspec.structs.replace(settings, name=f"w{index}", metrics_port=port, role=role)
+        return msgspec.structs.replace(self.config, worker=worker)
+
+    @property
+    def pool(self) -> Path:
+        return pool_path(self.config.worker.pool_dir, self.config.worker.node)
+
+    def client(self, name: str) -> AbstractAsyncContextManager[Client]:
+        """An admin client of this cluster."""
+        return open_admin(self.config, name)
+
+    def describe(self) -> dict[str, object]:
+        """What a script needs to use the cluster; the content of `--ready-file`."""
+        settings = self.config.cluster
+        front = {"http": {"pid": self.http.pid, "url": self.config.http.url}} if self.http is not None else {}
+        return {
+            "pid": os.getpid(),
+            "client_endpoint": settings.client_endpoint,
+            "admin_endpoint": settings.admin_endpoint,
+            "worker_endpoint": settings.worker_endpoint,
+            "coordinator": {"pid": self.coordinator.pid},
+            "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "pool": str(self.pool),
+            **front,
+        }
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: Config,
+    workers: int,
+    *,
+    roles: Sequence[str] = (),
+    http: bool = False,
+    log_dir: Path | None = None,
+    start_limit_s: float = START_LIMIT_S,
+) -> AsyncIterator[Cluster]:
+    """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool. Workers
+    take `roles` in turn, the others that of `config`.
+
+    With `http` there is a front at config.http, too, and it listens.
+
+    Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
+    WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
+    checkpoint, the front's TLS files are no pair, its API keys are none, or a child refuses a setting; Unavailable
+    when a child ends otherwise or `start_limit_s` passes. Cancelled: children are killed at once.
+    """
+    read_config(config.worker.model)
+    if await _answers(config):
+        raise WrongState(
+            "a coordinator is already running there",
+            field="cluster.runtime_dir",
+            value=config.cluster.runtime_dir,
+            remedy="stop it, or choose another --runtime-dir",
+        )
+    if http:
+        # Refused now, not by the front, which starts when the workers have loaded their checkpoint.
+        tls_of(config.http)
+        read_keys(config.http.api_keys_file)
+        if await _listens(config):
+            raise WrongState(
+                "somebody listens there already",
+                field="http.port",
+                value=config.http.port,
+                remedy="choose another port",
+            )
+    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
+    try:
+        await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
+        for _ in range(workers):
+            cluster.add_worker()
+        async with cluster.client("hisparse up") as client:
+            await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+        if http:
+            cluster.add_http()
+            await _started(cluster.children, lambda: _listens(config), start_limit_s)
+        kept = keep_pool(cluster.pool)
+        yield cluster
+    finally:
+        try:
+            await stop_children(cluster.children, STOP_GRACE_S)
+        finally:
+            for child in cluster.children:
+                child.close()
+            if kept is not None:
+                os.close(kept)
+            remove_pool(cluster.pool)
+
+
+def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+    """`hisparse SUBCOMMAND` with the whole of `config` in its environment."""
+    name = config.worker.name if subcommand == "worker" else subcommand
+    command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
+    return Child.start(
+        name, command, child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
+    )
+
+
+async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
+    """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes."""
+    give_up_at = trio.current_time() + limit_s
+    while not await ready():
+        for child in children:
+            if not child.running:
+                for line in child.tail().splitlines():
+                    _say(f"{child.name}: {line}")
+                status = await child.wait()
+                raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
+                    f"{exit_text(status)} during start",
+                    field="process",
+                    value=child.name,
+                    remedy="see what it wrote above",
+                )
+        if trio.current_time() > give_up_at:
+            names = " ".join(child.name for child in children)
+            remedy = "see what they wrote: a large checkpoint, or a slow disk?"
+            raise Unavailable(f"not ready after {limit_s:g} s", field="processes", value=names, remedy=remedy)
+        await trio.sleep(POLL_INTERVAL_S)
+
+
+async def _answers(config: Config) -> bool:
+    try:
+        async with open_admin(config, "hisparse up"):
+            return True
+    except Unavailable:
+        return False
+
+
+async def _listens(config: Config) -> bool:
+    try:
+        await (await trio.open_tcp_stream(config.http.host, config.http.port)).aclose()
+    except OSError:
+        return False
+    return True
+
+
+async def _registered(client: Client, cluster: Cluster) -> bool:
+    states = {row.worker: row.state for row in await client.workers()}
+    return all(states.get(name) == CONNECTED for name in cluster.workers)
+
+
+# ---------------------------------------------------------------- hisparse up
+
+
+def run_up(
+    config: Config,
+    workers: int,
+    *,
+    roles: Sequence[str] = (),
+    http: bool,
+    deadline_s: float,
+    ready_file: Path | None,
+) -> int:
+    """Run until a signal; the exit code. Raises HiSparseError when the cluster does not start."""
+    return trio.run(_up, config, workers, roles, http, deadline_s, ready_file)
+
+
+async def _up(
+    config: Config, workers: int, roles: Sequence[str], http: bool, deadline_s: float, ready_file: Path | None
+) -> int:
+    interrupts = _Interrupts()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(interrupts.watch, nursery.cancel_scope)
+        code = await _serve(config, workers, roles, http, deadline_s, ready_file, interrupts)
+        nursery.cancel_scope.cancel()
+    return EXIT_INTERRUPTED if interrupts.forced else code
+
+
+class _Interrupts:
+    """The first signal once the cluster is up asks for a drain; any other cancels everything."""
+
+    def __init__(self) -> None:
+        self.is_up = False
+        self.forced = False
+        self.asked = trio.Event()
+
+    async def watch(
+        self, everything: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                if self.is_up and not self.asked.is_set():
+                    self.asked.set()
+                    continue
+                self.forced = True
+                everything.cancel()
+
+
+async def _serve(
+    config: Config,
+    workers: int,
+    roles: Sequence[str],
+    http: bool,
+    deadline_s: float,
+    ready_file: Path | None,
+    interrupts: _Interrupts,
+) -> int:
+    async with running_cluster(config, workers, roles=roles, http=http) as cluster:
+        interrupts.is_up = True
+        _say(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
+        if http:
+            _say(f"OpenAI's API at {config.http.url}/v1")
+        _say("Ctrl-C drains and stops; a second one exits at once")
+        with _published(cluster, ready_file) as publish:
+            ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)
+            if ended is None:
+                await _drain(cluster, deadline_s)
+                return 0
+            _say("stopping")
+            return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
+
+
+@contextmanager
+def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[], None]]:
+    """The ready file exists, whole, while the cluster takes requests. Gives what writes it anew."""
+
+    def publish() -> None:
+        if ready_file is not None:
+            partial = ready_file.with_name(ready_file.name + ".partial")
+            partial.write_text(json.dumps(cluster.describe()))
+            partial.replace(ready_file)
+
+    publish()
+    try:
+        yield publish
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+
+async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | None:
+    """Keep the cluster until a drain is asked for (None), or until it is over: the child whose end ended it."""
+    last: Child | None = None
+
+    async def asked_for() -> None:
+        await asked.wait()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(asked_for)
+        last = await keeper.run()
+        nursery.cancel_scope.cancel()
+    return last
+
+
+async def _drain(cluster: Cluster, deadline_s: float) -> None:
+    """Let running requests finish until the deadline; afterwards, or when the coordinator does not answer, stop."""
+    _say(f"draining for up to {deadline_s:g} s")
+    try:
+        async with cluster.client("hisparse up") as client:
+            for line in await client.stop(deadline_s):
+                _say(line)
+    except HiSparseError as error:
+        _say(f"not drained: {error}")
+        return
+    if not await wait_all([cluster.coordinator], deadline_s + STOP_GRACE_S):
+        _say("the coordinator is still running past its deadline")
+
+
+def _say(text: str) -> None:
+    print(f"hisparse up: {text}", file=sys.stderr, flush=True)

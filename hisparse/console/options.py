@@ -1,0 +1,226 @@
+"""What every command shares: settings options, exit codes, errors in one line on stderr. Imports click alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from protocol.errors import HiSparseError
+    from protocol.settings import Config
+
+#: Exit code by `HiSparseError.code`. 0, 1 and 130 have their usual meaning, see EXIT_MEANINGS.
+EXIT_CODES: Final = {
+    "bad_input": 2,
+    "not_found": 3,
+    "wrong_state": 4,
+    "capacity": 5,
+    "unavailable": 6,
+    "protocol": 7,
+    "config": 8,
+    "not_allowed": 9,
+    "internal": 70,
+}
+EXIT_FAILED: Final = 1
+EXIT_INTERRUPTED: Final = 130
+EXIT_MEANINGS: Final = {
+    0: "done",
+    EXIT_FAILED: "it ran, and the outcome is bad: a request aborted or failed, a mismatch or a leak in the demo",
+    EXIT_CODES["bad_input"]: "bad usage or bad input",
+    EXIT_CODES["not_found"]: "no such request or worker",
+    EXIT_CODES["wrong_state"]: "right command, wrong moment",
+    EXIT_CODES["capacity"]: "does not fit, now or ever (the message says which)",
+    EXIT_CODES["unavailable"]: "nobody answers, or the service is draining",
+    EXIT_CODES["protocol"]: "the peer speaks another protocol",
+    EXIT_CODES["config"]: "a setting was refused",
+    EXIT_CODES["not_allowed"]: "the key does not open that door",
+    EXIT_CODES["internal"]: "a defect of ours",
+    EXIT_INTERRUPTED: "interrupted",
+}
+
+
+def exit_code_lines() -> list[str]:
+    return [f"{code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items()]
+
+
+class RootGroup(click.Group):
+    """A group that reports any error in one line on stderr and exits with its code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of an operator's day, not of the alphabet
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """As click has it. With `standalone_mode` off, errors are raised instead."""
+        try:
+            result = super().main(args, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except BaseException as error:
+            if not standalone_mode:
+                raise
+            fail(error)
+        if standalone_mode:
+            sys.exit(result if isinstance(result, int) else 0)
+        return result
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Exit the way `error` asks for. What is no report to a user is a defect, and shows its traceback."""
+    from protocol.errors import HiSparseError
+
+    error = _innermost(error)
+    match error:
+        case HiSparseError():
+            _complain(str(error))
+            sys.exit(exit_code(error))
+        case click.exceptions.NoArgsIsHelpError():
+            click.echo(error.format_message())
+            sys.exit(0)
+        case click.exceptions.Exit():
+            sys.exit(error.exit_code)
+        case click.ClickException():
+            _complain(error.format_message() + _usage_hint(error))
+            sys.exit(error.exit_code)
+        case KeyboardInterrupt() | click.Abort():
+            sys.exit(EXIT_INTERRUPTED)
+        case BrokenPipeError():  # the reader of stdout has gone, e.g. `hisparse requests | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_FAILED)
+        case SystemExit():
+            raise error
+    traceback.print_exception(error)
+    sys.exit(EXIT_CODES["internal"])
+
+
+def exit_code(error: HiSparseError) -> int:
+    return EXIT_CODES.get(error.code, EXIT_CODES["internal"])
+
+
+def _complain(text: str) -> None:
+    click.echo(f"hisparse: {' '.join(text.split())}", err=True)
+
+
+def _usage_hint(error: click.ClickException) -> str:
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f" (see {error.ctx.command_path} --help)"
+    return ""
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What a group that left a nursery comes down to: an interruption if there is one, else its only member."""
+    if isinstance(error, BaseExceptionGroup):
+        if error.subgroup(KeyboardInterrupt) is not None:
+            return KeyboardInterrupt()
+        if len(error.exceptions) == 1:
+            return _innermost(error.exceptions[0])
+    return error
+
+
+# ---------------------------------------------------------------- settings
+
+
+class Setting(NamedTuple):
+    """A flag that overrides one setting: `--seats` for worker.seats."""
+
+    flag: str
+    name: str
+    help: str
+    is_flag: bool = False
+
+    @property
+    def parameter(self) -> str:
+        return "setting_" + self.name.replace(".", "_")
+
+
+EVERYWHERE: Final = (
+    Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
+    Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
+    Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
+    Setting("--as", "cluster.speak_as", "client, or admin: who sees everybody's requests."),
+)
+
+
+def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command `--config`, `--runtime-dir`, `--set` and a flag per setting; it receives the resolved `config`."""
+    chosen = (*EVERYWHERE, *settings)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
+            given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
+            flags = dict(assignments) | {name: value for name, value in given.items() if value is not None}
+            return function(*args, config=load_config(config_path, flags), **kwargs)
+
+        command: Callable[..., Any] = wrapper
+        for setting in reversed(chosen):
+            command = _setting_option(setting)(command)
+        command = click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            callback=_assignments,
+            metavar="SECTION.FIELD=VALUE",
+            help="Any setting; repeatable. A flag of its own comes first.",
+        )(command)
+        return click.option("--config", "config_path", metavar="FILE", help="TOML file; default $HISPARSE_CONFIG.")(
+            command
+        )
+
+    return decorate
+
+
+def _setting_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    if setting.is_flag:
+        return click.option(setting.flag, setting.parameter, is_flag=True, default=None, help=setting.help)
+    return click.option(setting.flag, setting.parameter, metavar="VALUE", help=setting.help)
+
+
+def _assignments(
+    context: click.Context, parameter: click.Parameter, values: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r} is not SECTION.FIELD=VALUE", ctx=context, param=parameter)
+    return tuple((name, text) for name, _, text in (value.partition("=") for value in values))
+
+
+def load_config(path: str | None, flags: dict[str, object]) -> Config:
+    from protocol.config import load
+
+    return load(path, flags=flags)
+
+
+def read_words(values: Sequence[str]) -> Iterator[str]:
+    """Arguments split at commas and blanks: `1,2 3`."""
+    for value in values:
+        yield from value.replace(",", " ").split()
+
+
+def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`-o FORMAT`, and `--json` for the most wanted one."""
+    command = click.option("--json", "output", flag_value="json", help="The same as -o json.")(command)
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["table", "json", "jsonl"]),
+        default="table",
+        show_default=True,
+        help="How to print.",
+    )(command)
+
+
+def show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    """Callback of `--version`; the distribution's metadata is read only when asked for."""
+    if not asked:
+        return
+    from protocol.version import our_version
+
+    click.echo(our_version())
+    context.exit()

@@ -1,0 +1,66 @@
+"""Each request's tokens against the model library's own. Pure.
+
+Both sides decode greedily in float32, but not in the same order of additions: the library expands the latents of the
+whole context and masks, we absorb and gather. A logit may so differ in its last bits, and where the library's two best
+logits lie closer than that, either token is a right answer. This is the only excuse (`tie_excused`): a first divergence
+where the *oracle's own* gap is below the tie bound and our token is its runner-up. After it the two contexts differ, so
+the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
+
+In bfloat16 that order moves the indexer's selection, and with it whole logits: no two programs agree token by token
+there, and tests/gpu/test_runner_cuda.py compares logits instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+#: Largest gap of two logits that a different order of additions may close. The demo model's logits are of order 10. In
+#: fp32 one unit in the last place is then 1e-6; a hundred of them is generous (smallest gap of 1,024 steps seen: 4e-4).
+TIE_BOUND: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class OracleRun:
+    """What generate() said of one prompt: per new token its id, the runner-up's id and the gap of their logits."""
+
+    tokens: tuple[int, ...]
+    runners_up: tuple[int, ...]
+    gaps: tuple[float, ...]
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class OracleVerdict:
+    """Of one request. verified + mismatched + unverified = the longer of the two outputs."""
+
+    request_id: str
+    verified: int
+    mismatched: int
+    unverified: int
+    tie_excused: bool
+    divergence: int | None  # generated position of the first difference
+    gap: float | None  # the oracle's gap there
+
+
+def compare(request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float) -> OracleVerdict:
+    """Position by position up to the first divergence, which is excused or makes mismatches of all that differs."""
+    length = max(len(tokens), len(oracle.tokens))
+    divergence = first_difference(tokens, oracle.tokens)
+    if divergence is None:
+        return OracleVerdict(request_id, length, 0, 0, False, None, None)
+    in_both = divergence < min(len(tokens), len(oracle.tokens))
+    gap = oracle.gaps[divergence] if divergence < len(oracle.gaps) else None
+    if in_both and gap is not None and gap < tie_bound and tokens[divergence] == oracle.runners_up[divergence]:
+        return OracleVerdict(request_id, divergence, 0, length - divergence, True, divergence, gap)
+    equal = sum(ours == theirs for ours, theirs in zip(tokens, oracle.tokens, strict=False))
+    return OracleVerdict(request_id, equal, length - equal, 0, False, divergence, gap)
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first index where the sequences differ, a missing entry included; None when they are equal."""
+    for i, (ours, theirs) in enumerate(zip(left, right, strict=False)):
+        if ours != theirs:
+            return i
+    return None if len(left) == len(right) else min(len(left), len(right))

@@ -1,0 +1,135 @@
+"""What the demo asks of the service: prompts cut from real text, and memory too small to hold any context. Pure.
+
+The demo must show swapping, so no request may become resident. With n requests on one worker after the drain, each in a
+hot buffer of H slots (managed_chunks(H) chunks), the worker gets n * managed_chunks(H) chunks and not one more; H is
+the largest size for which that is no more than the full chunks of the shortest prompt, so that not even one alone
+could be resident. For 8 requests from 2,048 tokens on: H = 192, 4 chunks each, 32 chunks, and the shortest prompt with
+its first new token needs 33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS, managed_chunks
+
+#: A hot buffer, its tail chunk included, takes at most this part of a context; the indexer selects at most that part.
+HOT_SHARE_MAX: Final = 1 / 8
+TOPK_SHARE_MAX: Final = 1 / 16
+#: Files shorter than this say too little to be worth a heading.
+SOURCE_CHARS_MIN: Final = 200
+
+#: Long enough to retract, drain and resume in: a few seconds on either device.
+CPU_NEW_TOKENS: Final = 128
+GPU_NEW_TOKENS: Final = 512
+REQUESTS_MIN: Final = 2  # one to retract, one to hand over
+NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resume and drain
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`; `streams` "" is
+    what the device has."""
+
+    family: str = "glm-5"
+    requests: int = 8
+    workers: int = 2
+    new_tokens: int = CPU_NEW_TOKENS
+    prompt_tokens_min: int = 2_048
+    prompt_tokens_max: int = 6_000
+    topk: int = 128
+    device: str = "cpu"
+    streams: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least("requests", self.requests, REQUESTS_MIN)
+        _at_least("workers", self.workers, 2)
+        _at_least("new-tokens", self.new_tokens, NEW_TOKENS_MIN)
+        _at_least("prompt-tokens", self.prompt_tokens_min, round(self.topk / TOPK_SHARE_MAX))
+        _at_least("prompt-tokens", self.prompt_tokens_max, self.prompt_tokens_min)
+
+
+@dataclass(frozen=True)
+class DemoMemory:
+    """Device memory of one worker, in the units of the ledger, and its hot-buffer size in slots."""
+
+    hot_slots: int
+    hot_chunks: int
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """One text file, under the name that heads it in a prompt."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DemoRequest:
+    request_id: str
+    source: str
+    prompt: tuple[int, ...]
+
+
+def memory_for(options: DemoOptions) -> DemoMemory:
+    """The largest hot buffer that keeps every request of `options` managed. Raises BadInput when none reaches top-k."""
+    chunks_max = options.prompt_tokens_min // PAGE_TOKENS
+    concurrent = min(options.requests, chunks_max // managed_chunks(options.topk))
+    by_share = int(options.prompt_tokens_min * HOT_SHARE_MAX) - PAGE_TOKENS
+    by_chunks = (chunks_max // max(concurrent, 1) - 1) * PAGE_TOKENS
+    hot_slots = min(by_share, by_chunks) // PAGE_TOKENS * PAGE_TOKENS
+    if hot_slots < options.topk:
+        raise BadInput(
+            f"a hot buffer of {hot_slots} slots cannot hold the {options.topk} rows that one step selects",
+            field="prompt-tokens",
+            value=options.prompt_tokens_min,
+            remedy="ask for longer prompts",
+        )
+    return DemoMemory(hot_slots, concurrent * managed_chunks(hot_slots))
+
+
+def prompt_lengths(count: int, low: int, high: int) -> list[int]:
+    """`count` lengths spread evenly over low..high, both ends included."""
+    return [low + (high - low) * i // max(count - 1, 1) for i in range(count)]
+
+
+def cut_prompts(
+    sources: Sequence[PromptSource], lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
+) -> list[DemoRequest]:
+    """One prompt per length: each begins at another file and runs on through the following ones.
+
+    Raises BadInput when all files together are shorter than the longest prompt.
+    """
+    sources = [source for source in sources if len(source.text) >= SOURCE_CHARS_MIN]
+    if not sources:
+        raise BadInput("no text to prompt with", field="prompts", value=0, remedy="name text files with --prompts")
+    encoded = [tuple(encode(f"### {source.name}\n\n{source.text}\n")) for source in sources]
+    starts = [i * len(sources) // len(lengths) for i in range(len(lengths))]
+    return [
+        DemoRequest(f"demo-{i:02}", sources[start].name, _cut(encoded, start, length))
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+
+
+def _cut(encoded: Sequence[tuple[int, ...]], start: int, length: int) -> tuple[int, ...]:
+    """`length` tokens from source `start` on, going round once."""
+    tokens: list[int] = []
+    for i in range(len(encoded)):
+        tokens.extend(encoded[(start + i) % len(encoded)][: length - len(tokens)])
+        if len(tokens) == length:
+            return tuple(tokens)
+    raise BadInput(
+        f"all text together has {len(tokens)} tokens, the longest prompt needs {length}",
+        field="prompts",
+        value=f"{len(encoded)} files",
+        remedy="add files to --prompts or lower --prompt-tokens",
+    )
+
+
+def _at_least(field: str, value: int, low: int) -> None:
+    if value < low:
+        raise BadInput(f"the demo needs at least {low}", field=field, value=value, remedy="ask for more")

@@ -1,0 +1,111 @@
+"""The demo from end to end: checkpoint, service, scenario, oracles, report."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import trio
+
+from hisparse.cluster.up import running_cluster
+from hisparse.demo.compare import OracleRun
+from hisparse.demo.display import Display, stderr_console
+from hisparse.demo.oracles import consult
+from hisparse.demo.plan import DemoOptions, DemoRequest, cut_prompts, memory_for, prompt_lengths
+from hisparse.demo.report import DemoReport, Evidence, build_report
+from hisparse.demo.scenario import run_scenario
+from hisparse.demo.setup import cluster_config, kv_shape, pool_directory, read_sources, write_checkpoint
+from hisparse.demo.watch import Outcome
+from protocol.text import ByteTokenizer
+
+
+def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path | None) -> DemoReport:
+    """Run everything in `work_dir`, or in a directory removed at the end. Raises HiSparseError when it cannot run.
+
+    Interrupted: every process it started is gone, and so are sockets and host pool.
+    """
+    lengths = prompt_lengths(options.requests, options.prompt_tokens_min, options.prompt_tokens_max)
+    requests = cut_prompts(read_sources(prompt_paths), lengths, ByteTokenizer().encode)
+    with _directory(work_dir) as directory:
+        return trio.run(_demo, options, requests, directory)
+
+
+@contextmanager
+def _directory(work_dir: Path | None) -> Iterator[Path]:
+    """Short paths: a Unix socket's has at most 107 bytes."""
+    if work_dir is not None:
+        work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield work_dir.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="hisparse-demo-") as directory:
+        yield Path(directory)
+
+
+async def _demo(options: DemoOptions, requests: Sequence[DemoRequest], directory: Path) -> DemoReport:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_end_on_sigterm)
+        evidence = await _gather(options, requests, directory)
+        nursery.cancel_scope.cancel()
+    return build_report(options, requests, evidence)
+
+
+async def _end_on_sigterm(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """SIGTERM ends the demo as Ctrl-C does: cleanly."""
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            raise KeyboardInterrupt
+
+
+async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directory: Path) -> Evidence:
+    """Serve the requests, then ask the oracles. The service has ended, and with it its memory, when they begin."""
+    outcome, model = Outcome(), directory / "model"
+    display = Display(stderr_console(), outcome, options.new_tokens)
+    began = trio.current_time()
+    display.say(f"writing a small random checkpoint of the real {options.family} model code")
+    await write_checkpoint(model, options, directory)
+    display.say(f"starting a coordinator and {options.workers} workers")
+    with pool_directory(options.device, directory) as pool_dir:
+        config = cluster_config(options, model, directory, pool_dir)
+        async with running_cluster(config, options.workers, log_dir=directory) as cluster:
+            start_s = trio.current_time() - began
+            display.say(_load_text(options, requests))
+            async with cluster.client("hisparse demo") as client:
+                with display.live():
+                    await run_scenario(client, requests, options, outcome, display.say)
+    began = trio.current_time()
+    runs = await _oracle_runs(model, requests, options, directory, display)
+    layers, row_bytes = kv_shape(model)
+    return Evidence(
+        outcome=outcome,
+        runs=runs,
+        kv_row_bytes=row_bytes,
+        layers=layers,
+        start_s=start_s,
+        oracle_s=trio.current_time() - began,
+    )
+
+
+async def _oracle_runs(
+    model: Path, requests: Sequence[DemoRequest], options: DemoOptions, directory: Path, display: Display
+) -> dict[str, OracleRun]:
+    runs: dict[str, OracleRun] = {}
+
+    def answered(name: str, run: OracleRun) -> None:
+        runs[name] = run
+        display.say(f"  {name} in {run.duration_s:.0f} s, {len(runs)} of {len(requests)}")
+
+    display.say("the model library's own generate() decodes the same prompts, in processes of its own")
+    await consult(model, requests, options, directory, answered)
+    return runs
+
+
+def _load_text(options: DemoOptions, requests: Sequence[DemoRequest]) -> str:
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    return (
+        f"{len(requests)} requests, {prompt_tokens:,} prompt tokens, {options.new_tokens} new tokens each; "
+        f"hot buffers of {memory_for(options).hot_slots} slots, top-{options.topk}"
+    )

@@ -1,0 +1,116 @@
+"""What the demo runs on: text to prompt with, a checkpoint, and the settings of its cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import coordinator
+from hisparse.cluster.children import Child, child_environ, exit_text, stop_children
+from hisparse.demo.plan import DemoOptions, PromptSource, memory_for
+from protocol.config import HostFacts, build
+from protocol.errors import BadInput, Unavailable
+from protocol.settings import Config
+from protocol.units import PAGE_TOKENS, pages_for
+
+#: What counts as a text file in a directory.
+TEXT_PATTERNS: Final = ("*.md", "*.py", "*.toml", "*.txt")
+#: Rooms of the repository that the demo reads when it is not told what to read.
+OWN_ROOMS: Final = ("docs", "coordinator", "worker", "kernels", "metrics")
+#: Host memory for one token of the demo's checkpoint, rounded up (1,536 bytes in fp32).
+HOST_BYTES_PER_TOKEN: Final = 2_048
+#: Pages granted ahead of need, beside what a request comes to hold.
+SPARE_TOKENS: Final = 4 * PAGE_TOKENS
+DEVICE_MEM: Final = "256MiB"
+#: CUDA registers no mapping of a file on a disk.
+TMPFS: Final = "/dev/shm"
+VALUE_BYTES: Final = 4  # float32, as the model library runs it too
+
+
+def read_sources(paths: Sequence[Path]) -> list[PromptSource]:
+    """Text of `paths` (files, or directories with text files below), by default of hisparse itself."""
+    root = Path(coordinator.__file__).resolve().parents[1]
+    files = [file for path in paths for file in _text_files(path)] if paths else _own_files(root)
+    return [PromptSource(_name(file, root), _text(file)) for file in files]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"not readable as text: {error}", field="prompts", value=file, remedy="name text files"
+        ) from error
+
+
+def _own_files(root: Path) -> list[Path]:
+    return [*sorted(root.glob("*.md")), *(file for room in OWN_ROOMS for file in _text_files(root / room))]
+
+
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(file for pattern in TEXT_PATTERNS for file in path.rglob(pattern) if file.is_file())
+
+
+def _name(file: Path, root: Path) -> str:
+    file = file.resolve()
+    return str(file.relative_to(root)) if file.is_relative_to(root) else file.name
+
+
+async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> None:
+    """Make the checkpoint in a child, so that this process stays free of torch. Raises Unavailable."""
+    command = [sys.executable, "-m", "hisparse.cli", "model", "tiny", str(model)]
+    arguments = ["--family", options.family, "--topk", str(options.topk), "--force"]
+    child = Child.start("model", [*command, *arguments], child_environ(), log_dir / "model.log")
+    try:
+        status = await child.wait()
+    finally:
+        await stop_children([child], 0)
+        child.close()
+    if status != 0:
+        raise Unavailable(f"writing it {exit_text(status)}: {child.tail()}", field="model", value=model)
+
+
+@contextmanager
+def pool_directory(device: str, directory: Path) -> Iterator[Path]:
+    """Where the host pool of a demo in `directory` lies: there too, or for a GPU in a directory of its own in TMPFS."""
+    if device == "cpu":
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="hisparse-demo-", dir=TMPFS) as path:
+        yield Path(path)
+
+
+def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
+    """Deterministic, every request managed (`memory_for`). Settings of the user do not count here."""
+    memory = memory_for(options)
+    longest = options.prompt_tokens_max + options.new_tokens + PAGE_TOKENS
+    flags: dict[str, object] = {
+        "cluster.runtime_dir": str(runtime_dir),
+        "worker.pool_dir": str(pool_dir),
+        "worker.model": str(model),
+        "worker.device": options.device,
+        "worker.dtype": "float32",
+        "worker.deterministic": True,
+        "worker.stream_backend": options.streams,
+        "worker.seats": options.requests,
+        "worker.device_mem": DEVICE_MEM,
+        "worker.host_mem": str(options.requests * (longest + SPARE_TOKENS) * HOST_BYTES_PER_TOKEN),
+        "worker.context_max_tokens": PAGE_TOKENS * pages_for(longest),
+        "worker.hot_size_classes": (memory.hot_slots,),
+        "worker.hot_chunks_max": memory.hot_chunks,
+        "worker.threads": 1,
+    }
+    return build({}, {}, flags, HostFacts.read())
+
+
+def kv_shape(model: Path) -> tuple[int, int]:
+    """Layers of the checkpoint, and bytes of one KV row."""
+    config = json.loads((model / "config.json").read_text())
+    return config["num_hidden_layers"], VALUE_BYTES * (config["kv_lora_rank"] + config["qk_rope_head_dim"])

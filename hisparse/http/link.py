@@ -1,0 +1,105 @@
+"""The front's connection to the coordinator, and what it knows of the served model through it.
+
+One connection carries everything. A coordinator that restarts is waited for inside the Client, which goes on at the
+offsets it holds, so that HTTP clients see a pause; one that stays away for RECONNECT_LIMIT_S is given up, what waited
+for it fails, and the front looks for it anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import trio
+
+from hisparse.client.client import Client
+from hisparse.client.tokenizer_cache import fetch_tokenizer
+from hisparse.http.asks import Served
+from protocol.errors import HiSparseError, Unavailable
+from protocol.logs import fields, logger
+
+#: How long streams wait for a coordinator that restarts: longer than the longest pause of `hisparse up` and a start.
+RECONNECT_LIMIT_S: Final = 120.0
+#: Between two attempts to find one.
+SEARCH_INTERVAL_S: Final = 0.5
+#: How long the coordinator may take to say that it takes work, and for how long that counts.
+HEALTH_LIMIT_S: Final = 2.0
+HEALTH_INTERVAL_S: Final = 1.0
+
+log = logger("http.link")
+
+#: A connected client, closed at the end.
+Connect = Callable[[], AbstractAsyncContextManager[Client]]
+
+
+class CoordinatorLink:
+    """`run` keeps it connected; whatever asks meanwhile gets Unavailable."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._client: Client | None = None
+        self._served: Served | None = None
+        self._fetching = trio.Lock()
+        self._asking = trio.Lock()
+        self._asked_at = -math.inf
+        self._refusal = ""
+
+    @property
+    def client(self) -> Client:
+        """Raises Unavailable while there is no coordinator."""
+        if self._client is None:
+            raise Unavailable("the coordinator is not there", remedy="retry in a moment")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None
+
+    async def run(self) -> None:
+        """Until cancelled. What keeps the coordinator away is logged when it changes."""
+        why = ""
+        while True:
+            try:
+                async with self._connect() as client:
+                    self._client = client
+                    log.info("connected", extra=fields(endpoint=client.endpoint))
+                    why = ""
+                    await client.lost()
+                log.error("the coordinator stays away", extra=fields(seconds=RECONNECT_LIMIT_S))
+            except HiSparseError as error:
+                if error.message != why:
+                    why = error.message
+                    log.warning("no coordinator", extra=fields(reason=str(error)))
+            finally:
+                self._client = None
+            await trio.sleep(SEARCH_INTERVAL_S)
+
+    async def served(self) -> Served:
+        """Model and tokenizer; the tokenizer is fetched once for each model. Raises Unavailable or ConfigError."""
+        model = await self.client.model()
+        async with self._fetching:
+            if self._served is None or self._served.model.tokenizer_hash != model.tokenizer_hash:
+                self._served = Served(model, await fetch_tokenizer(self.client))
+            elif self._served.model != model:
+                self._served = Served(model, self._served.tokenizer)
+            return self._served
+
+    async def refusal(self) -> str:
+        """Why the coordinator would take no work, "" when it would. Asked at most once per HEALTH_INTERVAL_S, however
+        many want to know: they need no key, and what the front asks too often the coordinator does not hear."""
+        async with self._asking:
+            if trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
+                self._refusal = await self._ask()
+                self._asked_at = trio.current_time()
+            return self._refusal
+
+    async def _ask(self) -> str:
+        with trio.move_on_after(HEALTH_LIMIT_S):
+            try:
+                welcome = await self.client.welcome()
+            except HiSparseError as error:
+                return error.message
+            return "" if welcome.model else "no worker has registered yet"
+        return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s"

@@ -1,0 +1,234 @@
+"""The process of the HTTP front: hypercorn on trio, a link to the coordinator, metrics, signals. No torch.
+
+start          keys, TLS, socket, /metrics; it answers 503 until a coordinator and a worker are there
+run            until SIGTERM or SIGINT; SIGHUP: API keys and TLS files are read again
+stop           no new connections; what is being answered may finish until the deadline, then it is cut off, and aborted
+               unless its client can come back to it by its own id
+second signal  exits at once
+
+What hypercorn leaves open is bounded here: a client that stops reading is cut off by the kernel (TCP_USER_TIMEOUT),
+since hypercorn writes where no deadline of ours reaches; so are headers and idle connections by its own limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
+from typing import Final
+
+import hypercorn
+import hypercorn.trio
+import msgspec
+import trio
+
+from hisparse.client.client import Client, open_client
+from hisparse.http.api_keys import ApiKeys, read_keys
+from hisparse.http.front import Front
+from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
+from hisparse.http.outputs import FollowedOutputs
+from hisparse.http.tls import Tls, tls_of
+from metrics.exporter import Exporter, serve
+from metrics.http import HttpCollector, HttpSources, http_health, http_readiness, scrape
+from metrics.state import HttpCounters
+from protocol import logs
+from protocol.config_checks import LOOPBACK
+from protocol.errors import ConfigError
+from protocol.logs import fields, logger
+from protocol.settings import Config, HttpSettings
+from protocol.transport.keys import access
+from protocol.version import our_version
+
+#: How long answers may go on after the first signal.
+STOP_DEADLINE_S: Final = 30.0
+#: How long the last aborts may take.
+LAST_ABORTS_S: Final = 2.0
+#: Connections that the kernel holds until they are accepted.
+BACKLOG: Final = 256
+#: How long a client may leave what it was sent unread.
+READ_LIMIT_S: Final = 60
+#: How long a connection may be idle, or take to send its headers.
+IDLE_LIMIT_S: Final = 15
+HEADER_BYTES_MAX: Final = 32 * 1024
+EXIT_CLEAN: Final = 0
+EXIT_INTERRUPTED: Final = 130
+
+log = logger("http")
+
+
+def run_http(config: Config) -> int:
+    """Serve until stopped; the exit code. Raises ConfigError when it cannot start."""
+    logs.configure(config.cluster.log_level, config.cluster.log_format)
+    keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
+    _raise_descriptor_limit()
+    with _listening(config.http) as listener:
+        trio.run(_serve, config, keys, tls, listener)
+    log.info("stopped")
+    return EXIT_CLEAN
+
+
+async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket) -> None:
+    counters, stopping = HttpCounters(), trio.Event()
+    link = CoordinatorLink(lambda: _connect(config))
+    sources = HttpSources(
+        name=config.cluster.name,
+        version=our_version(),
+        counters=counters,
+        connected=lambda: link.connected,
+        stopping=stopping.is_set,
+    )
+    exporter = _serve_metrics(config, sources)
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
+            nursery.start_soon(link.run)
+            outputs = FollowedOutputs(nursery, link, counters)
+            front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
+            _announce(config, listener, exporter)
+            await hypercorn.trio.serve(
+                front,  # type: ignore[arg-type]  # its scopes are the keys that we read
+                _server_config(listener, tls),
+                shutdown_trigger=stopping.wait,
+                mode="asgi",
+            )
+            with trio.move_on_after(LAST_ABORTS_S):
+                await outputs.settled()
+            nursery.cancel_scope.cancel()
+    finally:
+        if exporter is not None:
+            exporter.close()
+
+
+def _connect(config: Config) -> AbstractAsyncContextManager[Client]:
+    """The key is read anew each time: it may have been replaced."""
+    endpoint = config.cluster.client_endpoint
+    key = access(config.cluster, "client", endpoint)
+    return open_client(endpoint, name="hisparse http", reconnect_limit_s=RECONNECT_LIMIT_S, key=key)
+
+
+class _ServerConfig(hypercorn.Config):
+    """With a TLS context of ours, whose certificate may change; hypercorn would make one of its own."""
+
+    tls: Tls | None = None
+
+    @property
+    def ssl_enabled(self) -> bool:
+        return self.tls is not None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        return self.tls.context if self.tls else None
+
+
+def _server_config(listener: socket.socket, tls: Tls | None = None) -> hypercorn.Config:
+    config = _ServerConfig()
+    config.tls = tls
+    config.ssl_handshake_timeout = IDLE_LIMIT_S
+    config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes it
+    config.backlog = BACKLOG
+    config.errorlog = logging.getLogger("hisparse.http.server")
+    config.graceful_timeout = STOP_DEADLINE_S
+    config.h11_max_incomplete_size = HEADER_BYTES_MAX
+    config.include_server_header = False
+    config.keep_alive_timeout = IDLE_LIMIT_S
+    return config
+
+
+@contextmanager
+def _listening(settings: HttpSettings) -> Iterator[socket.socket]:
+    """A bound socket; hypercorn listens on it. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _unbound(settings, error) from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READ_LIMIT_S * 1000)
+        listener.setblocking(False)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise _unbound(settings, error) from error
+        yield listener
+
+
+def _unbound(settings: HttpSettings, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen there: {error.strerror}",
+        field="http.host",
+        value=f"{settings.host}:{settings.port}",
+        remedy="choose another http.host or http.port, 0 for any free port",
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """As far as allowed: each client takes one, and libzmq ends the process when it gets none."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _announce(config: Config, listener: socket.socket, exporter: Exporter | None) -> None:
+    coordinator = config.cluster.client_endpoint
+    log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=coordinator))
+    host, port = listener.getsockname()[:2]
+    log.info("listening", extra=fields(url=msgspec.structs.replace(config.http, host=host, port=port).url))
+    if not config.http.tls_cert_file and config.http.host not in LOOPBACK:
+        log.warning("plain HTTP: whoever reads the network reads prompts, outputs and API keys; see http.tls_cert_file")
+    if exporter is not None:
+        log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
+
+
+def _serve_metrics(config: Config, sources: HttpSources) -> Exporter | None:
+    if config.http.metrics_port < 0:
+        return None
+    return serve(
+        [HttpCollector(sources)],
+        healthy=lambda: http_health(sources),
+        ready=lambda: http_readiness(sources),
+        addr=config.http.metrics_host,
+        port=config.http.metrics_port,
+    )
+
+
+def _read_again(settings: HttpSettings, keys: ApiKeys, tls: Tls | None) -> None:
+    """Each by itself: what cannot be read changes nothing."""
+
+    def read_keys_again() -> None:
+        keys.replace(read_keys(settings.api_keys_file))
+
+    reads = {"API keys": read_keys_again} | ({"TLS files": tls.reload} if tls else {})
+    for what, read in reads.items():
+        try:
+            read()
+        except ConfigError as error:
+            log.warning("not read again, what was read before holds", extra=fields(what=what, error=error))
+        else:
+            log.info("read again", extra=fields(what=what))
+
+
+async def _watch_signals(
+    stopping: trio.Event, read_again: Callable[[], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: `read_again`."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        task_status.started()
+        async for number in signals:
+            name = signal.Signals(number).name
+            if number == signal.SIGHUP:
+                read_again()
+                continue
+            if stopping.is_set():
+                log.warning("second signal, exiting at once", extra=fields(signal=name))
+                logging.shutdown()
+                os._exit(EXIT_INTERRUPTED)
+            log.info("stopping", extra=fields(signal=name, deadline_s=STOP_DEADLINE_S))
+            stopping.set()

@@ -1,0 +1,83 @@
+"""TLS of the front: a certificate chain and its key, in two files, read at start and again at SIGHUP.
+
+Both are tried out before they take the place of those in use, so that a pair that does not fit, or is half written,
+changes nothing. Connections that are open keep what they began with; new ones get the new certificate.
+
+HTTP/1.1 alone is offered, with which the front's limits are held (hisparse.http.server). Clients are told apart by
+API keys, not by certificates of their own. A key with a passphrase is refused: whoever starts the front would have to
+be there to type it.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Final, NoReturn
+
+from hisparse.http.api_keys import OTHERS
+from protocol.errors import ConfigError
+from protocol.settings import HttpSettings
+
+CERT_FIELD: Final = "http.tls_cert_file"
+KEY_FIELD: Final = "http.tls_key_file"
+ALPN: Final = "http/1.1"
+
+
+class Tls:
+    """`context` is for the listener, and stays the same."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """Raises ConfigError, naming the file that is wrong."""
+        self._files = cert, key
+        check_pair(cert, key)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols([ALPN])
+        self.context.load_cert_chain(cert, key)
+
+    def reload(self) -> None:
+        """The files may have been replaced. Raises ConfigError, having changed nothing."""
+        check_pair(*self._files)
+        self.context.load_cert_chain(*self._files)
+
+
+def tls_of(settings: HttpSettings) -> Tls | None:
+    """None: plain HTTP. Raises ConfigError."""
+    return Tls(settings.tls_cert_file, settings.tls_key_file) if settings.tls_cert_file else None
+
+
+def check_pair(cert: str, key: str) -> None:
+    """Raise ConfigError unless these are a certificate and its key, and nobody else may read the key."""
+    trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        trial.load_verify_locations(cert)
+    except ssl.SSLError as error:
+        raise _refused("holds no certificate in PEM form", CERT_FIELD, cert, "name the chain, leaf first") from error
+    except OSError as error:
+        raise _unreadable(error, CERT_FIELD, cert) from error
+    try:
+        mode = Path(key).stat().st_mode
+        with Path(key).open("rb"):
+            pass
+    except OSError as error:
+        raise _unreadable(error, KEY_FIELD, key) from error
+    if mode & OTHERS:
+        raise _refused("others may read it", KEY_FIELD, key, f"chmod 600 {key}")
+
+    def has_passphrase() -> NoReturn:
+        raise _refused("has a passphrase", KEY_FIELD, key, "take it off: openssl pkey -in KEY -out NEW_KEY")
+
+    try:
+        trial.load_cert_chain(cert, key, password=has_passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise _refused(f"is not the key of {cert}", KEY_FIELD, key, "name files of one pair") from error
+        raise _refused("holds no private key in PEM form", KEY_FIELD, key, "name the key of the certificate") from error
+
+
+def _unreadable(error: OSError, field: str, path: str) -> ConfigError:
+    return _refused(f"cannot be read: {error.strerror}", field, path, "name a file that this user may read")
+
+
+def _refused(reason: str, field: str, path: str, remedy: str) -> ConfigError:
+    return ConfigError(reason, field=field, value=path, remedy=remedy)

@@ -1,0 +1,105 @@
+"""What the coordinator said at one moment, and what changed between two of them. Pure.
+
+Counters of workers arrive by heartbeat, twice a second, so that a rate over one second would jump by half; rates are
+taken over the last WINDOW_S. Tokens per second come from the requests, each counted for the worker that it was on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.messages import PoolRow, RequestDetail, RequestRow, WorkerRow
+
+WINDOW_S: Final = 5.0
+#: Samples that are kept at most: a window of samples five times a second.
+SAMPLES_MAX: Final = 26
+
+assert SAMPLES_MAX > 5 * WINDOW_S
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`at_s` on the watcher's clock. `history` of the request that is looked at, if any."""
+
+    at_s: float
+    incarnation: int
+    model: str
+    requests: tuple[RequestRow, ...]
+    truncated: bool
+    workers: tuple[WorkerRow, ...]
+    pools: tuple[PoolRow, ...]
+    history: RequestDetail | None = None
+
+
+@dataclass(frozen=True)
+class WorkerRates:
+    """Of one worker over the window; hit share of the rows that it looked up, None when it looked up none."""
+
+    tokens_per_s: float
+    hit_share: float | None
+    swapped_bytes_per_s: float
+
+
+class History:
+    """The samples of the window, newest last; those of another life of the coordinator are forgotten."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+
+    def add(self, sample: Sample) -> None:
+        samples = self._samples
+        if samples and samples[-1].incarnation != sample.incarnation:
+            samples.clear()
+        while len(samples) > 1 and sample.at_s - samples[1].at_s >= WINDOW_S:
+            samples.popleft()
+        samples.append(sample)
+
+    @property
+    def latest(self) -> Sample | None:
+        return self._samples[-1] if self._samples else None
+
+    def worker_rates(self) -> dict[str, WorkerRates]:
+        """By worker; those that were not there, in the same epoch, at the start of the window have none."""
+        seconds = self._seconds()
+        if not seconds:
+            return {}
+        first, last = self._samples[0], self._samples[-1]
+        tokens = _tokens_by_worker(first.requests, last.requests)
+        known = {(row.worker, row.epoch): row for row in first.workers}
+        pairs = ((known.get((row.worker, row.epoch)), row) for row in last.workers)
+        return {now.worker: _rates(before, now, tokens.get(now.worker, 0), seconds) for before, now in pairs if before}
+
+    def request_rates(self) -> dict[str, float]:
+        """Tokens per second by request id."""
+        seconds = self._seconds()
+        if not seconds:
+            return {}
+        before = {row.request_id: row.generated_tokens for row in self._samples[0].requests}
+        return {
+            row.request_id: (row.generated_tokens - before[row.request_id]) / seconds
+            for row in self._samples[-1].requests
+            if row.request_id in before
+        }
+
+    def _seconds(self) -> float:
+        return self._samples[-1].at_s - self._samples[0].at_s if self._samples else 0.0
+
+
+def _rates(before: WorkerRow, now: WorkerRow, tokens: int, seconds: float) -> WorkerRates:
+    hits, misses = now.hits - before.hits, now.misses - before.misses
+    share = hits / (hits + misses) if hits + misses > 0 else None
+    return WorkerRates(tokens / seconds, share, (now.swapped_bytes - before.swapped_bytes) / seconds)
+
+
+def _tokens_by_worker(before: Iterable[RequestRow], now: Iterable[RequestRow]) -> dict[str, int]:
+    known = {row.request_id: row for row in before}
+    tokens: dict[str, int] = {}
+    for row in now:
+        earlier = known.get(row.request_id)
+        worker = row.worker or (earlier.worker if earlier else "")
+        gained = row.generated_tokens - (earlier.generated_tokens if earlier else 0)
+        tokens[worker] = tokens.get(worker, 0) + max(0, gained)
+    return tokens

@@ -1,0 +1,63 @@
+"""Integer arrays on the wire: little-endian bytes to and from numpy, without copying on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import BadInput, ProtocolError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+INT32: Final = np.iinfo(np.int32)
+
+
+def pack_int32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """`values` as little-endian int32 bytes. Raises OverflowError or ValueError when a value does not fit."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def pack_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Token ids from outside as little-endian int32 bytes. Raises BadInput for what is no row of such numbers."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BadInput(
+            f"no row of int32 token ids, but {ids.ndim} dimensions of {ids.dtype}",
+            field="prompt",
+            value=f"{ids.size} values",
+            remedy="give a list, or a one-dimensional array, of whole numbers",
+        )
+    beyond = ids[(ids < INT32.min) | (ids > INT32.max)] if ids.size else ids
+    if beyond.size:
+        remedy = "use the tokenizer of the served model"
+        raise BadInput("a token id does not fit int32", field="prompt", value=beyond[0], remedy=remedy)
+    return pack_int32(ids)
+
+
+def pack_int64(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """`values` as little-endian int64 bytes."""
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
+def unpack_int32(data: bytes, field: str) -> Int32Array:
+    """A read-only view of `data` as int32. Raises ProtocolError naming `field` when its size does not divide by 4."""
+    return _view(data, field, 4).view("<i4")
+
+
+def unpack_int64(data: bytes, field: str) -> Int64Array:
+    """A read-only view of `data` as int64. Raises ProtocolError naming `field` when its size does not divide by 8."""
+    return _view(data, field, 8).view("<i8")
+
+
+def _view(data: bytes, field: str, item_bytes: int) -> npt.NDArray[np.uint8]:
+    if len(data) % item_bytes:
+        raise ProtocolError(
+            f"{len(data)} bytes do not divide into {item_bytes}-byte integers",
+            field=field,
+            value=f"{len(data)} bytes",
+            remedy=f"send little-endian int{8 * item_bytes} ids",
+        )
+    return np.frombuffer(data, dtype=np.uint8)

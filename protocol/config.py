@@ -1,0 +1,242 @@
+"""Where settings (protocol/settings.py) come from: parsed once and refused loudly.
+
+Sources in rising precedence: defaults, one TOML file (tables as their structs), `HISPARSE_*` environment variables
+(`HISPARSE_WORKER_SEATS=16`), command-line flags. Unknown keys and impossible relations raise ConfigError naming the
+field, the value and the remedy.
+
+`load` reads and `build` is pure: the same table, environment, flags and host facts give the same Config. A Config that
+was built is *resolved*: empty endpoints, directories and names are filled in, every check that needs no model has
+passed (`protocol.config_checks`). What needs the model (row size, hot buffer against top-k) is checked when a worker
+sizes itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from protocol.config_checks import check
+from protocol.errors import ConfigError
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings, HttpSettings, Settings, WorkerSettings
+
+ENVIRONMENT_PREFIX: Final = "HISPARSE_"
+#: The path of the TOML file.
+CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
+#: Variables that are no settings; the second is where compiled kernels are kept (kernels/cuda/jit.py).
+OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "HISPARSE_KERNEL_CACHE")
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What `build` may know of the machine: it names defaults, nothing else."""
+
+    hostname: str
+    pid: int
+    uid: int
+    xdg_runtime_dir: str = ""
+
+    @classmethod
+    def read(cls) -> HostFacts:
+        return cls(socket.gethostname(), os.getpid(), os.getuid(), os.environ.get("XDG_RUNTIME_DIR", ""))
+
+
+SECTIONS: Final[dict[str, type[Settings]]] = {
+    "cluster": ClusterSettings,
+    "coordinator": CoordinatorSettings,
+    "worker": WorkerSettings,
+    "http": HttpSettings,
+}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The resolved Config of this process.
+
+    `path` defaults to `$HISPARSE_CONFIG`, and to no file. `flags` maps "section.field" to a value; None values mean
+    that the flag was not given. Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(CONFIG_VARIABLE) or None
+    table = read_table(Path(path)) if path else {}
+    return build(table, environ, flags or {}, HostFacts.read(), file_name=str(path))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The TOML file as a dict. Raises ConfigError when it cannot be read or parsed."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            error.strerror or "cannot be read", field="config", value=path, remedy="check --config and HISPARSE_CONFIG"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not TOML: {error}", field="config", value=path, remedy="correct the file") from error
+
+
+def build(
+    table: Mapping[str, Any],
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
+    facts: HostFacts,
+    *,
+    file_name: str = "",
+) -> Config:
+    """Merge the three sources over the defaults, resolve and check. Pure. Raises ConfigError."""
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for section, field, value, origin in _all_values(table, environ, flags, file_name):
+        values[section][field] = _convert(section, field, value, origin)
+    config = resolve(
+        Config(
+            cluster=ClusterSettings(**values["cluster"]),
+            coordinator=CoordinatorSettings(**values["coordinator"]),
+            worker=WorkerSettings(**values["worker"]),
+            http=HttpSettings(**values["http"]),
+        ),
+        facts,
+    )
+    check(config)
+    return config
+
+
+def resolve(config: Config, facts: HostFacts) -> Config:
+    """`config` with every default that depends on the machine filled in. Idempotent."""
+    cluster, worker = config.cluster, config.worker
+    runtime_dir = cluster.runtime_dir or _default_runtime_dir(facts)
+    node = worker.node or facts.hostname
+    return msgspec.structs.replace(
+        config,
+        cluster=msgspec.structs.replace(
+            cluster,
+            runtime_dir=runtime_dir,
+            client_endpoint=cluster.client_endpoint or f"ipc://{runtime_dir}/client.sock",
+            admin_endpoint=cluster.admin_endpoint or f"ipc://{runtime_dir}/admin.sock",
+            worker_endpoint=cluster.worker_endpoint or f"ipc://{runtime_dir}/worker.sock",
+        ),
+        coordinator=msgspec.structs.replace(
+            config.coordinator, journal=config.coordinator.journal or f"{runtime_dir}/journal.sqlite"
+        ),
+        worker=msgspec.structs.replace(
+            worker,
+            node=node,
+            name=worker.name or f"{node}-{facts.pid}",
+            pool_dir=worker.pool_dir or (runtime_dir if worker.device == "cpu" else _tmpfs_dir(runtime_dir)),
+            stream_backend=worker.stream_backend or ("inline" if worker.device == "cpu" else "cuda"),
+        ),
+    )
+
+
+def _tmpfs_dir(runtime_dir: str) -> str:
+    """A directory in memory for the cluster of `runtime_dir` alone."""
+    return f"/dev/shm/hisparse-{runtime_dir.strip('/').replace('/', '-')}"
+
+
+def _default_runtime_dir(facts: HostFacts) -> str:
+    return f"{facts.xdg_runtime_dir}/hisparse" if facts.xdg_runtime_dir else f"/tmp/hisparse-{facts.uid}"
+
+
+def listening_at(config: Config, host: str, port: int) -> Config:
+    """`config` with the HTTP front there. Raises ConfigError."""
+    changed = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, host=host, port=port))
+    check(changed)
+    return changed
+
+
+def to_environ(config: Config) -> dict[str, str]:
+    """Every setting of `config` as environment variables: how a parent hands it to its children, whole."""
+    variables = {}
+    for section in SECTIONS:
+        for field, value in msgspec.structs.asdict(getattr(config, section)).items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            variables[f"{ENVIRONMENT_PREFIX}{section}_{field}".upper()] = text
+    return variables
+
+
+def pool_path(pool_dir: str, node: str) -> Path:
+    """Where the host pool of `node` lies."""
+    return Path(pool_dir) / f"{node}.pool"
+
+
+# ---------------------------------------------------------------- sources
+
+_Value = tuple[str, str, object, str]  # section, field, value, where it came from
+
+
+def _all_values(
+    table: Mapping[str, Any], environ: Mapping[str, str], flags: Mapping[str, object], file_name: str
+) -> Iterable[_Value]:
+    yield from _file_values(table, file_name)
+    yield from _environment_values(environ)
+    yield from _flag_values(flags)
+
+
+def _file_values(table: Mapping[str, Any], file_name: str) -> Iterable[_Value]:
+    for section, fields in table.items():
+        _require_known(section, SECTIONS, section, fields, file_name)
+        if not isinstance(fields, dict):
+            raise ConfigError("not a table", field=section, value=fields, remedy=f"write [{section}] in {file_name}")
+        for field, value in fields.items():
+            _require_known(field, _field_types(section), f"{section}.{field}", value, file_name)
+            yield section, field, value, file_name
+
+
+def _environment_values(environ: Mapping[str, str]) -> Iterable[_Value]:
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        section, _, field = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
+        _require_known(section, SECTIONS, variable, text, "the environment")
+        _require_known(field, _field_types(section), variable, text, "the environment")
+        yield section, field, text, variable
+
+
+def _flag_values(flags: Mapping[str, object]) -> Iterable[_Value]:
+    for name, value in flags.items():
+        if value is None:
+            continue
+        section, _, field = name.partition(".")
+        _require_known(section, SECTIONS, name, value, "the command line")
+        _require_known(field, _field_types(section), name, value, "the command line")
+        yield section, field, value, "the command line"
+
+
+def _field_types(section: str) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
+
+
+def _require_known(name: str, known: Iterable[str], field: str, value: object, origin: str) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+    raise ConfigError(f"unknown setting in {origin}", field=field, value=value, remedy=remedy)
+
+
+#: How a type of setting is called in an error.
+_TYPE_NAMES: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _convert(section: str, field: str, value: object, origin: str) -> object:
+    """`value` as the type of the field; text from the environment or a flag is parsed, a list splits at commas."""
+    kind = _field_types(section)[field]
+    parsed = value.replace(",", " ").split() if isinstance(value, str) and kind == tuple[int, ...] else value
+    try:
+        return msgspec.convert(parsed, kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"expected {_TYPE_NAMES.get(kind, 'a list of whole numbers')}",
+            field=f"{section}.{field}",
+            value=value,
+            remedy=f"correct it in {origin}",
+        ) from error

@@ -1,0 +1,246 @@
+"""Relations between settings that can never work, refused at start. Pure.
+
+Each check is a row: does it hold, which field, its value, what is wrong, what to do. Rows are evaluated in order and
+the first failure is raised, so that one start names one thing to change. Checks that need the model or the node's
+memory belong to the worker's sizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import inf
+from typing import Final, NamedTuple
+
+from protocol.byte_sizes import AUTO, parse_size
+from protocol.errors import ConfigError
+from protocol.messages import NAME_CHARS_MAX, ROLES
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("logfmt", "json")
+SPEAKERS: Final = ("client", "admin")
+STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
+DTYPES: Final = ("auto", "float32", "bfloat16")
+TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
+KV_DTYPES: Final = (*DTYPES, "fp8")
+#: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
+SOCKET_PATH_BYTES_MAX: Final = 107
+PORT_MAX: Final = 65_535
+SEATS_MAX: Final = 1_024
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+#: A peer that misses one heartbeat is not gone: the limit must leave room for several.
+HEARTBEATS_PER_LIMIT_MIN: Final = 3
+
+
+class SettingCheck(NamedTuple):
+    holds: bool
+    field: str
+    value: object
+    message: str
+    remedy: str
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first relation of `config` (resolved) that does not hold."""
+    for row in _all_checks(config):
+        if not row.holds:
+            raise ConfigError(row.message, field=row.field, value=row.value, remedy=row.remedy)
+
+
+def _all_checks(config: Config) -> Iterator[SettingCheck]:
+    yield from _cluster(config.cluster)
+    yield from _coordinator(config.coordinator)
+    yield from _worker(config.worker)
+    yield from _worker_memory(config.worker)
+    yield from _http(config)
+
+
+def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
+    yield _one_of("cluster.log_level", cluster.log_level, LOG_LEVELS)
+    yield _one_of("cluster.log_format", cluster.log_format, LOG_FORMATS)
+    yield _one_of("cluster.speak_as", cluster.speak_as, SPEAKERS)
+    yield _name("cluster.name", cluster.name)
+    endpoints = {
+        "cluster.client_endpoint": cluster.client_endpoint,
+        "cluster.admin_endpoint": cluster.admin_endpoint,
+        "cluster.worker_endpoint": cluster.worker_endpoint,
+    }
+    for field, endpoint in endpoints.items():
+        yield from _endpoint(field, endpoint, is_guarded=bool(cluster.insecure or cluster.keys_dir))
+    yield SettingCheck(
+        not (cluster.insecure and cluster.keys_dir),
+        "cluster.insecure",
+        cluster.insecure,
+        f"and keys in {cluster.keys_dir}: only one of them can be meant",
+        "leave one out",
+    )
+    distinct = len(set(endpoints.values())) == len(endpoints)
+    yield SettingCheck(
+        distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
+    )
+
+
+def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[SettingCheck]:
+    scheme, _, address = endpoint.partition("://")
+    known = scheme in ("ipc", "tcp") and bool(address)
+    yield SettingCheck(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
+    yield SettingCheck(
+        scheme != "tcp" or is_guarded,
+        field,
+        endpoint,
+        "tcp is neither encrypted nor authenticated without keys",
+        "set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure on a network you trust",
+    )
+    port = address.rpartition(":")[2]
+    named = scheme != "tcp" or port == "*" or (port.isdecimal() and int(port) <= PORT_MAX)
+    yield SettingCheck(
+        named, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}"
+    )
+    fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
+    yield SettingCheck(
+        fits,
+        field,
+        endpoint,
+        f"the path has {len(address.encode())} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
+        "choose a shorter cluster.runtime_dir",
+    )
+
+
+def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
+    for field in (
+        *("live_requests_max", "queue_max", "connections_max", "connections_per_key_max"),
+        *("messages_burst", "grant_ahead_tokens"),
+    ):
+        yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 1)
+    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms", "audit_interval_s"):
+        yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
+    for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s", "messages_per_s"):
+        yield _positive(f"coordinator.{field}", getattr(coordinator, field))
+    yield SettingCheck(
+        coordinator.queue_max <= coordinator.live_requests_max,
+        "coordinator.queue_max",
+        coordinator.queue_max,
+        f"more than live_requests_max={coordinator.live_requests_max}, so the queue could never fill",
+        "lower queue_max or raise live_requests_max",
+    )
+    yield SettingCheck(
+        coordinator.heartbeat_limit_s >= HEARTBEATS_PER_LIMIT_MIN * coordinator.heartbeat_interval_s,
+        "coordinator.heartbeat_limit_s",
+        coordinator.heartbeat_limit_s,
+        f"below {HEARTBEATS_PER_LIMIT_MIN} heartbeats of {coordinator.heartbeat_interval_s} s",
+        "raise the limit or lower heartbeat_interval_s",
+    )
+    yield _port("coordinator.metrics_port", coordinator.metrics_port)
+
+
+def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
+    yield _name("worker.name", worker.name)
+    yield _name("worker.node", worker.node)
+    yield _one_of("worker.role", worker.role, ROLES)
+    yield _one_of("worker.transfer", worker.transfer, TRANSFER_ENGINES)
+    yield SettingCheck(
+        worker.transfer in ("", "shared") or worker.transfer_address.startswith("tcp://"),
+        "worker.transfer_address",
+        worker.transfer_address,
+        f"pages of other nodes come by {worker.transfer} through a network",
+        "name an address of this node, as in tcp://10.0.0.2:0",
+    )
+    yield _one_of("worker.dtype", worker.dtype, DTYPES)
+    yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
+    yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
+    kind, colon, index = worker.device.partition(":")
+    device_known = worker.device == "cpu" or (kind == "cuda" and index.isdecimal() == bool(colon))
+    yield SettingCheck(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
+    yield SettingCheck(
+        (worker.stream_backend == "cuda") == (worker.device != "cpu"),
+        "worker.stream_backend",
+        worker.stream_backend,
+        f"does not order operations on {worker.device}",
+        "leave it empty: cuda on a CUDA device, inline on the CPU",
+    )
+    yield _between("worker.seats", worker.seats, 1, SEATS_MAX)
+    yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
+    yield _between("worker.lookahead_steps", worker.lookahead_steps, 0, 1)
+    yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
+    yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
+    yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
+    yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
+    yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
+    yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
+    yield _at_least("worker.threads", worker.threads, 0)
+    yield _positive("worker.report_interval_ms", worker.report_interval_ms)
+    yield _port("worker.metrics_port", worker.metrics_port)
+
+
+def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
+    for field, known in (("device_mem", worker.device != "cpu"), ("host_mem", True)):  # how much there is
+        text = getattr(worker, field)
+        yield SettingCheck(known or text != AUTO, f"worker.{field}", text, "is for a GPU", "give it a size, as in 4GiB")
+        sized = text == AUTO or parse_size(text, f"worker.{field}") > 0
+        yield SettingCheck(sized, f"worker.{field}", text, "no memory at all", "give it a size")
+    classes = worker.hot_size_classes
+    yield SettingCheck(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
+    for slots in classes:
+        yield SettingCheck(
+            0 < slots <= SLOTS_MAX - PAGE_TOKENS and slots % PAGE_TOKENS == 0,
+            "worker.hot_size_classes",
+            slots,
+            f"not a multiple of {PAGE_TOKENS} from {PAGE_TOKENS} to {SLOTS_MAX - PAGE_TOKENS}",
+            "choose sizes in whole chunks",
+        )
+    yield SettingCheck(
+        all(smaller < larger for smaller, larger in pairwise(classes)),
+        "worker.hot_size_classes",
+        classes,
+        "not in ascending order",
+        "sort the classes and drop repeats",
+    )
+
+
+def _http(config: Config) -> Iterator[SettingCheck]:
+    http = config.http
+    yield SettingCheck(
+        bool(http.api_keys_file) or config.cluster.insecure or http.host in LOOPBACK,
+        "http.host",
+        http.host,
+        "whoever reaches it could ask, since there are no API keys",
+        f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
+    )
+    yield SettingCheck(
+        bool(http.tls_cert_file) == bool(http.tls_key_file),
+        "http.tls_key_file" if http.tls_cert_file else "http.tls_cert_file",
+        "",
+        "a certificate and its key are named together or not at all",
+        "set both http.tls_cert_file and http.tls_key_file",
+    )
+    yield _between("http.port", http.port, 0, PORT_MAX)
+    yield _at_least("http.requests_max", http.requests_max, 1)
+    yield _at_least("http.reattach_grace_s", http.reattach_grace_s, 0)
+    yield _port("http.metrics_port", http.metrics_port)
+
+
+def _one_of(field: str, value: str, known: tuple[str, ...]) -> SettingCheck:
+    return SettingCheck(value in known, field, value, "unknown value", f"use one of {', '.join(known)}")
+
+
+def _name(field: str, value: str) -> SettingCheck:
+    fine = 0 < len(value) <= NAME_CHARS_MAX and value.isprintable() and not any(c.isspace() for c in value)
+    return SettingCheck(fine, field, value, f"not a name of 1 to {NAME_CHARS_MAX} visible characters", "choose another")
+
+
+def _at_least(field: str, value: float, low: float) -> SettingCheck:
+    return SettingCheck(low <= value < inf, field, value, f"not a number from {low} on", f"use {low} or more")
+
+
+def _positive(field: str, value: float) -> SettingCheck:
+    return SettingCheck(0 < value < inf, field, value, "not a number above 0", "use a positive number")
+
+
+def _between(field: str, value: int, low: int, high: int) -> SettingCheck:
+    return SettingCheck(low <= value <= high, field, value, f"not from {low} to {high}", f"use {low} to {high}")
+
+
+def _port(field: str, value: int) -> SettingCheck:
+    return SettingCheck(-1 <= value <= PORT_MAX, field, value, "not a port", "use 0 for any free port, -1 for none")

@@ -1,0 +1,866 @@
+"""The whole wire protocol: every struct that crosses a ZMQ socket, the unions, the version and the codecs.
+
+This file imports msgspec alone. All structs are frozen and `array_like` (no field names on the wire). The first element
+of a message is its tag, written down in the struct: renaming a struct changes nothing on the wire. Arrays of numbers
+travel as little-endian `bytes` (int32 unless said otherwise): a list of 256 ints costs 5.5 us to decode, the same bytes
+0.9 us. `protocol.arrays` packs and unpacks them.
+
+Four directions, each with its own union, so that a peer cannot say what its role does not allow:
+
+    client  -> gateway      ClientMessage      submit, attach, abort, ask
+    admin   -> gateway      AdminMessage       the client's commands and the operator's
+    gateway -> client/admin GatewayMessage     replies (matched by `tag`), deliveries, ends
+    worker  -> coordinator  WorkerMessage      hello, reports (numbered), heartbeats
+    coordinator -> worker   CoordinatorMessage welcome, commands (numbered), acknowledgements
+
+Identities that appear in several messages:
+
+    request_id  str     chosen by the client or made by the gateway; unique among the requests the coordinator knows
+    request_index int32   index of a live request in the coordinator's token log; reused after the request is forgotten
+    admission   int64   one stay of one request on one worker; never reused. Reports and commands that carry an
+                        admission that has departed are acknowledged and do nothing
+    epoch       int64   one life of one worker process; command and report numbers start at 1 in each
+    incarnation int64   one life of the coordinator; a worker refuses a lower one than it has seen (I4)
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+#: 2: tags are written down in each struct; they were class names before, which no peer understands any more.
+PROTOCOL_VERSION: Final = 2
+
+#: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
+CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
+#: Largest message between coordinator and worker: an Admit carries prompt and delivered tokens.
+WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
+#: Longest `warm_start` of a request; one that is longer is not sent, and its request starts cold.
+WARM_START_BYTES_MAX: Final = 1024 * 1024
+#: A tokenizer travels in pieces of this size, so that it never delays commands for long.
+TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
+#: Longest request id, worker name or node name.
+NAME_CHARS_MAX: Final = 128
+#: Stop strings per request and the length of each.
+STOP_STRINGS_MAX: Final = 16
+STOP_CHARS_MAX: Final = 256
+
+#: What a worker is for (`WorkerCapacity.role`): it computes prompts, it decodes, or it does both.
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+BOTH: Final = "both"
+ROLES: Final = (PREFILL, DECODE, BOTH)
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes
+#: it, directly into host pages by another one, or as the scheduler sees fit.
+STAGED: Final = "staged"
+DIRECT: Final = "direct"
+AUTO: Final = "auto"
+PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
+#: `Admit.hot_slots` of a stay that only computes the prompt.
+NO_HOT_BUFFER: Final = -1
+#: No first token is held back: none was drawn, or it was said.
+NO_TOKEN: Final = -1
+
+assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
+assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # what a client may send, an Admit can carry
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of everything on the wire: one array whose first element names the struct."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A struct that only appears inside messages."""
+
+
+# ---------------------------------------------------------------- shared parts
+
+
+class Sampling(Part, frozen=True):
+    """How tokens are chosen and when a request ends.
+
+    `temperature` 0 is greedy. `seed` with the position feeds a counter-based generator, so a resumed or replayed
+    request draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts
+    generated tokens.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class ModelInfo(Part, frozen=True):
+    """What clients and the coordinator need to know of the model a worker serves.
+
+    `fingerprint` hashes config and weights index: workers of one group must agree on it. `tokenizer_kind` is "bytes"
+    (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
+    """
+
+    fingerprint: str
+    name: str
+    context_max_tokens: int
+    vocab_size: int
+    layers: int
+    topk: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_kind: str
+    tokenizer_hash: str
+    chat_template: str = ""
+
+
+class WorkerCapacity(Part, frozen=True):
+    """The countable memory of one worker and its node, in units of the ledger, and what it is for.
+
+    A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
+    hot chunk 64 device rows in every layer. Prefill slab pages hold 64 prompt tokens each. `hot_size_classes` are the
+    managed hot-buffer sizes in slots, ascending; `tail_slots` come on top in a chunk of their own. `pool_id` is drawn
+    when the pool at `pool_path` is created: another id means that the rows of before are gone. `sends`, `receives`:
+    host pages, to and from other nodes.
+    """
+
+    seats: int
+    hot_chunks: int
+    index_pages: int
+    slab_pages: int
+    host_pages: int
+    page_bytes: int
+    hot_size_classes: tuple[int, ...]
+    tail_slots: int
+    overshoot_tokens: int
+    pool_path: str
+    pool_id: int = 0
+    role: str = BOTH
+    sends: bool = False
+    receives: bool = False
+
+    @property
+    def prefills(self) -> bool:
+        return self.role != DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self.role != PREFILL
+
+
+# ---------------------------------------------------------------- client and admin -> gateway
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message on a client or admin connection. `role` is "client" or "admin" and must match the socket."""
+
+    protocol: int
+    role: str
+    name: str = ""
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
+
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
+    `prefill_mode` is one of PREFILL_MODES."""
+
+    tag: int
+    prompt: bytes
+    sampling: Sampling
+    request_id: str = ""
+    priority: int = 0
+    subscribe: bool = True
+    prefill_mode: str = AUTO
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """Subscribe to a request from generated position `offset` on."""
+
+    tag: int
+    request_id: str
+    offset: int = 0
+
+
+class Detach(Message, frozen=True, tag="detach"):
+    tag: int
+    request_id: str
+
+
+class AbortRequests(Message, frozen=True, tag="abort_requests"):
+    tag: int
+    request_ids: tuple[str, ...]
+
+
+class AcknowledgeOutputs(Message, frozen=True, tag="acknowledge_outputs"):
+    """The outputs of these ended requests were received and are safe: they need not be kept any more."""
+
+    tag: int
+    request_ids: tuple[str, ...]
+
+
+class ListRequests(Message, frozen=True, tag="list_requests"):
+    """Rows of live and recently ended requests; `limit` bounds the reply."""
+
+    tag: int
+    limit: int = 10_000
+
+
+class DescribeRequest(Message, frozen=True, tag="describe_request"):
+    """One request with its history: every transition with time and reason."""
+
+    tag: int
+    request_id: str
+
+
+class ListWorkers(Message, frozen=True, tag="list_workers"):
+    tag: int
+
+
+class ListPools(Message, frozen=True, tag="list_pools"):
+    tag: int
+
+
+class FetchTokenizer(Message, frozen=True, tag="fetch_tokenizer"):
+    tag: int
+
+
+class RetractRequests(Message, frozen=True, tag="retract_requests"):
+    """Take requests off their workers. `keep` leaves host pages in place; `hold` waits for an operator's resume."""
+
+    tag: int
+    request_ids: tuple[str, ...]
+    keep: bool = True
+    hold: bool = True
+
+
+class ResumeRequests(Message, frozen=True, tag="resume_requests"):
+    tag: int
+    request_ids: tuple[str, ...]
+
+
+class ResizeRequests(Message, frozen=True, tag="resize_requests"):
+    """Force the hot buffer: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
+
+    tag: int
+    request_ids: tuple[str, ...]
+    hot_slots: int
+
+
+class DrainWorkers(Message, frozen=True, tag="drain_workers"):
+    """Stop admitting to workers (empty tuple: all). With `handover` running requests move to other workers of the node;
+    what has nowhere to go finishes in place. At the deadline the rest is retracted (keep) and waits for capacity."""
+
+    tag: int
+    workers: tuple[str, ...]
+    handover: bool = False
+    deadline_s: float = 300.0
+
+
+class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
+    tag: int
+    workers: tuple[str, ...]
+
+
+class AuditWorkers(Message, frozen=True, tag="audit_workers"):
+    """Compare what all connected workers hold with the ledgers, now and twice; answered by AuditRows."""
+
+    tag: int
+
+
+class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
+    """The operator vouches that the processes of these workers' lost epochs are gone, which nothing else can prove:
+    pages that they might still have written are free again. A worker that does live writes into what others own."""
+
+    tag: int
+    workers: tuple[str, ...]
+
+
+class StopCoordinator(Message, frozen=True, tag="stop_coordinator"):
+    """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
+
+    tag: int
+    deadline_s: float = 30.0
+
+
+ClientMessage: TypeAlias = (
+    Hello
+    | Submit
+    | Attach
+    | Detach
+    | AbortRequests
+    | AcknowledgeOutputs
+    | ListRequests
+    | DescribeRequest
+    | ListWorkers
+    | ListPools
+    | FetchTokenizer
+)
+AdminMessage: TypeAlias = (
+    ClientMessage
+    | RetractRequests
+    | ResumeRequests
+    | ResizeRequests
+    | DrainWorkers
+    | UndrainWorkers
+    | AuditWorkers
+    | ReleaseQuarantine
+    | StopCoordinator
+)
+
+
+# ---------------------------------------------------------------- gateway -> client and admin
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Answer to Hello. `model` is None until the first worker has registered."""
+
+    protocol: int
+    incarnation: int
+    version: str
+    model: ModelInfo | None = None
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """Any refusal. `tag` is that of the request, or -1 when the message could not be read.
+
+    `code` is stable (see protocol.errors); `field`, `value` and `remedy` say what was wrong and what to do.
+    """
+
+    tag: int
+    code: str
+    message: str
+    field: str = ""
+    value: str = ""
+    remedy: str = ""
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """A submitted or attached request. `handle` names it in this connection's deliveries (-1: not subscribed)."""
+
+    tag: int
+    request_id: str
+    handle: int
+
+
+class Done(Message, frozen=True, tag="done"):
+    """An operator's or client's command was carried out; `detail` has one line per request or worker concerned."""
+
+    tag: int
+    detail: tuple[str, ...] = ()
+
+
+class Delivery(Message, frozen=True, tag="delivery"):
+    """New tokens of any number of subscribed requests, as four int32 arrays.
+
+    Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`; `tokens` is their
+    concatenation. Each position comes once and in order per connection (I5).
+    """
+
+    handles: bytes
+    starts: bytes
+    counts: bytes
+    tokens: bytes
+
+
+class Ended(Message, frozen=True, tag="ended"):
+    """The last word on a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
+
+    `tail_text` is text before a stop string that ended inside a token; the client appends it to its decoded text.
+    """
+
+    handle: int
+    request_id: str
+    outcome: str
+    reason: str
+    generated_tokens: int
+    tail_text: str = ""
+
+
+class RequestRow(Part, frozen=True):
+    request_id: str
+    state: str
+    priority: int
+    worker: str
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    durable_tokens: int
+    host_pages: int
+    hot_slots: int  # 0: resident; -1: holds no hot buffer
+    hot_chunks: int
+    hits: int
+    misses: int
+    retractions: int
+    age_s: float
+    held: bool
+    reason: str
+
+
+class HistoryLine(Part, frozen=True):
+    at_s: float  # seconds since the epoch
+    event: str
+    state: str
+    reason: str
+
+
+class WorkerRow(Part, frozen=True):
+    worker: str
+    node: str
+    state: str  # connected, draining, drained, disconnected
+    epoch: int
+    running: int
+    capacity: WorkerCapacity
+    hot_chunks_free: int
+    index_pages_free: int
+    slab_pages_free: int
+    seats_free: int
+    steps: int
+    step_us: float
+    hits: int
+    misses: int
+    link_age_s: float
+    command_ack_ms: float
+    swapped_bytes: int = 0  # loaded from host memory by swap-in
+
+
+class PoolRow(Part, frozen=True):
+    node: str
+    host_pages: int
+    free: int
+    owned: int
+    shared: int
+    quarantined: int
+    page_bytes: int
+    reservations: int
+    workers: tuple[str, ...]
+
+
+class AuditedRow(Part, frozen=True):
+    """One worker or node (`epoch` 0) that was audited. `answered` false: it said nothing in time."""
+
+    name: str
+    epoch: int
+    answered: bool
+    requests: int
+    host_pages: int
+    differences: int
+
+
+class DifferenceRow(Part, frozen=True):
+    """What a worker and the ledger of its node say of one thing; `placement` 0: of the worker, or node, as a whole."""
+
+    name: str
+    kind: str
+    placement: int
+    request_id: str
+    ledger: str
+    worker: str
+    repaired: bool
+
+
+class RequestRows(Message, frozen=True, tag="request_rows"):
+    tag: int
+    rows: tuple[RequestRow, ...]
+    truncated: bool = False
+
+
+class RequestDetail(Message, frozen=True, tag="request_detail"):
+    tag: int
+    row: RequestRow
+    history: tuple[HistoryLine, ...]
+
+
+class WorkerRows(Message, frozen=True, tag="worker_rows"):
+    tag: int
+    rows: tuple[WorkerRow, ...]
+
+
+class PoolRows(Message, frozen=True, tag="pool_rows"):
+    tag: int
+    rows: tuple[PoolRow, ...]
+
+
+class AuditRows(Message, frozen=True, tag="audit_rows"):
+    tag: int
+    audited: tuple[AuditedRow, ...]
+    differences: tuple[DifferenceRow, ...]
+
+
+class TokenizerData(Message, frozen=True, tag="tokenizer_data"):
+    """The tokenizer of the served model: `kind` "bytes" has no data, "json" is a whole tokenizer.json."""
+
+    tag: int
+    kind: str
+    hash: str
+    data: bytes
+
+
+GatewayMessage: TypeAlias = (
+    Welcome
+    | Failure
+    | Accepted
+    | Done
+    | Delivery
+    | Ended
+    | RequestRows
+    | RequestDetail
+    | WorkerRows
+    | PoolRows
+    | AuditRows
+    | TokenizerData
+)
+
+
+# ---------------------------------------------------------------- coordinator -> worker
+
+
+class Admit(Part, frozen=True, tag="admit"):
+    """Take a request in. Memory is given with it, and was committed in the ledger before this was sent (I4).
+
+    `prompt` and `generated` are int32 ids; `generated` tokens were delivered before (resume or replay) and are forced,
+    never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host pages
+    already hold that many rows (at least the prompt's): reload index keys, and rows as far as is worth it.
+    `host_pages` are int32 ids in order of position. Counts are this admission's totals, not increments.
+
+    `hot_slots` NO_HOT_BUFFER: only compute the prompt and stage it, draw the first token, and leave, with Staged and
+    then Released. `first_token` was drawn in an earlier stay and held back; it is forced like those of `generated`.
+
+    `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
+    describes (worker/transfer), and leave when all were delivered, or that has failed.
+
+    `warm_start`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
+    hint: one that cannot be read counts, and the request starts cold.
+    """
+
+    placement: int
+    request_index: int
+    request_id: str
+    prompt: bytes
+    generated: bytes
+    durable_tokens: int
+    sampling: Sampling
+    host_pages: bytes
+    index_pages: int
+    slab_pages: int
+    hot_slots: int  # 0: resident
+    hot_chunks: int
+    first_token: int = NO_TOKEN
+    ticket: int = 0
+    destination: bytes = b""
+    warm_start: bytes = b""
+
+
+class Receive(Part, frozen=True, tag="receive"):
+    """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
+    `placement`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
+    writes there any more). The pages behind the prompt wait for decoding."""
+
+    placement: int
+    request_index: int
+    request_id: str
+    prompt_tokens: int
+    host_pages: bytes
+
+
+class Exited(Part, frozen=True, tag="exited"):
+    """Process `pid` of `worker` is proved gone: it sends nothing any more."""
+
+    worker: str
+    pid: int
+
+
+class Grant(Part, frozen=True, tag="grant"):
+    """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
+
+    placement: int
+    host_pages: bytes
+    index_pages: int
+    hot_chunks: int
+
+
+class Resize(Part, frozen=True, tag="resize"):
+    """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
+
+    placement: int
+    hot_slots: int
+    hot_chunks: int
+
+
+class Withdraw(Part, frozen=True, tag="withdraw"):
+    """Leave the batch at the next step boundary and release everything; answered by Released.
+
+    Retraction (keep or drop), abort and handover are the same to a worker: what happens to the host pages is the
+    coordinator's business.
+    """
+
+    placement: int
+
+
+class Stop(Part, frozen=True, tag="stop"):
+    """Exit once the running requests have ended, at the latest after `deadline_s`."""
+
+    deadline_s: float
+
+
+class Audit(Part, frozen=True, tag="audit"):
+    """Say at this step boundary what every admission holds; answered by Inventory `number`."""
+
+    number: int
+
+
+Command: TypeAlias = Admit | Receive | Exited | Grant | Resize | Withdraw | Stop | Audit
+
+
+class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
+    """Answer to WorkerHello. `report_ack` is the last report of this epoch that counts: send what came after.
+
+    `adopted`: a coordinator of a higher incarnation knows this epoch from its journal, and goes on with it.
+    """
+
+    protocol: int
+    incarnation: int
+    report_ack: int
+    want_tokenizer: bool
+    adopted: bool = False
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The worker may not join: wrong protocol, another model than its group, a pool of another shape, ..."""
+
+    code: str
+    message: str
+    remedy: str = ""
+
+
+class Commands(Message, frozen=True, tag="commands"):
+    """Commands `first`, `first`+1, ... A worker applies each once and in order; a gap is answered by Replay."""
+
+    incarnation: int
+    first: int
+    commands: tuple[Command, ...]
+
+
+class ReportAck(Message, frozen=True, tag="report_ack"):
+    """All reports up to `number` were received, and what they said was written to the journal."""
+
+    incarnation: int
+    number: int
+
+
+class ReplayReports(Message, frozen=True, tag="replay_reports"):
+    """A gap was seen: send reports from `first` on again."""
+
+    incarnation: int
+    first: int
+
+
+CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck | ReplayReports
+
+
+# ---------------------------------------------------------------- worker -> coordinator
+
+
+class Held(Part, frozen=True):
+    """One admission a worker still has, or whose Released was not acknowledged; in its hello.
+
+    Token counts are as of now. What was given is as of the commands applied: `host_pages` by count, and the Resize
+    under way as hot slots and chunks. How far it has come is as of the reports acknowledged: those that were not come
+    again, behind the welcome.
+    """
+
+    placement: int
+    generated_tokens: int
+    durable_tokens: int
+    request_index: int = -1
+    host_pages: int = 0
+    hot_slots: int = 0
+    hot_chunks: int = 0
+    resizing: tuple[int, int] | None = None
+    is_staged: bool = False
+    is_started: bool = False
+    is_parked: bool = False
+    is_released: bool = False
+
+
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
+    """First message on a worker connection; a fresh DEALER per (re)connect.
+
+    `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
+    `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty: nowhere.
+    """
+
+    protocol: int
+    worker: str
+    node: str
+    epoch: int
+    pid: int
+    incarnation_seen: int
+    command_ack: int
+    report_next: int
+    model: ModelInfo
+    capacity: WorkerCapacity
+    held: tuple[Held, ...] = ()
+    report_first: int = 1
+    receiver: bytes = b""
+
+
+class Progress(Part, frozen=True):
+    """Tokens of any number of requests since the last report, as parallel arrays.
+
+    int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included)."""
+
+    request_indices: bytes
+    placements: bytes
+    starts: bytes
+    counts: bytes
+    tokens: bytes
+    durables: bytes
+
+
+class Staged(Part, frozen=True, tag="staged"):
+    """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
+
+    placement: int
+    prefill_ms: float
+    stage_ms: float
+
+
+class Started(Part, frozen=True, tag="started"):
+    """The request joined the decode batch."""
+
+    placement: int
+
+
+class Parked(Part, frozen=True, tag="parked"):
+    """The request is out of granted pages and waits, while its batch goes on."""
+
+    placement: int
+
+
+class Resized(Part, frozen=True, tag="resized"):
+    """A Resize took effect; chunks beyond `hot_chunks` are free again."""
+
+    placement: int
+    hot_slots: int
+    hot_chunks: int
+
+
+class Finished(Part, frozen=True, tag="finished"):
+    """The output is complete: `reason` is eos, stop, length. Released follows."""
+
+    placement: int
+    reason: str
+    generated_tokens: int
+    tail_text: str = ""
+
+
+class Faulted(Part, frozen=True, tag="faulted"):
+    """The request cannot go on (its own fault or the worker's); Released follows."""
+
+    placement: int
+    message: str
+
+
+class Released(Part, frozen=True, tag="released"):
+    """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
+    are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
+    output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
+    that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
+
+    placement: int
+    durable_tokens: int
+    hits: int
+    misses: int
+    first_token: int = NO_TOKEN
+    warm_start: bytes = b""
+
+
+class Counters(Part, frozen=True, tag="counters"):
+    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
+
+    placements: bytes
+    hits: bytes
+    misses: bytes
+
+
+class Inventory(Part, frozen=True, tag="inventory"):
+    """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
+    one have happened.
+
+    Parallel arrays, one element per admission that holds memory: int64 `placements` and `digests` (CRC-32 of its host
+    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
+    (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
+    """
+
+    number: int
+    placements: bytes
+    digests: bytes
+    host_pages: bytes
+    index_pages: bytes
+    hot_chunks: bytes
+    slab_pages: bytes
+    seats_free: int
+    chunks_held: int
+    chunks_free: int
+    index_pages_free: int
+
+
+Event: TypeAlias = Staged | Started | Parked | Resized | Finished | Faulted | Released | Counters | Inventory
+
+
+class Report(Message, frozen=True, tag="report"):
+    """Numbered from 1 in each epoch; `command_ack` is cumulative. Tokens apply before events."""
+
+    number: int
+    epoch: int
+    command_ack: int
+    progress: Progress | None
+    events: tuple[Event, ...]
+
+
+class ReplayCommands(Message, frozen=True, tag="replay_commands"):
+    """A gap was seen: send commands from `first` on again."""
+
+    epoch: int
+    first: int
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Sent by the link, about the executor: `executor_beats` grows while the executor's loop turns, busy or idle, so a
+    live link over a hung executor is seen. `leaving`: the process withdraws everything and exits; admit nothing."""
+
+    epoch: int
+    command_ack: int
+    executor_beats: int
+    steps: int
+    step_us: float  # moving average of recent decode steps
+    running: int
+    hits: int
+    misses: int
+    staged_bytes: int
+    swapped_bytes: int
+    backed_up_bytes: int
+    leaving: bool = False
+
+
+class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):
+    """Piece `index` of `total` of the worker's tokenizer."""
+
+    epoch: int
+    hash: str
+    index: int
+    total: int
+    data: bytes
+
+
+WorkerMessage: TypeAlias = WorkerHello | Report | ReplayCommands | Heartbeat | TokenizerChunk
+
+
+# ---------------------------------------------------------------- codecs (reused: building one costs more than a call)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
+decode_admin = msgspec.msgpack.Decoder(AdminMessage).decode
+decode_gateway = msgspec.msgpack.Decoder(GatewayMessage).decode
+decode_worker = msgspec.msgpack.Decoder(WorkerMessage).decode
+decode_coordinator = msgspec.msgpack.Decoder(CoordinatorMessage).decode

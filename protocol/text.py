@@ -1,0 +1,286 @@
+"""Tokens to text as they come, and stop strings across token borders. No torch here: clients use it too.
+
+*Decided* text never changes with tokens to come: a character counts once complete. A token is a *border* when nothing
+is pending after it; borders are where characters and tokens meet.
+
+Stop strings end the output before the first of them to be completed, reading character by character; of several that
+end at the same character, the longest. This does not depend on how the text was cut into tokens. Rejected: the
+occurrence that starts first, which a longer stop string still incomplete may always be about to become.
+
+Published tokens cannot be taken back, so those that may be part of a stop string are held: every token after the last
+border at or before the decided text without its longest suffix that begins a stop string. When a stop string ends
+inside a token, the text before it that no published token carries travels as `tail_text`.
+
+Without stop strings nothing is held.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from protocol.errors import ConfigError
+
+BYTES: Final = "bytes"
+JSON: Final = "json"
+BYTE_IDS: Final = 256
+
+#: What chat templates call the special tokens that they write.
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+#: Tokens that may stay without text before they count as text of length zero, so that holding is bounded: the longest
+#: character is 4 byte tokens, and past it the model emits special tokens or bytes that begin no character.
+PENDING_TOKENS_MAX: Final = 8
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """The tokenizer of a checkpoint: `kind` "bytes" (ids 0..255 are bytes, no data) or "json" (a tokenizer.json).
+
+    `chat_template` stands alone: the special tokens that it may name are bound in its first line.
+    """
+
+    kind: str
+    data: bytes = b""
+    chat_template: str = ""
+
+    @property
+    def hash(self) -> str:
+        """What ModelInfo.tokenizer_hash holds: SHA-256 in hexadecimal, empty without data."""
+        return hashlib.sha256(self.data).hexdigest() if self.data else ""
+
+
+def read_tokenizer(path: str | Path) -> TokenizerFile:
+    """From a checkpoint directory; bytes when it has no tokenizer.json. Raises ConfigError when that is unreadable."""
+    file = Path(path) / "tokenizer.json"
+    if not file.exists():
+        return TokenizerFile(BYTES)
+    try:
+        return TokenizerFile(JSON, file.read_bytes(), _chat_template(Path(path)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be read: {error}", field="worker.model", value=file, remedy="repair or remove the tokenizer files"
+        ) from error
+
+
+class Detokenizer(Protocol):
+    """Decodes one output, in order."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether tokens were pushed whose text is not out yet: part of a character, or tokens without text."""
+        ...
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens decide, empty while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no more tokens come; an incomplete character reads as U+FFFD."""
+        ...
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens that the model puts around one; those that `text` spells out are
+        read as such either way."""
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """A decoder for one output."""
+        ...
+
+
+def make_tokenizer(kind: str, data: bytes = b"") -> Tokenizer:
+    """The tokenizer of ModelInfo.tokenizer_kind. Raises ConfigError for unknown kinds and unreadable data."""
+    if kind == BYTES:
+        return ByteTokenizer()
+    if kind == JSON:
+        return JsonTokenizer(data)
+    raise ConfigError("unknown kind of tokenizer", field="tokenizer_kind", value=kind, remedy="upgrade the client")
+
+
+class ByteTokenizer:
+    """Ids 0..255 are bytes of UTF-8; ids above are special and have no text."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def detokenizer(self) -> Detokenizer:
+        return _ByteDetokenizer()
+
+
+class _ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token for token in tokens if token < BYTE_IDS))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class JsonTokenizer:
+    """A tokenizer.json through the tokenizers library, special tokens without text. Raises ConfigError."""
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(
+                "this model has a tokenizer.json and the tokenizers package is not installed",
+                field="tokenizer_kind",
+                value=JSON,
+                remedy="pip install tokenizers, or send token ids",
+            ) from error
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(
+                f"unreadable: {error}", field="tokenizer.json", value=f"{len(data)} bytes", remedy="replace the file"
+            ) from error
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def detokenizer(self) -> Detokenizer:
+        return _JsonDetokenizer(self._tokenizer)
+
+
+class _JsonDetokenizer:
+    """The library's DecodeStream holds text back while the next token may change it; `finish` decodes what it holds."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._held)
+
+    def push(self, tokens: Sequence[int]) -> str:
+        text = ""
+        for token in tokens:
+            piece = self._stream.step(self._tokenizer, token)
+            self._held = [*self._held, token] if piece is None else []
+            text += piece or ""
+        return text
+
+    def finish(self) -> str:
+        held, self._held = self._held, []
+        return str(self._tokenizer.decode(held, skip_special_tokens=True)) if held else ""
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+@dataclass(frozen=True)
+class StopState:
+    """After a push: tokens 0..`publishable`-1 of the output may go out. `tail_text` only when `finished`."""
+
+    publishable: int
+    finished: bool = False
+    tail_text: str = ""
+
+
+class StopMatcher:
+    """Watches one output for stop strings. Push every generated token, those of an earlier stay included.
+
+    Keeps decided text back to the last publishable border.
+    """
+
+    def __init__(self, stops: Sequence[str], detokenizer: Detokenizer) -> None:
+        """`detokenizer` decodes this output alone. Raises ValueError for an empty stop string."""
+        if not all(stops):
+            raise ValueError("a stop string must have at least one character")
+        self._stops = tuple(stops)
+        self._detokenizer = detokenizer
+        self._longest = max(map(len, stops), default=0)
+        self._tokens = 0
+        self._window = ""  # decided text from character _window_start on, the last publishable border
+        self._window_start = 0
+        self._borders = [(0, 0)]  # (characters, tokens), the first of them publishable
+        self._state = StopState(0)
+
+    def push(self, tokens: Iterable[int]) -> StopState:
+        """Take the next tokens in. Once finished, later tokens change nothing."""
+        for token in tokens:
+            if not self._state.finished:
+                self._state = self._push(token)
+        return self._state
+
+    def _push(self, token: int) -> StopState:
+        self._tokens += 1
+        if not self._stops:
+            return StopState(self._tokens)
+        decided = len(self._window)
+        self._window += self._detokenizer.push((token,))
+        if not self._detokenizer.pending or self._tokens - self._borders[-1][1] >= PENDING_TOKENS_MAX:
+            self._borders.append((self._window_start + len(self._window), self._tokens))
+        start = self._first_stop(decided)
+        if start is not None:
+            border = self._border(start)
+            return StopState(border[1], True, self._window[border[0] - self._window_start : start - self._window_start])
+        publishable = self._border(self._window_start + len(self._window) - self._held_characters())
+        self._forget(publishable)
+        return StopState(publishable[1])
+
+    def _first_stop(self, decided: int) -> int | None:
+        """Where the stop string starts that is completed first by what follows the first `decided` of the window."""
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            place = self._window.find(stop, max(0, decided - len(stop) + 1))
+            if place >= 0:
+                found = (place + len(stop), place)
+                best = found if best is None else min(best, found)
+        return None if best is None else self._window_start + best[1]
+
+    def _held_characters(self) -> int:
+        """Length of the longest suffix of the window that begins a stop string."""
+        for size in range(min(self._longest - 1, len(self._window)), 0, -1):
+            suffix = self._window[-size:]
+            if any(stop.startswith(suffix) for stop in self._stops):
+                return size
+        return 0
+
+    def _border(self, characters: int) -> tuple[int, int]:
+        """The last border at or before `characters`."""
+        return self._borders[bisect_right(self._borders, (characters, self._tokens)) - 1]
+
+    def _forget(self, publishable: tuple[int, int]) -> None:
+        """Drop what lies before the publishable border: no stop string can start there any more."""
+        self._borders = [border for border in self._borders if border >= publishable]
+        self._window = self._window[publishable[0] - self._window_start :]
+        self._window_start = publishable[0]
+
+
+def _chat_template(path: Path) -> str:
+    file, settings = path / "chat_template.jinja", path / "tokenizer_config.json"
+    told = json.loads(settings.read_text()) if settings.exists() else {}
+    template = file.read_text() if file.exists() else told.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {it["name"]: it["template"] for it in template}.get("default")
+    return _bindings(told) + template if isinstance(template, str) else ""
+
+
+def _bindings(settings: dict[str, Any]) -> str:
+    """A line of Jinja that binds the special tokens of a tokenizer_config.json; its newline is not output."""
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: it["content"] if isinstance(it, dict) else it for name, it in tokens.items() if it}
+    sets = "".join(f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}" for name, text in texts.items())
+    return sets + "\n" if sets else ""

@@ -1,0 +1,299 @@
+"""CURVE keys, and the files they live in. CURVE is ZMQ's own encryption and authentication, over tcp.
+
+    server.key      the coordinator's key pair
+    ROLE.key        one peer's: its role (client, admin, worker), its name, its key pair, the coordinator's public key
+    allowed.keys    whom the coordinator lets in, a line each: role, name, public key; the last of a name is its newest
+
+A directory of them is named by cluster.keys_dir, and every process reads only its own: a peer needs one file. The name
+in a key, not the key, is who its bearer is, so that a key can be replaced while requests of that name go on: allow a
+second key under the name, hand it out, take the first one back.
+
+Files with secrets must belong to the process's own user (or root) and be closed to everybody else; allowed.keys may be
+read, but not written, by others. It is changed in place: a container that mounts the one file would go on seeing the
+old one if another took its name.
+
+Rejected: certificates and chains (ZMQ has none, and a list of keys is what an operator of one cluster can check by
+eye); a shared secret per role (nobody could be told apart or sent away alone).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+import zmq
+from zmq.utils import z85
+
+from protocol.errors import BadInput, ConfigError, NotFound
+
+ROLES: Final = ("client", "admin", "worker")
+SERVER_FILE: Final = "server.key"
+ALLOWED_FILE: Final = "allowed.keys"
+KEYS_DIR_MODE: Final = 0o700
+KEY_MODE: Final = 0o600
+#: A key of 32 bytes in Z85.
+KEY_CHARS: Final = 40
+#: Longest name of a key's bearer.
+NAME_CHARS_MAX: Final = 64
+#: Largest file read: some 8,000 allowed keys.
+FILE_BYTES_MAX: Final = 1024 * 1024
+
+_MAKE: Final = "make keys with: hisparse keys init --keys-dir DIRECTORY"
+
+
+@dataclass(frozen=True)
+class ServerKey:
+    """The coordinator's key pair, in Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class PeerKey:
+    """What a peer shows, and what it expects of the coordinator; `path` is where it was read, for errors."""
+
+    role: str
+    name: str
+    public: str
+    secret: str = field(repr=False)
+    server: str
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Insecure:
+    """In place of a key: tcp that is neither encrypted nor authenticated, because the operator said so."""
+
+
+class AllowedKey(NamedTuple):
+    role: str
+    name: str
+    public: str
+
+    @property
+    def user(self) -> str:
+        """Who bears it: what requests belong to."""
+        return f"{self.role}:{self.name}"
+
+
+class Guarded(Protocol):
+    """Settings that say how tcp is guarded: protocol.settings.ClusterSettings."""
+
+    @property
+    def keys_dir(self) -> str: ...
+    @property
+    def insecure(self) -> bool: ...
+
+
+def access(settings: Guarded, role: str, endpoint: str) -> PeerKey | Insecure | None:
+    """What a peer of `role` needs to connect to `endpoint`; None for ipc. Raises as `read_peer_key` does."""
+    if endpoint.startswith("ipc://"):
+        return None
+    if settings.keys_dir:
+        return read_peer_key(Path(settings.keys_dir), role)
+    return Insecure() if settings.insecure else None
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_server_key(directory: Path) -> ServerKey:
+    """Raises ConfigError when it is missing, open to others, or no server key."""
+    path = directory / SERVER_FILE
+    table = _read_table(path)
+    return ServerKey(*_pair(table, path))
+
+
+def read_peer_key(directory: Path, role: str) -> PeerKey:
+    """The key of a peer with `role`. Raises ConfigError when it is missing, open to others, or for another role."""
+    path = directory / f"{role}.key"
+    table = _read_table(path)
+    if table.get("role") != role:
+        raise ConfigError(
+            f"this is not the key of a role {role}",
+            field="role",
+            value=str(table.get("role"))[:NAME_CHARS_MAX],
+            remedy=f"put the right key in {path}",
+        )
+    server = _key(table, "server", path)
+    return PeerKey(role, _checked_name(str(table.get("name"))), *_pair(table, path), server, str(path))
+
+
+def read_allowed(directory: Path) -> tuple[AllowedKey, ...]:
+    """Who may come in, oldest first. Raises ConfigError naming the line that is wrong."""
+    path = directory / ALLOWED_FILE
+    allowed: list[AllowedKey] = []
+    for number, line in enumerate(_read(path, secret=False).splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match line.split():
+            case [role, name, public] if role in ROLES and _is_name(name) and _is_key(public):
+                allowed.append(AllowedKey(role, name, public))
+            case _:
+                raise ConfigError(
+                    "not a role, a name and a public key",
+                    field=f"{path}:{number}",
+                    value=line[:NAME_CHARS_MAX],
+                    remedy="write e.g. `client alice KEY`; `hisparse keys add` does",
+                )
+    return tuple(allowed)
+
+
+def _read_table(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(_read(path, secret=True))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"no key file: {error}", field="key file", value=path, remedy=_MAKE) from error
+
+
+def _read(path: Path, *, secret: bool) -> str:
+    """What is checked is the open file itself, so that nobody can exchange it in between."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(error.strerror or "cannot be read", field="key file", value=path, remedy=_MAKE) from error
+    with os.fdopen(descriptor, "rb") as file:
+        _check_private(os.fstat(file.fileno()), path, secret=secret)
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"larger than {FILE_BYTES_MAX} bytes", field="key file", value=path, remedy=_MAKE)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("not text", field="key file", value=path, remedy=_MAKE) from error
+
+
+def _check_private(status: os.stat_result, path: Path, *, secret: bool) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (0, os.geteuid()) or mode & (0o077 if secret else 0o022):
+        raise ConfigError(
+            f"owner {status.st_uid}, mode {mode:04o}: others could {'read' if secret else 'change'} it",
+            field="key file",
+            value=path,
+            remedy=f"chown it to user {os.geteuid()} and chmod {'600' if secret else '644'}, and if others were there "
+            "already, make new keys",
+        )
+
+
+def _pair(table: dict[str, object], path: Path) -> tuple[str, str]:
+    public, secret = _key(table, "public", path), _key(table, "secret", path)
+    if zmq.curve_public(secret.encode()).decode() != public:
+        raise ConfigError("public and secret key do not belong together", field="key file", value=path, remedy=_MAKE)
+    return public, secret
+
+
+def _key(table: dict[str, object], name: str, path: Path) -> str:
+    value = table.get(name)
+    if not isinstance(value, str) or not _is_key(value):
+        raise ConfigError(f"has no {name} key", field="key file", value=path, remedy=_MAKE)
+    return value
+
+
+def _is_key(text: str) -> bool:
+    if len(text) != KEY_CHARS or not text.isascii():
+        return False
+    try:
+        return len(z85.decode(text)) == 32
+    except (KeyError, ValueError):
+        return False
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= NAME_CHARS_MAX and all(it.isalnum() or it in "._-" for it in name) and name.isascii()
+
+
+def _checked_name(name: str) -> str:
+    if not _is_name(name):
+        raise BadInput(
+            f"must be 1 to {NAME_CHARS_MAX} letters, digits, dots, dashes and underscores",
+            field="name",
+            value=repr(name[:NAME_CHARS_MAX]),
+            remedy="choose another name",
+        )
+    return name
+
+
+# ---------------------------------------------------------------- making
+
+
+def make_keys(directory: Path) -> list[Path]:
+    """A server key, and one key per role under the name of the role, allowed. Returns the files.
+
+    Raises ConfigError when there are keys already: whoever holds one of them would be locked out.
+    """
+    try:
+        directory.mkdir(mode=KEYS_DIR_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        reason, remedy = error.strerror or "cannot be made", "name a directory that this user may make and write"
+        raise ConfigError(reason, field="cluster.keys_dir", value=directory, remedy=remedy) from error
+    public, secret = _new_pair()
+    server = directory / SERVER_FILE
+    _create(server, f'public = "{public}"\nsecret = "{secret}"\n')
+    _write_allowed(directory, ())
+    return [server, directory / ALLOWED_FILE, *(add_peer(directory, role, role) for role in ROLES)]
+
+
+def add_peer(directory: Path, role: str, name: str, output: Path | None = None) -> Path:
+    """A fresh key for `name`, allowed beside those it has, written to `output` (default: ROLE.key for the name of the
+    role, else ROLE.NAME.key). Raises BadInput, or ConfigError when the file exists."""
+    if role not in ROLES:
+        raise BadInput("no such role", field="role", value=role, remedy=f"one of {', '.join(ROLES)}")
+    _checked_name(name)
+    server = read_server_key(directory)
+    allowed = read_allowed(directory)
+    public, secret = _new_pair()
+    path = output or directory / (f"{role}.key" if name == role else f"{role}.{name}.key")
+    lines = (f'role = "{role}"', f'name = "{name}"', f'public = "{public}"', f'secret = "{secret}"')
+    _create(path, "\n".join((*lines, f'server = "{server.public}"', "")))
+    _write_allowed(directory, (*allowed, AllowedKey(role, name, public)))
+    return path
+
+
+def revoke(directory: Path, role: str, name: str, *, keep_newest: bool) -> int:
+    """Take keys of `name` off the list, all or all but the newest; returns how many. Raises NotFound."""
+    allowed = read_allowed(directory)
+    its = [key for key in allowed if (key.role, key.name) == (role, name)]
+    if not its:
+        raise NotFound("has no allowed key", field="key", value=f"{role} {name}", remedy="see: hisparse keys list")
+    gone = set(its[:-1] if keep_newest else its)
+    _write_allowed(directory, (key for key in allowed if key not in gone))
+    return len(gone)
+
+
+def _new_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _create(path: Path, text: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE)
+    except OSError as error:
+        remedy = "name a file in a directory that this user may write"
+        if isinstance(error, FileExistsError):
+            remedy = "move it away first: its bearer would be locked out"
+        raise ConfigError(error.strerror or "cannot be made", field="key file", value=path, remedy=remedy) from error
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, KEY_MODE)
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _write_allowed(directory: Path, keys: Iterable[AllowedKey]) -> None:
+    text = "# Who may connect: role, name, public key. SIGHUP makes the coordinator read it again.\n"
+    text += "".join(f"{' '.join(key)}\n" for key in keys)
+    with suppress(FileExistsError):
+        os.close(os.open(directory / ALLOWED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE))
+    with open(directory / ALLOWED_FILE, "r+") as file:
+        file.write(text)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())

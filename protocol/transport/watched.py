@@ -1,0 +1,141 @@
+"""A ZMQ socket that trio tasks wait for: descriptors, edges, contexts and the options that both ends set.
+
+pyzmq has no trio support, and the adapters that exist lose a message per cancelled receive. What follows waits on the
+socket's descriptor itself. The rules, each with a test (tests/coordinator/listener/test_sockets.py):
+
+  * The descriptor is edge-triggered and says "look again", not "readable": EVENTS is read before every wait.
+  * Any send or receive may consume the edge that a parked task waits for, so EVENTS is read again afterwards and the
+    parked task woken. Without that a stream stalls every few thousand messages.
+  * A receive is a cancellation point only before it takes a message. It then drains without a checkpoint until the
+    socket is empty or the batch is full: a cancelled receive loses nothing, a busy peer cannot starve other tasks.
+
+Routers and dealers live in separate contexts, because within one context closing a ROUTER leaves its ipc connections
+up until the context ends, which would hide the loss from dealers of the same process (tests, `hisparse up`).
+
+Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, Literal, TypeVar
+
+import trio
+import zmq
+
+from protocol.errors import ConfigError, Unavailable
+
+#: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
+BATCH_MESSAGES_MAX: Final = 256
+#: How long a closing socket goes on sending what it accepted.
+LINGER_MS: Final = 200
+#: Half-open TCP connections are closed after this; ipc connections close with their process.
+TRANSPORT_HEARTBEAT_MS: Final = 2_000
+
+T = TypeVar("T")
+
+
+@functools.cache
+def context_of(kind: Literal["router", "dealer"]) -> zmq.Context[zmq.Socket[bytes]]:
+    """The context of all sockets of one kind in this process."""
+    context = zmq.Context(io_threads=1)
+    context.max_sockets = 4096
+    return context
+
+
+class Watched:
+    """A ZMQ socket whose readiness trio tasks of one thread wait for.
+
+    At most one task waits on the descriptor (trio allows one); others park until it has looked. A wait that ends,
+    by readiness or cancellation, unparks them, and one of them becomes the next to watch.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], descriptor: int | None = None) -> None:
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
+        self._wanted: list[int] = []
+        self._watch: trio.CancelScope | None = None
+        self._parked = trio.lowlevel.ParkingLot()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._socket.closed)
+
+    def close(self) -> None:
+        """Close now; queued messages are sent for LINGER_MS. Waiting tasks raise trio.ClosedResourceError."""
+        if not self.closed:
+            if self._watch is not None:
+                trio.lowlevel.notify_closing(self._fd)
+            self._socket.close()
+            self._parked.unpark_all()
+
+    def _drain(self, take: Callable[[], T]) -> list[T]:
+        if self.closed:
+            raise trio.ClosedResourceError("the socket was closed")
+        batch: list[T] = []
+        while len(batch) < BATCH_MESSAGES_MAX:
+            try:
+                batch.append(take())
+            except zmq.Again:
+                break
+        self._stir()
+        return batch
+
+    def _events(self) -> int:
+        if self.closed:
+            raise trio.ClosedResourceError("the socket was closed")
+        return int(self._socket.getsockopt(zmq.EVENTS))
+
+    def _is_ready(self, mask: int) -> bool:
+        return bool(self._events() & mask)
+
+    def _stir(self) -> None:
+        """After a send or receive, which may have consumed the edge: wake the watching task if its wish came true."""
+        if self._watch is not None and any(map(self._is_ready, set(self._wanted))):
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._parked.unpark_all()
+
+    async def wait_for(self, mask: int) -> None:
+        """Return once an event in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
+        self._wanted.append(mask)
+        try:
+            while not self._is_ready(mask):
+                if self._watch is not None:
+                    await self._parked.park()
+                else:
+                    await self._watch_descriptor()
+        finally:
+            self._wanted.remove(mask)
+
+    async def _watch_descriptor(self) -> None:
+        self._watch = trio.CancelScope()
+        try:
+            with self._watch:
+                await trio.lowlevel.wait_readable(self._fd)
+        finally:
+            self._watch = None
+            self._parked.unpark_all()
+
+
+def set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, *, bytes_max: int) -> None:
+    socket.setsockopt(zmq.SNDHWM, queue_messages)
+    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    if not endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS)
+
+
+def unavailable(endpoint: str, message: str) -> Unavailable:
+    return Unavailable(message, field="endpoint", value=endpoint, remedy="start it with: hisparse up")
+
+
+def unusable(endpoint: str, error: zmq.ZMQError) -> ConfigError:
+    return ConfigError(
+        f"unusable: {error}", field="endpoint", value=endpoint, remedy="use ipc:///PATH or tcp://HOST:PORT"
+    )

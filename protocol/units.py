@@ -1,0 +1,25 @@
+"""The units of memory that coordinator, worker and kernels count in. Where each byte lies is kernels/layout.py."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Tokens of a host page, an index page, a slab page and a hot chunk.
+PAGE_TOKENS: Final = 64
+#: Slots of the largest hot size class and its tail chunk.
+SLOTS_MAX: Final = 32_768 + 64
+TAIL_SLOTS_MAX: Final = 16
+TOPK_MAX: Final = 4_096
+CONTEXT_MAX_TOKENS: Final = 1_048_576
+
+assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
+
+
+def pages_for(tokens: int) -> int:
+    """Pages (or chunks) that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def managed_chunks(hot_slots: int) -> int:
+    """Chunks of a managed hot buffer of `hot_slots` slots, tail chunk included."""
+    return pages_for(hot_slots) + 1

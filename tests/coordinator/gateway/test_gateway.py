@@ -1,0 +1,333 @@
+"""Gateway, connections and deliveries over real ipc sockets: clear refusals, streams without a gap."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from coordinator.gateway import connections
+from hisparse.client.client import open_client
+from protocol import messages
+from protocol.arrays import pack_int32, unpack_int32
+from protocol.errors import CapacityError
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
+from protocol.transport.dealer import DealerSocket
+from tests.support.fakes.scheduler import MODEL
+from tests.support.gateway_rig import GatewayRig, hear, introduce, running, say
+
+SUBMIT = messages.Submit(7, pack_int32([1, 2, 3]), Sampling(max_tokens=1000), "a")
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[GatewayRig]:
+    async with running(GatewayRig(tmp_path)) as rig:
+        yield rig
+
+
+async def failure(dealer: DealerSocket) -> messages.Failure:
+    (message,) = await hear(dealer)
+    assert isinstance(message, messages.Failure)
+    return message
+
+
+async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
+    """`count` tokens of one request, checked to come once and in order (I5)."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        for message in await hear(dealer, at_least=True):
+            assert isinstance(message, messages.Delivery)
+            assert list(unpack_int32(message.starts, "starts")) == [len(tokens)]
+            tokens += list(unpack_int32(message.tokens, "tokens"))
+    return tokens
+
+
+# ------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "field"),
+    [
+        (b"", "protocol", "message"),
+        (b"\xc1garbage", "protocol", "message"),
+        (messages.encode(messages.Heartbeat(1, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)), "protocol", "message"),
+        (messages.encode(messages.RetractRequests(1, ("a",))), "protocol", "message"),
+        (messages.encode(messages.StopCoordinator(1)), "protocol", "message"),
+        (messages.encode(SUBMIT)[:-3], "protocol", "message"),
+        (bytes(CLIENT_MESSAGE_BYTES_MAX + 1), "protocol", "message"),
+        (messages.encode(messages.Hello(PROTOCOL_VERSION + 1, "client")), "protocol", "protocol"),
+        (messages.encode(messages.Hello(PROTOCOL_VERSION, "admin")), "protocol", "role"),
+        (messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "x" * 200)), "bad_input", "name"),
+    ],
+    ids=["empty", "garbage", "worker's", "admin's", "admin's stop", "cut", "oversized", "version", "role", "name"],
+)
+async def test_what_a_client_may_not_say_is_answered_counted_and_has_no_effect(
+    rig: GatewayRig, frame: bytes, code: str, field: str
+) -> None:
+    dealer, neighbour = await rig.dealer(), await introduce(rig)
+    await say(dealer, frame)
+    refusal = await failure(dealer)
+    assert (refusal.tag, refusal.code, refusal.field) == (-1, code, field)
+    assert refusal.remedy or field == "name"
+    assert rig.dropped() == {code: 1}
+    assert rig.scheduler.commands == []
+    assert rig.connections == 1
+    await say(neighbour, messages.ListPools(3))
+    assert isinstance((await hear(neighbour))[0], messages.PoolRows)
+    dealer.close()
+    neighbour.close()
+
+
+async def test_verbs_before_hello_are_refused_by_their_tag(rig: GatewayRig) -> None:
+    dealer = await rig.dealer()
+    await say(dealer, SUBMIT)
+    refusal = await failure(dealer)
+    assert (refusal.tag, refusal.code, refusal.remedy) == (7, "protocol", "say hello first")
+    assert rig.scheduler.commands == []
+    dealer.close()
+
+
+async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
+    dealer = await rig.dealer("admin")
+    await say(dealer, messages.Hello(PROTOCOL_VERSION, "client"))
+    assert (await failure(dealer)).message == "this is the admin socket"
+    assert rig.dropped("admin") == {"protocol": 1}
+    dealer.close()
+
+
+async def test_the_schedulers_refusal_reaches_its_asker_in_full(rig: GatewayRig) -> None:
+    dealer = await introduce(rig)
+    rig.scheduler.refuse_with = CapacityError(
+        "needs 812 host pages, pool has 512", field="prompt", value="52,000 tokens", remedy="shorten it"
+    )
+    await say(dealer, SUBMIT)
+    assert await failure(dealer) == messages.Failure(
+        7, "capacity", "needs 812 host pages, pool has 512", "prompt", "52,000 tokens", "shorten it"
+    )
+    assert rig.counters.refused == {"capacity": 1}
+    dealer.close()
+
+
+async def test_connections_are_bounded_and_the_dead_make_room(tmp_path: Path) -> None:
+    async with running(GatewayRig(tmp_path, connections_max=2)) as rig:
+        first, second, third = await introduce(rig), await introduce(rig), await rig.dealer()
+        hello = messages.Hello(PROTOCOL_VERSION, "client")
+        await say(third, hello)
+        assert (await failure(third)).code == "capacity"
+        first.close()
+        await trio.sleep(0.1)
+        await say(third, hello)
+        assert isinstance((await hear(third))[0], messages.Welcome)
+        second.close()
+        third.close()
+
+
+# ------------------------------------------------------------ what is carried out
+
+
+async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) -> None:
+    async with open_client(rig.admin_socket.endpoint, role="admin", name="ops") as admin:
+        await admin.submit_detached([1, 2], Sampling(max_tokens=5), request_id="a")
+        assert await admin.abort(["a"]) == ("a: abort",)
+        assert await admin.retract(["a"], keep=False) == ("a: retract",)
+        assert await admin.resume(["a"]) == ("a: resume",)
+        assert await admin.resize(["a"], 4096) == ("a: resize",)
+        assert await admin.drain(["w"], handover=True, deadline_s=9.0) == ("w",)
+        assert await admin.undrain() == ()
+        assert await admin.stop(3.0) == ("stopping",)
+        assert (await admin.request("a")).row.request_id == "a"
+        assert [row.request_id for row in (await admin.requests()).rows] == ["a"]
+        assert (await admin.pools())[0].node == "n"
+        assert (await admin.audit()).audited == (messages.AuditedRow("w", 1, True, 2, 3, 0),)
+        assert await admin.workers() == ()
+        assert await admin.model() == MODEL
+    assert rig.scheduler.owners == {"a": "admin ops"}
+    assert rig.scheduler.commands[1:] == [
+        ("abort", ("a",)),
+        ("retract", ("a",), False, True),
+        ("resume", ("a",)),
+        ("resize", ("a",), 4096),
+        ("drain", ("w",), True, 9.0),
+        ("undrain", ()),
+        ("stop", 3.0),
+        ("audit", "admin ops"),
+    ]
+
+
+async def test_long_lists_are_cut_and_say_so(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        for _ in range(4):
+            await client.submit_detached([1], Sampling(max_tokens=1))
+        shown = await client.requests(limit=3)
+        assert (len(shown.rows), shown.truncated) == (3, True)
+        shown = await client.requests(limit=-(2**63))
+        assert (len(shown.rows), shown.truncated) == (1, True)
+        assert not (await client.requests(limit=2**64 - 1)).truncated
+
+
+async def test_the_model_is_told_as_soon_as_there_is_one(rig: GatewayRig) -> None:
+    rig.scheduler.served = None
+    async with open_client(rig.client_socket.endpoint) as client:
+        assert (await client.welcome()).model is None
+        rig.scheduler.served = MODEL
+        assert await client.model() == MODEL
+
+
+async def test_a_tokenizer_is_handed_on(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        with pytest.raises(Exception, match="has not arrived yet"):
+            await client.tokenizer()
+        rig.tokenizers.data = bytes(3_000_000)
+        assert (await client.tokenizer()).data == bytes(3_000_000)
+
+
+# ------------------------------------------------------------ what is delivered
+
+
+async def test_accepted_comes_first_tokens_in_order_and_ended_last(rig: GatewayRig) -> None:
+    dealer = await introduce(rig)
+    await say(dealer, SUBMIT)
+    (accepted,) = await hear(dealer)
+    assert isinstance(accepted, messages.Accepted)
+    for i in range(50):
+        rig.speak("a", [3 * i, 3 * i + 1, 3 * i + 2])
+        await trio.lowlevel.checkpoint()
+    assert await read_tokens(dealer, 150) == list(range(150))
+    rig.scheduler.finish("a", tail_text="tail")
+    assert await hear(dealer) == [messages.Ended(accepted.handle, "a", "FINISHED", "length", 150, "tail")]
+    dealer.close()
+
+
+async def test_submitting_without_subscribing_delivers_nothing(rig: GatewayRig) -> None:
+    dealer = await introduce(rig)
+    await say(dealer, messages.Submit(7, pack_int32([1]), Sampling(max_tokens=10), "a", subscribe=False))
+    assert await hear(dealer) == [messages.Accepted(7, "a", -1)]
+    rig.speak("a", [1])
+    rig.scheduler.finish("a")
+    await trio.sleep(0.05)
+    await say(dealer, messages.ListPools(1))
+    assert isinstance((await hear(dealer))[0], messages.PoolRows)
+    dealer.close()
+
+
+async def test_attach_continues_where_it_says_even_after_the_end(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        await client.submit_detached([1], Sampling(max_tokens=100), request_id="a")
+        rig.speak("a", list(range(10)))
+        early = await client.attach("a", 4)
+        assert list(await anext(early)) == list(range(4, 10))
+        with pytest.raises(Exception, match="attached already"):
+            await client.attach("a", 0)
+        await client.detach(early)
+        rig.speak("a", [10, 11])
+        rig.scheduler.finish("a")
+        late = await client.attach("a", 9)
+        assert list(await late.collect()) == [9, 10, 11]
+        assert late.ended is not None
+        assert late.ended.generated_tokens == 12
+        for offset in (-1, 13, 2**40):
+            with pytest.raises(Exception, match="has 12 tokens so far"):
+                await client.attach("a", offset)
+        with pytest.raises(Exception, match="no such request"):
+            await client.attach("b")
+
+
+async def test_a_client_that_does_not_read_costs_its_neighbours_nothing(tmp_path: Path) -> None:
+    """Its cursor stays; when it reads again it gets every position, and so does everyone meanwhile (I5)."""
+    total = 60_000
+    async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
+        slow = await DealerSocket.connect(rig.client_socket.endpoint, message_bytes_max=1 << 20, queue_messages=5)
+        await say(slow, messages.Hello(PROTOCOL_VERSION, "client"))
+        await hear(slow)
+        await say(slow, messages.Submit(7, pack_int32([1]), Sampling(max_tokens=total), "a"))
+        await hear(slow)
+        async with open_client(rig.client_socket.endpoint) as client:
+            stream = await client.attach("a")
+            got: list[int] = []
+            for i in range(0, total, 300):
+                rig.speak("a", list(range(i, i + 300)))
+                with trio.fail_after(5):
+                    got += list(await anext(stream))
+            while len(got) < total:
+                got += list(await anext(stream))
+            assert got == list(range(total))
+        assert rig.counters.stalled_deliveries > 0, "the slow client must have been blocked"
+        rig.scheduler.finish("a")
+        assert await read_slowly(slow) == list(range(total))
+        slow.close()
+
+
+async def read_slowly(dealer: DealerSocket) -> list[int]:
+    tokens: list[int] = []
+    with trio.fail_after(20):
+        while True:
+            for frame in await dealer.recv_batch():
+                message = messages.decode_gateway(frame)
+                if isinstance(message, messages.Ended):
+                    return tokens
+                assert isinstance(message, messages.Delivery)
+                if message.starts:
+                    assert unpack_int32(message.starts, "starts")[0] == len(tokens)
+                    tokens += list(unpack_int32(message.tokens, "tokens"))
+
+
+async def test_a_client_that_never_reads_is_dropped_when_its_replies_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "OUTBOX_MESSAGES_MAX", 50)
+    async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
+        deaf = await DealerSocket.connect(rig.client_socket.endpoint, message_bytes_max=1 << 20, queue_messages=5)
+        await say(deaf, messages.Hello(PROTOCOL_VERSION, "client"))
+        await hear(deaf)
+        await say(deaf, messages.Submit(7, pack_int32([1]), Sampling(max_tokens=10), "a" * 100))
+        await hear(deaf)
+        with trio.move_on_after(5):
+            while rig.connections:
+                await say(deaf, *[messages.DescribeRequest(i, "a" * 100) for i in range(100)])
+        assert rig.connections == 0
+        neighbour = await introduce(rig)
+        neighbour.close()
+        deaf.close()
+
+
+async def test_who_has_not_read_a_forgotten_output_is_dropped(tmp_path: Path) -> None:
+    async with running(GatewayRig(tmp_path, queue_messages=2)) as rig:
+        dealer = await introduce(rig)
+        await say(dealer, SUBMIT)
+        await hear(dealer)
+        rig.deliveries.connections.is_blocked[0] = True
+        rig.scheduler.speak("a", [1, 2])
+        rig.scheduler.forget("a")
+        assert rig.connections == 0
+        await say(dealer, messages.ListPools(4))
+        assert (await failure(dealer)).remedy == "say hello first"
+        dealer.close()
+
+
+async def test_the_last_tokens_and_endings_go_out_before_the_gateway_stops(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint, reconnect_limit_s=0) as client:
+        stream = await client.submit([1], Sampling(max_tokens=10), request_id="a")
+        rig.scheduler.speak("a", [1, 2, 3])
+        rig.scheduler.finish("a", "ABORTED")
+        rig.gateway.close()
+        with trio.fail_after(5):
+            assert list(await stream.collect()) == [1, 2, 3]
+        assert stream.ended is not None
+        assert stream.ended.outcome == "ABORTED"
+
+
+async def test_a_stop_is_answered_before_the_gateway_ends(rig: GatewayRig) -> None:
+    async with open_client(rig.admin_socket.endpoint, role="admin", reconnect_limit_s=0) as admin:
+        rig.scheduler.on_stop = rig.gateway.close
+        assert await admin.stop() == ("stopping",)
+
+
+async def test_gone_clients_are_noticed(rig: GatewayRig) -> None:
+    dealer = await introduce(rig)
+    assert rig.connections == 1
+    dealer.close()
+    await trio.sleep(0.1)
+    rig.deliveries.probe(told_before=float("inf"))
+    assert rig.connections == 0

@@ -1,0 +1,253 @@
+"""The journal's actor over a store in memory: group commit, what waits for it, what a failing disk holds up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from coordinator.actor import Reply
+from coordinator.journal import summary
+from coordinator.journal.journal import (
+    COMMIT_LIMIT_S,
+    INTERVAL_S,
+    PENDING_MAX,
+    RETRY_S,
+    Commit,
+    GroupCommit,
+    NoJournal,
+    check_writes,
+)
+from coordinator.journal.records import RequestAccepted, RequestOrdered, TokensAppended
+from coordinator.journal.state import JournalState, replay
+from coordinator.tokens.token_log import TokenLog
+from metrics.state import JournalCounters
+from protocol.errors import InternalError, Unavailable
+from protocol.messages import Sampling
+from tests.support.fakes.journal import FakeStore
+from tests.support.progress import RequestEntry, progress
+
+COMMIT_S = 0.01
+
+
+def order(number: int) -> RequestOrdered:
+    return RequestOrdered(0, held=False, forced_slots=number)
+
+
+class Desk:
+    def __init__(self, store: FakeStore) -> None:
+        self.store = store
+        self.log = TokenLog(4, 1 << 12, journalled=True)
+        self.book = JournalState()
+        self.counters = JournalCounters()
+        self.wakes = 0
+        self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
+        self.request_index = self.log.open(100)
+        self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
+        self.log.bind(self.request_index, 7)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def submit(self) -> Commit:
+        return self.journal.append(
+            [RequestAccepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)]
+        )
+
+    def say(self, *tokens: int) -> None:
+        start = self.log.length(self.request_index)
+        self.log.append(progress(RequestEntry(self.request_index, 1, start, list(tokens), 0)), 7)
+        self.journal.tokens_arrived()
+
+    @property
+    def delivered(self) -> int:
+        """Tokens that may be delivered."""
+        return int(self.log.committed[self.request_index])
+
+
+@asynccontextmanager
+async def open_desk(store: FakeStore | None = None) -> AsyncIterator[Desk]:
+    desk = Desk(store or FakeStore(commit_s=COMMIT_S))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(desk.journal.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield desk
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_comes_while_a_group_is_written_is_the_next_group(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk() as desk:
+        first = desk.journal.append([order(1)])
+        await trio.sleep(COMMIT_S / 2)
+        commits = [desk.journal.append([order(number), order(number + 1)]) for number in (2, 4, 6)]
+        assert not first.done
+        await first.wait()
+        assert [commit.done for commit in commits] == [False] * 3
+        await commits[0].wait()
+        assert all(commit.done for commit in commits)
+    assert [len(group) for group in desk.store.groups] == [1, 6]
+    assert (desk.counters.commits, desk.counters.records) == (2, 7)
+
+
+async def test_a_lone_record_waits_for_no_company(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk() as desk:
+        await trio.sleep(1.0)
+        before = trio.current_time()
+        await desk.journal.append([order(1)]).wait()
+        assert trio.current_time() - before == pytest.approx(COMMIT_S)
+
+
+async def test_groups_keep_their_distance_on_a_fast_disk(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk(FakeStore()) as desk:
+        for number in range(10):
+            await desk.journal.append([order(number)]).wait()
+        assert trio.current_time() >= 9 * INTERVAL_S
+    assert len(desk.store.groups) == 10
+
+
+async def test_tokens_go_before_the_records_that_were_decided_on_them(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk() as desk:
+        desk.submit()
+        desk.say(1, 2, 3)
+        commit = desk.journal.append([order(9)])
+        assert desk.delivered == 0, "deliver before commit"
+        await commit.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (desk.delivered, desk.wakes) == (3, 1)
+        assert [type(record).__name__ for record in desk.store.records] == ["Tokens", "Accepted", "Ordered"]
+        await desk.journal.append(()).wait()
+        assert len(desk.store.groups) == 1, "nothing is not written"
+
+
+async def test_an_empty_append_covers_tokens_that_arrived(autojump_clock: trio.testing.MockClock) -> None:
+    """What reports are acknowledged by."""
+    async with open_desk() as desk:
+        await desk.submit().wait()
+        desk.say(5)
+        await desk.journal.append(()).wait()
+        assert any(isinstance(record, TokensAppended) for record in desk.store.records)
+
+
+async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_desk() as desk:
+        await desk.submit().wait()
+        check_writes(desk.journal)
+        desk.store.error = "disk full"
+        desk.say(1, 2)
+        commit = desk.journal.append([order(1)])
+        await trio.sleep(3 * RETRY_S)
+        assert not commit.done
+        assert desk.delivered == 0, "nothing is delivered that is not durable"
+        with pytest.raises(Unavailable, match=r"disk full.*make room"):
+            check_writes(desk.journal)
+        reply: Reply[str] = Reply()
+        commit.answer(reply, "queued", "the request was queued")
+        await trio.sleep(COMMIT_LIMIT_S / 2)
+        assert reply._result is None
+        with pytest.raises(Unavailable, match=r"the request was queued, but .* has not written"):
+            await reply.wait()
+        assert desk.counters.errors == desk.store.attempts - 1
+        desk.say(3)
+        desk.store.error = ""
+        await commit.wait()
+        await desk.journal.append(()).wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert desk.delivered == 3
+        check_writes(desk.journal)
+        assert desk.counters.last_error == "disk full"
+    log = TokenLog(4, 1 << 12, journalled=True)
+    replay(desk.store.records, log)
+    assert log.lengths[desk.request_index] == 3
+
+
+async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk(FakeStore(commit_s=COMMIT_LIMIT_S / 2)) as desk:
+        await trio.sleep(10 * COMMIT_LIMIT_S)
+        reply: Reply[str] = Reply()
+        desk.submit().answer(reply, "queued", "the request was queued")
+        assert await reply.wait() == "queued"
+
+
+async def test_a_short_disk_refuses_new_work_while_it_still_writes(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_desk() as desk:
+        desk.store.short = "living on the reserve"
+        await desk.submit().wait()
+        with pytest.raises(Unavailable, match="living on the reserve"):
+            check_writes(desk.journal)
+
+
+async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.testing.MockClock) -> None:
+    """It makes no group of its own, and what comes meanwhile is written as ever."""
+    async with open_desk() as desk:
+        await desk.submit().wait()
+        desk.say(1, 2)
+        desk.store.wants_summary = True
+        desk.journal.append([order(1)])
+        desk.journal.summarize_if_long()
+        desk.journal.summarize_if_long()  # one is enough
+        desk.say(3)
+        desk.journal.append([order(2)])
+        await desk.journal.append(()).wait()
+        desk.store.wants_summary = False
+        names = [type(record).__name__ for record in desk.store.groups[1]]
+        assert names == ["Tokens", "Ordered", "SummaryBegun", "Ordered", "Ordered", "Output", "SummaryEnded"]
+        assert not desk.journal.is_summarizing
+        log = TokenLog(4, 1 << 12, journalled=True)
+        book = replay(desk.store.records, log)
+        assert log.tokens(desk.request_index, 0) == desk.log.tokens(desk.request_index, 0)
+        assert book.requests[desk.request_index].ordered == order(2)
+
+
+async def test_a_summary_adds_a_bounded_part_to_each_group(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "REQUESTS_EACH", 1)
+    async with open_desk() as desk:
+        for number in range(3):
+            desk.log.open(100)
+            desk.journal.append([RequestAccepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
+            desk.journal.append([RequestOrdered(number, held=True, forced_slots=-1)])
+        desk.store.wants_summary = True
+        desk.journal.summarize_if_long()
+        desk.store.wants_summary = False
+        for _ in range(4):
+            await desk.journal.append([order(1)]).wait()
+        assert [len(group) for group in desk.store.groups] == [6 + 1 + 2, 2, 3, 1], "a third each, then the end"
+
+
+async def test_what_is_pending_is_written_before_the_end(autojump_clock: trio.testing.MockClock) -> None:
+    desk = Desk(FakeStore(commit_s=COMMIT_S))
+    desk.submit()
+    desk.say(1)
+    desk.journal.append([order(1)])
+    desk.journal.close()
+    await desk.journal.run()
+    assert [type(record).__name__ for record in desk.store.records] == ["Tokens", "Accepted", "Ordered"]
+
+
+async def test_records_that_nobody_waits_for_are_bounded() -> None:
+    desk = Desk(FakeStore())
+    desk.journal.append([order(1)] * PENDING_MAX)
+    with pytest.raises(InternalError, match="PENDING_MAX"):
+        desk.journal.append([order(1)])
+
+
+async def test_without_a_journal_everything_counts_at_once() -> None:
+    wakes: list[bool] = []
+    journal = NoJournal(lambda: wakes.append(True))
+    commit = journal.append([order(1)])
+    assert commit.done
+    await commit.wait()
+    reply: Reply[str] = Reply()
+    commit.answer(reply, "done", "nothing")
+    assert await reply.wait() == "done"
+    journal.tokens_arrived()
+    journal.summarize_if_long()
+    check_writes(journal)
+    assert wakes == [True]
+    assert COMMIT_LIMIT_S > RETRY_S

@@ -1,0 +1,92 @@
+"""A real coordinator whose journal's disk is full: new work is refused with the reason, running work goes on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from coordinator.journal.store import RESERVE_BYTES
+from hisparse.client.client import Client, open_client
+from protocol.errors import Unavailable
+from protocol.messages import Sampling
+from tests.processes.test_coordinator_crash import LIMIT_S, crew_of
+from tests.support.cluster_rig import cluster_config, prompts_of
+from worker.runners.tiny import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+DISK_BYTES = RESERVE_BYTES + (6 << 20)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+async def decode(client: Client, name: str, tokens: int) -> int:
+    prompt = prompts_of(5, 1)[0][:100]
+    stream = await client.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True), request_id=name)
+    return len(await stream.collect())
+
+
+def fill(place: Path) -> Path:
+    """Take the last free byte."""
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4_096))
+        except OSError:
+            return filler
+
+
+async def test_a_full_disk_refuses_new_work_and_running_work_goes_on(small_disk: Path, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=2_048)
+    config = cluster_config(tmp_path / "model", tmp_path / "run")
+    settings = msgspec.structs.replace(config.coordinator, journal=str(small_disk / "journal.sqlite"))
+    config = msgspec.structs.replace(config, coordinator=settings)
+    async with (
+        crew_of(config, tmp_path, "w0") as crew,
+        open_client(config.cluster.client_endpoint, reconnect_limit_s=60) as client,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.cancel_scope.deadline = trio.current_time() + LIMIT_S
+        stream = await client.submit(prompts_of(6, 1)[0][:60], Sampling(max_tokens=900, ignore_eos=True))
+        await stream.__anext__()
+        filler = fill(small_disk)
+        while not await refusal(client):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        assert "running work lives on the reserve" in await refusal(client)
+        before = stream.offset
+        while stream.offset < before + 100:
+            await stream.__anext__()
+        crew.kill("coordinator")  # what was delivered from the reserve is as safe as any other
+        crew.start("coordinator")
+        await crew.client_when(1)
+        while not await refusal(client):  # recovery may have given back enough for another reserve
+            filler = fill(small_disk)
+        filler.unlink()
+        while await refusal(client):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        assert await decode(client, "after", 5) == 5
+        assert stream.offset + len(await stream.collect()) == 900
+
+
+async def refusal(client: Client) -> str:
+    """Why a new request is refused now; empty: it was taken."""
+    try:
+        await decode(client, "", 1)
+    except Unavailable as error:
+        return str(error)
+    return ""

@@ -1,0 +1,383 @@
+"""Replaying any prefix of what was committed rebuilds the state that was true then: ledgers, requests, tokens.
+
+A state machine lives a coordinator's life on the records alone: submissions, stays, growth, retraction, lost workers,
+tokens, ends, slots used again, summaries. After each step a prefix is replayed, once from every record and once from
+those that the store keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coordinator.journal import ledger_image, summary
+from coordinator.journal.ledger_image import parts_of
+from coordinator.journal.records import (
+    LedgerChanged,
+    PoolOpened,
+    Record,
+    RequestAccepted,
+    RequestDeparted,
+    RequestEnded,
+    RequestOrdered,
+    RequestPlaced,
+    RequestsForgotten,
+    SummaryEnded,
+    WorkerDrained,
+    WorkerJoined,
+    WorkerUndrained,
+    decode,
+    encode,
+    struck_of,
+    tokens_of,
+)
+from coordinator.journal.state import JournalState, replay
+from coordinator.journal.summary import Summarizing
+from coordinator.memory.changes import (
+    AddWorker,
+    Change,
+    Extend,
+    Keep,
+    LoseWorker,
+    ProveExit,
+    Release,
+    Reserve,
+    Shrink,
+    apply,
+)
+from coordinator.memory.ledger import Ledger
+from coordinator.tokens.token_log import TokenLog
+from protocol.errors import CapacityError
+from protocol.messages import Sampling
+from protocol.sizing import Memory
+from tests.support.fakes.fake_cluster import MODEL, capacity
+from tests.support.fakes.journal import kept_of
+from tests.support.progress import RequestEntry, progress
+
+SLOTS = 6
+PAGES = 40
+MAX_TOKENS = 100
+PROMPT = np.arange(70, dtype=np.int32)
+
+Picture = tuple[object, ...]
+
+
+def picture_of(book: JournalState, log: TokenLog) -> Picture:
+    """All that a replay must bring back."""
+    outputs = {
+        request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.stay else 0)
+        for request_index, it in book.requests.items()
+    }
+    requests = {
+        request_index: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended)
+        for request_index, it in book.requests.items()
+    }
+    live = {request_index: it for request_index, it in book.requests.items() if it.ended is None}
+    orders = {request_index: (it.ordered, it.strikes, it.mark, it.killed) for request_index, it in live.items()}
+    images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
+    workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
+    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.placements
+
+
+def new_log(*, journalled: bool) -> TokenLog:
+    return TokenLog(SLOTS, 1 << 12, journalled=journalled)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_steps() -> Iterator[None]:
+    """A summary takes many groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "REQUESTS_EACH", 1)
+        patch.setattr(summary, "TOKENS_EACH", 4)
+        patch.setattr(ledger_image, "PART_HOLDINGS", 1)
+        patch.setattr(ledger_image, "PART_PAGES", 16)
+        yield
+
+
+class JournalMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = JournalState()
+        self.log = new_log(journalled=True)
+        self.records: list[Record] = []
+        self.pictures: list[tuple[int, Picture]] = []
+        self.epochs = 0
+        self.names = 0
+        self.summarizing: Summarizing | None = None
+        self.write(PoolOpened("n0", capacity(host_pages=PAGES), MODEL))
+        self.book.ledgers["n0"] = self.ledger = Ledger(PAGES)
+
+    # ---------------------------------------------------------------- the journal's side
+
+    def write(self, *records: Record) -> None:
+        """As GroupCommit does, with a group for each append: tokens first."""
+        news = self.log.take_news()
+        for record in records:
+            self.book.note(record)
+        group = ([tokens_of(news)] if news else []) + list(records) + self.more()
+        self.records += [decode(encode(record)) for record in group]
+
+    def more(self) -> list[Record]:
+        """Of the summary under way, if there is one."""
+        records = self.summarizing.more() if self.summarizing else []
+        self.summarizing = None if records and isinstance(records[-1], SummaryEnded) else self.summarizing
+        return records
+
+    def change(self, change: Change, *notes: Record) -> None:
+        apply(self.ledger, change)
+        self.write(LedgerChanged("n0", (change,)), *notes)
+
+    @invariant()
+    def a_prefix_rebuilds_what_was_true(self) -> None:
+        self.log.check_invariants()
+        log = self.log
+        if (log.lengths == log._taken).all() and (log._durable == log._durable_taken).all():
+            self.pictures.append((len(self.records), picture_of(self.book, self.log)))
+        at, picture = self.pictures[(7 * len(self.records)) % len(self.pictures)]
+        for records in (self.records[:at], kept_of(self.records[:at])):
+            log = new_log(journalled=True)
+            book = replay(records, log)
+            assert picture_of(book, log) == picture
+            log.check_invariants()
+            assert log.take_news() is None
+            for ledger in book.ledgers.values():
+                ledger.check_invariants()
+
+    # ---------------------------------------------------------------- workers
+
+    @property
+    def live(self) -> list[WorkerJoined]:
+        return [it for it in self.book.joined("n0") if self.ledger.has_live(it.worker) and self._is_live(it)]
+
+    def _is_live(self, joined: WorkerJoined) -> bool:
+        return self.ledger.budget(joined.worker).epoch == joined.epoch
+
+    @rule(name=st.sampled_from(["w0", "w1"]))
+    def join(self, name: str) -> None:
+        if not self.ledger.has_live(name):
+            self.epochs += 1
+            joined = WorkerJoined("n0", name, self.epochs, capacity(host_pages=PAGES), MODEL, 4711, 5, "boot")
+            self.change(AddWorker(name, self.epochs, joined.capacity), joined)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0), proved=st.booleans())
+    def lose(self, pick: int, proved: bool) -> None:
+        joined = self.live[pick % len(self.live)]
+        self.change(LoseWorker(joined.worker, joined.epoch, proved))
+        for request_index, known in list(self.book.requests.items()):
+            if (
+                known.on_worker
+                and known.stay is not None
+                and (known.stay.worker, known.stay.epoch)
+                == (
+                    joined.worker,
+                    joined.epoch,
+                )
+            ):
+                self.depart(request_index, keep=True, full_pages=not proved)
+
+    @rule()
+    def prove(self) -> None:
+        for worker, epoch in self.ledger.quarantines:
+            self.change(ProveExit(worker, epoch))
+
+    # ---------------------------------------------------------------- requests
+
+    def pick_slot(self, pick: int, **wanted: bool) -> int | None:
+        request_indices = [
+            request_index
+            for request_index, it in self.book.requests.items()
+            if {"on_worker": it.on_worker, "ended": it.ended is not None} | wanted
+            == {"on_worker": it.on_worker, "ended": it.ended is not None}
+        ]
+        return request_indices[pick % len(request_indices)] if request_indices else None
+
+    @rule(priority=st.integers(-2, 2))
+    def submit(self, priority: int) -> None:
+        try:
+            request_index = self.log.open(MAX_TOKENS)
+        except CapacityError:
+            return
+        self.names += 1
+        sampling = Sampling(MAX_TOKENS, stop=("x",))
+        self.write(
+            RequestAccepted(
+                request_index, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5
+            )
+        )
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0), pages=st.integers(2, 5))
+    def admit(self, pick: int, pages: int) -> None:
+        request_index = self.pick_slot(pick, on_worker=False, ended=False)
+        if request_index is None:
+            return
+        known, joined = self.book.requests[request_index], self.live[pick % len(self.live)]
+        take_over = known.stay.placement if known.stay else None
+        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
+        if self.ledger.shortfall(joined.worker, want):
+            return
+        stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
+        self.change(Reserve(number, joined.worker, want, take_over), stay)
+        self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
+        self.log.bind(request_index, 1)
+
+    @rule(pick=st.integers(0), count=st.integers(0, 9), durable=st.integers(0, 200))
+    def say(self, pick: int, count: int, durable: int) -> None:
+        request_index = self.pick_slot(pick, on_worker=True, ended=False)
+        if request_index is None:
+            return
+        start, stay = self.log.length(request_index), self.book.requests[request_index].stay
+        assert stay is not None
+        tokens = list(range(start, min(start + count, MAX_TOKENS)))
+        self.log.append(progress(RequestEntry(request_index, stay.placement, start, tokens, durable)), 1)
+
+    @rule(pick=st.integers(0))
+    def grow(self, pick: int) -> None:
+        request_index = self.pick_slot(pick, on_worker=True)
+        more = Memory(1, 0, 1, 0)
+        if request_index is not None and (stay := self.book.requests[request_index].stay) and self.ledger.pages_free:
+            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more, seat=False):
+                return
+            self.change(Extend(stay.placement, more))
+            self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))
+
+    @rule(pick=st.integers(0), keep=st.booleans())
+    def retract(self, pick: int, keep: bool) -> None:
+        request_index = self.pick_slot(pick, on_worker=True)
+        if request_index is not None:
+            self.depart(request_index, keep=keep)
+
+    def depart(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
+        """`full_pages`: a process not proved gone may still write the last one."""
+        stay = self.book.requests[request_index].stay
+        assert stay is not None
+        held = self.ledger.held(stay.placement).host_pages
+        kept = min(self.log.durable(request_index), held * 64) if keep else 0
+        kept = kept // 64 * 64 if full_pages else kept
+        change: Change = Keep(stay.placement, -(-kept // 64)) if kept else Release(stay.placement)
+        self.log.end_placement(request_index)
+        self.change(change, RequestDeparted(request_index, kept))
+
+    @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
+    def order(self, pick: int, held: bool, outcome: str) -> None:
+        request_index = self.pick_slot(pick, ended=False)
+        if request_index is not None:
+            self.write(RequestOrdered(request_index, held, -1, outcome, "because"))
+
+    @rule(pick=st.integers(0), strikes=st.integers(1, 6))
+    def strike(self, pick: int, strikes: int) -> None:
+        request_index = self.pick_slot(pick, ended=False)
+        if request_index is not None:
+            self.write(struck_of("w0", [(request_index, strikes, self.log.length(request_index))]))
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0), undrain=st.booleans())
+    def drain(self, pick: int, undrain: bool) -> None:
+        """Some are joined again with the number that follows, and stay drained."""
+        joined = self.live[pick % len(self.live)]
+        self.write(
+            WorkerUndrained(joined.worker)
+            if undrain
+            else WorkerDrained(joined.worker, joined.epoch, 7.5, handover=True)
+        )
+
+    @rule(pick=st.integers(0))
+    def end(self, pick: int) -> None:
+        request_index = self.pick_slot(pick, on_worker=False, ended=False)
+        if request_index is not None:
+            known = self.book.requests[request_index]
+            if known.stay is not None:
+                self.change(Release(known.stay.placement), RequestDeparted(request_index, 0))
+            self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
+
+    @rule(pick=st.integers(0))
+    def forget(self, pick: int) -> None:
+        request_index = self.pick_slot(pick, ended=True)
+        if request_index is not None:
+            self.write(RequestsForgotten(np.array([request_index], np.int32).tobytes(), self.book.arrivals))
+            self.log.close(request_index)
+
+    @precondition(lambda self: self.summarizing is None)
+    @rule()
+    def begin_summary(self) -> None:
+        """It goes on with every group that is written from now on."""
+        self.summarizing = Summarizing(self.book, self.log)
+        self.write(self.summarizing.begun)
+
+    @rule()
+    def pass_over(self) -> None:
+        self.write()
+
+    def summarize(self) -> None:
+        self.begin_summary()
+        while self.summarizing:
+            self.write()
+
+
+TestJournal = JournalMachine.TestCase
+TestJournal.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_summary_says_it_in_fewer_records() -> None:
+    machine = JournalMachine()
+    machine.join("w0")
+    machine.submit(0)
+    machine.admit(0, 3)
+    for _ in range(50):
+        machine.say(0, 1, 80)
+        machine.write()
+    machine.summarize()
+    kept = [type(record).__name__ for record in kept_of(machine.records)]
+    assert len(machine.records) > 60
+    assert kept[:3] == ["Accepted", "SummaryBegun", "NodePart"]
+    assert (kept.count("NodePart"), kept.count("Admission"), kept[-1]) == (5, 13, "SummaryEnded")
+
+
+def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
+    machine = JournalMachine()
+    machine.join("w0")
+    for number in range(2):
+        machine.submit(0)
+        machine.admit(0, 3)
+        machine.say(number, 9, 80)
+    machine.retract(0, keep=True)
+    machine.summarize()
+    machine.retract(0, keep=True)
+    for records in (machine.records, kept_of(machine.records)):
+        log = new_log(journalled=True)
+        assert picture_of(replay(records, log), log) == picture_of(machine.book, machine.log)
+    assert [it.kept_tokens > 0 for it in machine.book.requests.values()] == [True, True]
+
+
+def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
+    """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
+    changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
+    records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]
+    book = replay(records, new_log(journalled=True))
+    assert book.ledgers["b"].placements() == {7}
+    assert book.placements == 7
+    released = replay([*records, LedgerChanged("b", (Release(7),))], new_log(journalled=True))
+    assert released.placements == 7
+
+
+def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
+    machine = JournalMachine()
+    machine.join("w0")
+    machine.submit(0)
+    machine.admit(0, 3)
+    machine.say(0, 9, 80)
+    machine.retract(0, keep=False)
+    machine.end(0)
+    machine.forget(0)
+    for _ in range(SLOTS):
+        machine.submit(1)
+    log = new_log(journalled=True)
+    book = replay(kept_of(machine.records), log)
+    assert sorted(book.requests) == list(range(SLOTS))
+    assert log.lengths.tolist() == [0] * SLOTS

@@ -1,0 +1,164 @@
+"""The assembled coordinator, real Scheduler included, under hostile peers of all three roles at once.
+
+One worker decodes a victim's request throughout. Whatever else is said on the sockets, the process goes on, the victim
+gets every position once and in order (I5), and at the end nothing is held of requests that ended (I1).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+
+from coordinator.listener.router import RouterSocket
+from coordinator.service import Coordinator
+from hisparse.client.client import Client, open_client
+from protocol import messages
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX, Sampling
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings
+from tests.coordinator.listener.test_fuzz_transport import attack
+from tests.support.fakes.worker import FakeWorker, hello
+from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
+from tests.support.progress import RequestEntry, progress
+
+pytestmark = pytest.mark.fuzz
+
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIMIT_S = 30
+#: Commands by which an operator may rightfully touch a request that is not his, or all workers.
+LAWFUL = frozenset(
+    {
+        "AbortRequests",
+        "AcknowledgeOutputs",
+        "RetractRequests",
+        "ResumeRequests",
+        "ResizeRequests",
+        "DrainWorkers",
+        "Detach",
+    }
+)
+
+
+class Rig:
+    """A whole coordinator in this process, without metrics."""
+
+    def __init__(self, directory: Path) -> None:
+        run = f"{directory}/run"
+        endpoints = {f"{role}_endpoint": f"ipc://{run}/{role}.sock" for role in ("client", "admin", "worker")}
+        config = Config(
+            cluster=ClusterSettings(runtime_dir=run, **endpoints),
+            coordinator=CoordinatorSettings(
+                journal=f"{run}/journal.sqlite",
+                live_requests_max=256,
+                ended_keep_max=64,
+                metrics_port=-1,
+                flush_interval_ms=1.0,
+                heartbeat_limit_s=60.0,
+            ),
+        )
+        self.client, self.admin, self.worker = (
+            RouterSocket(endpoints["client_endpoint"], message_bytes_max=CLIENT_MESSAGE_BYTES_MAX),
+            RouterSocket(endpoints["admin_endpoint"], message_bytes_max=CLIENT_MESSAGE_BYTES_MAX),
+            RouterSocket(endpoints["worker_endpoint"], message_bytes_max=WORKER_MESSAGE_BYTES_MAX, credentials=True),
+        )
+        self.coordinator = Coordinator(config, self.client, self.admin, self.worker)
+
+    def close(self) -> None:
+        for socket in (self.client, self.admin, self.worker):
+            socket.close()
+
+
+async def next_command(worker: FakeWorker) -> messages.Command:
+    while True:
+        match await worker.hear():
+            case messages.Commands(commands=(command, *_)):
+                return command
+
+
+async def decode(worker: FakeWorker, admit: messages.Admit, start: int, tokens: list[int]) -> None:
+    """Report `tokens` from position `start` on, acknowledging the Admit."""
+    await worker.report(progress(RequestEntry(admit.request_index, admit.placement, start, tokens)), command_ack=1)
+
+
+async def scenario(directory: Path, frames: dict[str, list[bytes]]) -> None:
+    rig = Rig(directory)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.coordinator.serve)
+        await rig.coordinator.started.wait()
+        worker = await FakeWorker.connect(rig.worker.endpoint)
+        await worker.say(hello("victim"))
+        await worker.hear()
+        async with open_client(rig.client.endpoint) as client:
+            await with_victim(rig, worker, client, frames)
+        worker.close()
+        nursery.cancel_scope.cancel()
+    rig.close()
+
+
+async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict[str, list[bytes]]) -> None:
+    stream = await client.submit([1, 2, 3], Sampling(max_tokens=100, ignore_eos=True), request_id="victim")
+    admit = await next_command(worker)
+    assert isinstance(admit, messages.Admit)
+    staged, started = messages.Staged(admit.placement, 1.0, 1.0), messages.Started(admit.placement)
+    await worker.report(events=[staged, started], command_ack=1)
+    await decode(worker, admit, 0, [10, 11])
+    assert list(await anext(stream)) == [10, 11]
+    await attack(rig.client.endpoint, frames["client"])
+    await attack(rig.client.endpoint, frames["client"], messages.Hello(PROTOCOL_VERSION, "client", "fuzz"))
+    await attack(rig.admin.endpoint, frames["admin"], messages.Hello(PROTOCOL_VERSION, "admin", "fuzz"))
+    await attack(rig.worker.endpoint, frames["worker"])
+    await attack(rig.worker.endpoint, frames["worker"], msgspec.structs.replace(hello("fuzz"), node="other"))
+    await decode(worker, admit, 2, [12, 13, 14])
+    assert list(await anext(stream)) == [12, 13, 14]
+    finished = messages.Finished(admit.placement, "length", 5)
+    await worker.report(events=[finished, messages.Released(admit.placement, 7, 1, 2)], command_ack=1)
+    assert list(await stream.collect()) == []
+    assert stream.ended is not None
+    assert (stream.ended.outcome, stream.ended.generated_tokens) == ("FINISHED", 5)
+    with trio.fail_after(5):  # I1: what a request that is over held comes back
+        while await pages_owned(client) != await pages_held(client):  # noqa: ASYNC110
+            await trio.sleep(0.005)
+
+
+async def pages_owned(client: Client) -> int:
+    return next(pool.host_pages - pool.free for pool in await client.pools() if pool.node == "n")
+
+
+async def pages_held(client: Client) -> int:
+    """By requests that are not over: those that the hostile peers had admitted."""
+    rows = (await client.requests()).rows
+    return sum(row.host_pages for row in rows if row.worker == "victim" and row.request_id != "victim")
+
+
+def harmless(frames: list[bytes]) -> list[bytes]:
+    """Without what an operator may lawfully do to the victim or its worker."""
+    return [frame for frame in frames if not is_lawful_harm(frame)]
+
+
+def is_lawful_harm(frame: bytes) -> bool:
+    try:
+        message = messages.decode_admin(frame)
+    except ValueError:
+        return False
+    if type(message).__name__ not in LAWFUL and not isinstance(message, messages.StopCoordinator):
+        return False
+    names = getattr(message, "request_ids", None)
+    return names is None or "victim" in names
+
+
+@FUZZ
+@given(hostile_frames(CLIENT_SEEDS), hostile_frames(ADMIN_SEEDS), hostile_frames(WORKER_SEEDS))
+def test_a_whole_coordinator_survives_and_serves_on(
+    client: list[bytes], admin: list[bytes], worker: list[bytes]
+) -> None:
+    frames = {"client": harmless(client), "admin": harmless(admin), "worker": worker}
+
+    async def limited() -> None:
+        with tempfile.TemporaryDirectory() as directory, trio.fail_after(LIMIT_S):
+            await scenario(Path(directory), frames)
+
+    trio.run(limited)

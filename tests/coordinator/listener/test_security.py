@@ -1,0 +1,404 @@
+"""Listeners over real tcp sockets with real keys: who gets in, what he may do there, and that nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+
+from coordinator.listener import connection_tracker, rate_limiter
+from coordinator.listener import router as router_module
+from coordinator.listener.authentication import CurveGuard
+from hisparse.client.client import open_client
+from protocol import messages
+from protocol.errors import CapacityError, ConfigError, HiSparseError, NotAllowed, NotFound, Unavailable, WrongState
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
+from protocol.transport import dealer as dealer_module
+from protocol.transport import keys as key_files
+from protocol.transport.dealer import DealerSocket
+from protocol.transport.keys import Insecure
+from tests.support.gateway_rig import hear, say
+from tests.support.guarded_rig import Guarded, guarded, new_keys, next_command
+from tests.support.process_rig import ROOT
+
+#: An answer that takes longer is an endless wait.
+SOON_S = 4.0
+LONG = Sampling(max_tokens=100, ignore_eos=True)
+
+
+async def refusal(it: Guarded, role: str, key: key_files.PeerKey | Insecure | None) -> HiSparseError:
+    with trio.fail_after(SOON_S), pytest.raises(HiSparseError) as caught:
+        async with open_client(it.endpoint(role), role=role, key=key):
+            pass
+    return caught.value
+
+
+# ---------------------------------------------------------------- who gets in
+
+
+async def test_a_key_opens_the_door_of_its_role_and_no_other(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it:
+        await it.worker()
+        async with it.client() as client, it.client("alice") as alice, it.admin() as admin:
+            assert (await client.model()).name == "fake"
+            assert (await alice.workers())[0].worker == "w0"
+            assert await admin.drain() == ("w0: draining, 0 requests finish in place within 300 s",)
+        for listener, role in (("admin", "client"), ("worker", "client"), ("client", "worker"), ("client", "admin")):
+            error = await refusal(it, listener, it.key(role))
+            assert isinstance(error, NotAllowed)
+            assert f"the key of {role} {role}" in error.message
+            assert it.endpoint(listener) == error.value
+        assert it.dropped("admin") == it.dropped("worker") == {"denied": 1}
+        assert it.dropped("client") == {"denied": 2}
+
+
+async def test_strangers_are_told_at_once_what_is_wrong(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it:
+        unknown = await refusal(it, "client", it.stranger("client", tmp_path / "other"))
+        assert isinstance(unknown, NotAllowed)
+        assert "hisparse keys add" in unknown.remedy
+        elsewhere = await refusal(it, "client", key_files.read_peer_key(tmp_path / "other", "client"))
+        assert isinstance(elsewhere, Unavailable)
+        assert "may not be this coordinator's" in elsewhere.message
+        assert "other/client.key" in elsewhere.message
+        without = await refusal(it, "client", Insecure())
+        assert isinstance(without, Unavailable)
+        assert "does it want a key" in without.message
+        silent = await refusal(it, "client", None)
+        assert isinstance(silent, ConfigError)
+        assert "--insecure" in silent.remedy
+        async with it.client() as client:
+            assert (await client.welcome()).protocol == PROTOCOL_VERSION
+
+
+async def test_what_knocks_without_zmq_is_shown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open: connected, and never a word."""
+    monkeypatch.setattr(router_module, "HANDSHAKE_LIMIT_MS", 300)
+    async with guarded(tmp_path) as it:
+        host, port = it.endpoint("client").removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as mute, socket.create_connection((host, int(port))) as noisy:
+            noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            for each in (mute, noisy):
+                each.settimeout(SOON_S)
+                await trio.to_thread.run_sync(read_to_end, each)
+        async with it.client() as client:
+            assert await client.pools() == ()
+
+
+def read_to_end(connection: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+
+
+async def test_who_does_not_introduce_himself_is_shown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_tracker, "INTRODUCE_LIMIT_S", 0.3)
+    async with guarded(tmp_path) as it, it.client() as client:
+        silent, loud = await it.dealer("client", "bob"), await it.dealer("client", "bob")
+        with trio.fail_after(SOON_S):
+            await say(loud, messages.ListRequests(1))  # said without a hello: answered, and no introduction
+            assert isinstance((await hear(loud))[0], messages.Failure)
+            for dealer in (silent, loud):
+                with pytest.raises(Unavailable):
+                    await dealer.recv_batch()
+        assert it.dropped("client")["no hello"] == 2
+        assert await client.workers() == ()
+        silent.close()
+        loud.close()
+
+
+async def test_one_key_has_so_many_connections(tmp_path: Path) -> None:
+    async with guarded(tmp_path, connections_per_key_max=2) as it, it.client("bob") as first, it.client("bob"):
+        with pytest.raises(CapacityError, match="client:bob"):
+            async with it.client("bob"):
+                pass
+        async with it.client("alice") as alice:
+            assert await alice.workers() == ()
+        assert await first.workers() == ()
+
+
+async def test_who_comes_back_to_a_full_house_waits_for_room(tmp_path: Path) -> None:
+    """Connections that were lost may still be counted when their clients return."""
+    async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=10.0) as client:
+        tracker_of = it.sockets["client"].connection_tracker
+        tracker_of.per_user_max = 0
+        assert it.sockets["client"].cut_users({"client:bob"}) == 1
+        await trio.sleep(0.5)
+        assert client.reconnects == 0
+        tracker_of.per_user_max = 1
+        with trio.fail_after(SOON_S):
+            assert (await client.welcome()).protocol == PROTOCOL_VERSION
+        assert client.reconnects == 1
+
+
+# ---------------------------------------------------------------- what he may do there
+
+
+async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
+    keys = new_keys(tmp_path)
+    async with guarded(tmp_path, keys) as it:
+        await it.worker()
+        async with it.client("alice") as alice, it.client("bob") as bob, it.admin() as admin:
+            await alice.submit_detached([1, 2, 3], LONG, request_id="hers")
+            await bob.submit_detached([1, 2, 3], LONG, request_id="his")
+            for attempt in (bob.attach("hers"), bob.abort(["his", "hers"]), bob.request("hers")):
+                with pytest.raises(NotFound) as others:
+                    await attempt
+                with pytest.raises(NotFound) as nobodys:
+                    await bob.request("nobodys")
+                assert str(others.value) == str(nobodys.value).replace("nobodys", "hers"), "he learns nothing"
+            with pytest.raises(WrongState):
+                await bob.submit([1, 2, 3], LONG, request_id="hers")
+            assert [row.request_id for row in (await bob.requests()).rows] == ["his"]
+            assert [row.request_id for row in (await alice.requests()).rows] == ["hers"]
+            assert {row.request_id for row in (await admin.requests()).rows} == {"hers", "his"}
+            assert (await alice.attach("hers")).request_id == "hers"
+            assert await admin.abort(["his"]) != ()
+    patience = {"heartbeat_interval_s": 0.1, "heartbeat_limit_s": 0.4}  # for a worker that does not come back
+    async with (  # the next life, from the journal
+        guarded(tmp_path, keys, **patience) as it,
+        it.client("alice") as alice,
+        it.client("bob") as bob,
+        it.admin() as admin,
+    ):
+        with pytest.raises(NotFound):
+            await bob.abort(["hers"])
+        await admin.abort(["hers"])
+        with trio.fail_after(SOON_S):
+            while (await alice.request("hers")).row.state != "ABORTED":  # noqa: ASYNC110
+                await trio.sleep(0.02)
+        assert await bob.acknowledge(["nobodys"]) != ()
+        with pytest.raises(NotFound):
+            await bob.acknowledge(["hers"])
+        await alice.acknowledge(["hers"])
+
+
+async def test_an_operators_verb_is_no_word_of_a_client(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it, it.client("bob") as bob:
+        for command in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
+            with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
+                await command
+
+
+# ---------------------------------------------------------------- too much of it
+
+
+async def test_a_message_too_large_is_answered_and_one_far_too_large_ends_the_connection(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it, it.client("alice") as alice:
+        dealer = await it.dealer("client", "bob")
+        await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "large"))
+        await hear(dealer)
+        await dealer.send(bytes(CLIENT_MESSAGE_BYTES_MAX + 1))
+        (failure,) = await hear(dealer)
+        assert isinstance(failure, messages.Failure)
+        assert "at most" in failure.message
+        await dealer.send(bytes(CLIENT_MESSAGE_BYTES_MAX * router_module.HARD_LIMIT_FACTOR + 1))
+        with trio.fail_after(SOON_S), pytest.raises(Unavailable):
+            await dealer.recv_batch()
+        assert await alice.workers() == ()
+        assert it.dropped("client")["protocol"] == 1
+        dealer.close()
+
+
+async def test_a_flood_is_told_once_then_cut_and_others_do_not_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate_limiter, "CUT_AFTER", 200)
+    async with guarded(tmp_path, messages_per_s=0.01, messages_burst=50) as it, it.client("alice") as alice:
+        dealer = await it.dealer("client", "bob")
+        await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "flood"))
+        await say(dealer, *[messages.ListPools(1)] * 100)
+        heard: list[messages.GatewayMessage] = []
+        with trio.move_on_after(1.0):
+            while True:
+                heard += await hear(dealer, at_least=True)
+        (refused,) = [it for it in heard if isinstance(it, messages.Failure)]  # answering a flood would feed it
+        assert (refused.code, refused.field) == ("capacity", "messages_per_s")
+        assert len(heard) in (50, 51), "a welcome, what the bucket held, and one refusal"
+        await flood_until_cut(dealer)
+        assert it.dropped("client")["rate"] >= 200
+        assert it.dropped("client")["cut"] >= 1
+        with trio.fail_after(SOON_S):
+            assert await alice.workers() == (), "she has a bucket of her own"
+        again = await refusal(it, "client", it.key("client", "bob"))
+        assert isinstance(again, CapacityError), "another connection of his has no other bucket"
+
+
+async def flood_until_cut(dealer: DealerSocket) -> None:
+    with trio.fail_after(SOON_S), suppress(Unavailable):
+        while True:
+            await say(dealer, *[messages.ListPools(1)] * 20)
+    dealer.close()
+
+
+async def test_hammering_at_the_door_is_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.listener.zap.KNOCKS_BURST", 3)
+    monkeypatch.setattr("coordinator.listener.zap.KNOCKS_PER_S", 0.01)
+    monkeypatch.setattr(dealer_module, "CONNECT_LIMIT_S", 0.5)
+    async with guarded(tmp_path) as it:
+        for _ in range(3):
+            (await it.dealer("client", "bob")).close()
+        with pytest.raises(Unavailable, match="no answer"):
+            await it.dealer("client", "bob")
+        assert it.dropped("client")["rate"] == 1
+        async with it.client("alice") as alice:
+            assert await alice.workers() == ()
+
+
+# ---------------------------------------------------------------- other keys, while it runs
+
+
+async def test_keys_are_replaced_and_revoked_while_requests_go_on(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it:
+        worker = await it.worker()
+        async with it.client("alice") as old, it.client("bob") as bob:
+            stream = await old.submit([1, 2, 3], LONG, request_id="hers")
+            assert isinstance(await next_command(worker), messages.Admit)
+            (it.keys / "client.alice.key").unlink()
+            key_files.add_peer(it.keys, "client", "alice")
+            assert isinstance(await refusal(it, "client", it.key("client", "alice")), NotAllowed), "not read yet"
+            await hang_up(it)
+            async with it.client("alice") as new:
+                assert key_files.revoke(it.keys, "client", "alice", keep_newest=True) == 1
+                assert key_files.revoke(it.keys, "client", "bob", keep_newest=False) == 1
+                await hang_up(it)
+                with trio.fail_after(SOON_S), pytest.raises(NotAllowed):  # its client tries again, with the old key
+                    await stream.collect()
+                assert stream.received == 0
+            async with it.client("alice") as new:
+                assert (await new.request("hers")).row.state != "ABORTED"
+            with trio.fail_after(SOON_S):
+                await bob.lost()
+            assert isinstance(await refusal(it, "client", it.key("client", "bob")), NotAllowed)
+        with (it.keys / "allowed.keys").open("a") as file:
+            file.write("client mallory\n")
+        await hang_up(it)  # not a list: the old one holds
+        async with it.client("alice") as new:
+            assert (await new.workers())[0].state == "connected"
+
+
+async def hang_up(it: Guarded) -> None:
+    """SIGHUP, and the turns in which it is heard."""
+    os.kill(os.getpid(), signal.SIGHUP)
+    await trio.sleep(0.1)
+
+
+# ---------------------------------------------------------------- workers
+
+
+async def test_pages_of_a_worker_that_nobody_can_see_are_released_by_word(tmp_path: Path) -> None:
+    """I1, I2: over tcp no exit is ever proved; an operator's word is journalled like a proof."""
+    keys = new_keys(tmp_path)
+    async with guarded(tmp_path, keys, heartbeat_interval_s=0.1, heartbeat_limit_s=0.4) as it:
+        worker = await it.worker()
+        async with it.client() as client, it.admin() as admin:
+            await client.submit_detached([1, 2, 3], LONG)
+            assert isinstance(await next_command(worker), messages.Admit)
+            with pytest.raises(NotFound, match="nothing in quarantine"):
+                await admin.release_quarantine(["w0"])
+            worker.close()
+            with trio.fail_after(SOON_S):
+                while not (pool := (await client.pools())[0]).quarantined:  # noqa: ASYNC110
+                    await trio.sleep(0.02)
+            assert pool.owned == 0
+            (line,) = await admin.release_quarantine(["w0"])
+            assert line == "w0: released what its lost epochs [1] had"
+            assert (await client.pools())[0].free == pool.host_pages
+            with pytest.raises(NotFound):
+                await admin.release_quarantine(["w0"])
+    async with guarded(tmp_path, keys) as it, it.client() as client:
+        assert [(pool.free, pool.quarantined) for pool in await client.pools()] == [(pool.host_pages, 0)]
+
+
+async def test_a_worker_with_another_roles_key_ends_and_says_why(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as it:
+        with pytest.raises(NotAllowed, match="client alice"):
+            await DealerSocket.connect(it.endpoint("worker"), message_bytes_max=1, key=it.key("client", "alice"))
+
+
+def test_a_door_without_its_doorkeeper_stays_shut(tmp_path: Path) -> None:
+    """libzmq would let everybody in who speaks CURVE, were it not told to insist."""
+    keys = new_keys(tmp_path)
+    listener = CurveGuard(key_files.read_server_key(keys), "client")
+    router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=listener)
+
+    async def knock() -> None:
+        with trio.fail_after(SOON_S), pytest.raises(Unavailable):
+            await DealerSocket.connect(
+                router.endpoint, message_bytes_max=100, key=key_files.read_peer_key(keys, "client")
+            )
+
+    trio.run(knock)
+    router.close()
+
+
+def test_zmq_has_what_this_rests_on() -> None:
+    assert zmq.has("curve")
+
+
+# ---------------------------------------------------------------- refused at start
+
+
+def start_coordinator(directory: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("HISPARSE_")}
+    environ |= {f"HISPARSE_CLUSTER_{name.upper()}": value for name, value in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "hisparse.cli", "coordinator"],
+        cwd=ROOT,
+        env=environ | {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{directory}/run"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("role", ["client", "admin", "worker"])
+def test_tcp_without_keys_is_refused_at_start(tmp_path: Path, role: str) -> None:
+    done = start_coordinator(tmp_path, **{f"{role}_endpoint": "tcp://127.0.0.1:0"})
+    assert done.returncode == 8
+    assert f"cluster.{role}_endpoint=tcp://127.0.0.1:0" in done.stderr
+    assert "hisparse keys init" in done.stderr
+    assert "--insecure" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["server.key", "allowed.keys"])
+def test_keys_that_others_can_reach_are_refused_at_start(tmp_path: Path, name: str) -> None:
+    keys = new_keys(tmp_path)
+    (keys / name).chmod(0o666)
+    done = start_coordinator(tmp_path, client_endpoint="tcp://127.0.0.1:0", keys_dir=str(keys))
+    assert done.returncode == 8
+    assert f"{keys}/{name}" in done.stderr
+    assert "mode 0666" in done.stderr
+
+
+@pytest.mark.process
+def test_a_runtime_directory_that_others_can_enter_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(0o755)
+    done = start_coordinator(tmp_path)
+    assert done.returncode == 8
+    assert "others could reach the sockets" in done.stderr
+
+
+async def test_a_client_does_not_speak_to_a_directory_that_is_not_his_alone(tmp_path: Path) -> None:
+    """Somebody else may have made the directory, and listen there."""
+    shared = tmp_path / "shared"
+    shared.mkdir(0o777)
+    shared.chmod(0o777)
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").mkdir(0o700)
+    for directory in (shared, linked):
+        with trio.fail_after(SOON_S), pytest.raises(ConfigError) as caught:
+            await DealerSocket.connect(f"ipc://{directory}/client.sock", message_bytes_max=1)
+        assert caught.value.value == str(directory)

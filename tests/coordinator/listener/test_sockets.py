@@ -1,0 +1,458 @@
+"""coordinator.listener.router over real ipc sockets: the traps of trio with ZMQ, each with its test."""
+
+from __future__ import annotations
+
+import os
+import socket as std_socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+import zmq
+
+from coordinator.listener.router import HARD_LIMIT_FACTOR, Received, RouterSocket, Sent
+from protocol.errors import BadInput, ConfigError, Unavailable
+from protocol.transport.dealer import DealerSocket
+from protocol.transport.watched import BATCH_MESSAGES_MAX, context_of
+
+BYTES_MAX = 100_000
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/run/client.sock"
+
+
+@pytest.fixture
+async def router(endpoint: str) -> AsyncIterator[RouterSocket]:
+    socket = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, queue_messages=50)
+    yield socket
+    socket.close()
+
+
+async def connect(router: RouterSocket) -> DealerSocket:
+    return await DealerSocket.connect(router.endpoint, message_bytes_max=BYTES_MAX, queue_messages=50)
+
+
+def raw_dealer(router: RouterSocket) -> zmq.Socket[bytes]:
+    """A peer that keeps none of our rules."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(router.endpoint)
+    return socket
+
+
+async def introduce(router: RouterSocket, dealer: DealerSocket) -> bytes:
+    await dealer.send(b"hello")
+    return (await router.recv_batch())[0].peer
+
+
+async def test_a_dealer_needs_no_address_that_an_earlier_one_may_still_have(router: RouterSocket) -> None:
+    """pyzmq names a monitor by its socket's descriptor, which is free before libzmq lets go of the name."""
+    with context_of("dealer").socket(zmq.PAIR) as earlier:
+        for descriptor in range(1000):
+            earlier.bind(f"inproc://monitor.s-{descriptor}")
+        dealer = await connect(router)
+        await introduce(router, dealer)
+        dealer.close()
+
+
+async def test_messages_go_both_ways_in_order(router: RouterSocket) -> None:
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    for number in range(40):
+        assert router.send(peer, b"%d" % number) is Sent.OK
+    got: list[bytes] = []
+    with trio.fail_after(5):
+        while len(got) < 40:
+            got += await dealer.recv_batch()
+    assert got == [b"%d" % number for number in range(40)]
+    dealer.close()
+
+
+async def test_a_cancelled_receive_loses_nothing(router: RouterSocket) -> None:
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    got: list[bytes] = []
+    cancelled = 0
+
+    async def receive_under(scope: trio.CancelScope) -> None:
+        nonlocal got, cancelled
+        with scope:
+            got += await dealer.recv_batch()
+        cancelled += scope.cancelled_caught
+
+    number = 0
+    with trio.fail_after(20):
+        while number < 500 or cancelled <= 10:  # how often a cancellation wins the race is the machine's affair
+            scope = trio.CancelScope()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(receive_under, scope)
+                await trio.testing.wait_all_tasks_blocked()
+                assert router.send(peer, b"%d" % number) is Sent.OK
+                await trio.sleep(number % 8 * 30e-6)
+                scope.cancel()
+            number += 1
+            while number % 20 == 0 and len(got) < number:
+                got += await dealer.recv_batch()
+        while len(got) < number:
+            got += await dealer.recv_batch()
+    assert got == [b"%d" % sent for sent in range(number)]
+    dealer.close()
+
+
+async def test_a_send_that_consumes_the_edge_still_wakes_the_reader(router: RouterSocket) -> None:
+    """Ping-pong while other tasks send through the same sockets all the time; a stall trips the deadline."""
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    rounds = 3_000
+
+    async def echo() -> None:
+        while True:
+            for received in await router.recv_batch():
+                router.send(received.peer, received.frame)
+                router.send(received.peer, b"noise")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(echo)
+        answers: list[bytes] = []
+        with trio.fail_after(30):
+            for number in range(rounds):
+                await dealer.send(b"%d" % number)
+                await dealer.send(b"extra")
+                while len(answers) <= number:
+                    answers += [frame for frame in await dealer.recv_batch() if frame not in {b"noise", b"extra"}]
+        nursery.cancel_scope.cancel()
+    assert answers == [b"%d" % number for number in range(rounds)]
+    assert peer
+    dealer.close()
+
+
+async def test_a_reader_parked_before_a_send_is_woken_by_it(router: RouterSocket) -> None:
+    """The message is already there when the other task's send reads the mailbox: only a re-read of EVENTS tells."""
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    got: list[Received] = []
+
+    async def read() -> None:
+        got.extend(await router.recv_batch())
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            dealer._queue(b"late")
+            while not router._events() & zmq.POLLIN:  # consumes the edge, as a send may
+                pass
+            router.send(peer, b"x")
+    assert [received.frame for received in got] == [b"late"]
+    dealer.close()
+
+
+async def test_one_batch_is_bounded(router: RouterSocket) -> None:
+    wide = RouterSocket(router.endpoint + "2", message_bytes_max=BYTES_MAX)
+    dealer = await DealerSocket.connect(wide.endpoint, message_bytes_max=BYTES_MAX)
+    for number in range(BATCH_MESSAGES_MAX + 10):
+        await dealer.send(b"%d" % number)
+    await trio.sleep(0.1)
+    assert len(await wide.recv_batch()) <= BATCH_MESSAGES_MAX
+    dealer.close()
+    wide.close()
+
+
+async def test_full_and_gone_are_told_apart_and_nothing_is_dropped_silently(router: RouterSocket) -> None:
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    accepted = 0
+    with trio.fail_after(10):
+        while router.send(peer, b"%06d" % accepted + bytes(10_000)) is Sent.OK:
+            accepted += 1
+            await trio.lowlevel.checkpoint()
+        got: list[bytes] = []
+        while len(got) < accepted:
+            got += [frame[:6] for frame in await dealer.recv_batch()]
+    assert got == [b"%06d" % number for number in range(accepted)], "no gap up to the refusal"
+    assert router.send(b"nobody", b"x") is Sent.GONE
+    dealer.close()
+    with trio.fail_after(5):
+        while router.send(peer, b"x") is not Sent.GONE:  # noqa: ASYNC110 - libzmq has no event for it
+            await trio.sleep(0.01)
+
+
+async def test_a_dealer_waits_for_room(router: RouterSocket) -> None:
+    dealer = await connect(router)
+    count = 3_000
+
+    async def send_all() -> None:
+        for number in range(count):
+            await dealer.send(b"%06d" % number + bytes(2_000))
+
+    got: list[bytes] = []
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all)
+            await trio.sleep(0.2)
+            while len(got) < count:
+                got += [received.frame[:6] for received in await router.recv_batch()]
+    assert got == [b"%06d" % number for number in range(count)]
+    dealer.close()
+
+
+async def test_a_second_bind_is_refused_and_names_the_holder(router: RouterSocket) -> None:
+    with pytest.raises(Unavailable, match=f"process {os.getpid()} serves it already"):
+        RouterSocket(router.endpoint, message_bytes_max=BYTES_MAX)
+    dealer = await connect(router)
+    await introduce(router, dealer)
+    dealer.close()
+
+
+def test_a_path_left_by_a_killed_process_can_be_taken(endpoint: str) -> None:
+    script = (
+        "import os, signal\n"
+        "from coordinator.listener.router import RouterSocket\n"
+        f"router = RouterSocket({endpoint!r}, message_bytes_max=1000)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=20)
+    path = Path(endpoint.removeprefix("ipc://"))
+    assert path.exists()
+    RouterSocket(endpoint, message_bytes_max=BYTES_MAX).close()
+    assert not path.exists()
+
+
+async def test_the_socket_lives_in_a_private_directory(router: RouterSocket, tmp_path: Path) -> None:
+    directory = Path(router.endpoint.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    open_directory = tmp_path / "open"
+    open_directory.mkdir()
+    for mode in (0o755, 0o710, 0o701):  # whoever may enter it, its group included
+        open_directory.chmod(mode)
+        with pytest.raises(ConfigError, match="others could reach the sockets"):
+            RouterSocket(f"ipc://{open_directory}/x.sock", message_bytes_max=BYTES_MAX)
+
+
+def test_unusable_endpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="longer than the 107 bytes"):
+        RouterSocket(f"ipc://{tmp_path}/{'x' * 107}", message_bytes_max=BYTES_MAX)
+    with pytest.raises(ConfigError, match="use ipc"):
+        RouterSocket("smoke://signals", message_bytes_max=BYTES_MAX)
+
+
+async def test_a_dealer_says_at_once_that_nobody_is_there(endpoint: str) -> None:
+    with trio.fail_after(2), pytest.raises(Unavailable, match="nobody listens there"):
+        await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
+    with pytest.raises(ConfigError, match="use ipc"):
+        await DealerSocket.connect("smoke://signals", message_bytes_max=BYTES_MAX)
+
+
+@pytest.mark.parametrize("parked", ["reader", "writer"])
+async def test_a_lost_connection_raises_for_readers_and_writers(router: RouterSocket, parked: str) -> None:
+    """No silent reconnect: what was in flight is gone, so the owner must introduce itself again."""
+    dealer = await connect(router)
+    await introduce(router, dealer)
+
+    async def forever() -> None:
+        while True:
+            await (dealer.recv_batch() if parked == "reader" else dealer.send(bytes(50_000)))
+
+    async def wait_for_loss() -> None:
+        with pytest.raises(Unavailable, match="the connection was lost"):
+            await forever()
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_for_loss)
+            await trio.testing.wait_all_tasks_blocked()
+            router.close()
+    with pytest.raises(Unavailable):
+        await dealer.recv_batch()
+    dealer.close()
+
+
+async def test_what_arrived_before_the_loss_is_read_first(endpoint: str) -> None:
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX)
+    dealer = await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
+    peer = await introduce(router, dealer)
+    for number in range(500):
+        assert router.send(peer, b"%d" % number) is Sent.OK
+    router.close()
+    await trio.sleep(0.1)  # time in which libzmq sees the connection end
+    got: list[bytes] = []
+
+    async def read_all() -> None:
+        while True:
+            got.extend(await dealer.recv_batch())
+
+    with trio.fail_after(5), pytest.raises(Unavailable, match="the connection was lost"):
+        await read_all()
+    assert got == [b"%d" % number for number in range(500)]
+    dealer.close()
+
+
+async def test_loss_seen_by_a_writer_wakes_the_parked_reader(router: RouterSocket) -> None:
+    """The writer's look consumes the edge that the reader waits for."""
+    dealer = await connect(router)
+    await introduce(router, dealer)
+
+    async def expect_loss() -> None:
+        with pytest.raises(Unavailable):
+            await dealer.recv_batch()
+
+    def look_until_lost() -> None:
+        while True:
+            dealer._is_ready(zmq.POLLOUT)
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(expect_loss)
+            await trio.testing.wait_all_tasks_blocked()
+            router.close()
+            with pytest.raises(Unavailable):
+                look_until_lost()
+    dealer.close()
+
+
+async def test_closing_wakes_whoever_waits(router: RouterSocket) -> None:
+    dealer = await connect(router)
+
+    async def expect_closed() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await dealer.recv_batch()
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(expect_closed)
+            nursery.start_soon(expect_closed)
+            await trio.testing.wait_all_tasks_blocked()
+            dealer.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await dealer.send(b"x")
+
+
+async def test_duplicate_routing_ids_disturb_nobody(router: RouterSocket) -> None:
+    """libzmq ignores the second connection of one routing id; the first goes on."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    twins = []
+    for _ in range(2):
+        twin = context.socket(zmq.DEALER)
+        twin.setsockopt(zmq.ROUTING_ID, b"twin")
+        twin.connect(router.endpoint)
+        twins.append(twin)
+        twin.send(b"from %d" % len(twins))
+        await trio.sleep(0.1)
+    got = await router.recv_batch()
+    assert [received.frame for received in got] == [b"from 1"]
+    assert router.send(b"twin", b"to the first") is Sent.OK
+    assert twins[0].poll(1000)
+    for twin in twins:
+        twin.close(0)
+
+
+async def test_multipart_messages_arrive_as_unreadable(router: RouterSocket) -> None:
+    raw = raw_dealer(router)
+    raw.send_multipart([b"a", b"b"])
+    with trio.fail_after(5):
+        assert (await router.recv_batch())[0].frame == b""
+    raw.close(0)
+
+
+async def test_oversized_messages_arrive_up_to_the_hard_limit_and_are_cut_off_above(router: RouterSocket) -> None:
+    raw = raw_dealer(router)
+    raw.send(bytes(BYTES_MAX + 1))
+    with trio.fail_after(5):
+        assert len((await router.recv_batch())[0].frame) == BYTES_MAX + 1
+    raw.send(bytes(BYTES_MAX * HARD_LIMIT_FACTOR + 1))
+    neighbour = await connect(router)
+    with trio.fail_after(5):
+        peer = await introduce(router, neighbour)
+    assert router.send(peer, b"unharmed") is Sent.OK
+    raw.close(0)
+    with pytest.raises(BadInput, match="exceeds the limit"):
+        await neighbour.send(bytes(BYTES_MAX + 1))
+    neighbour.close()
+
+
+async def test_credentials_name_the_sending_process(endpoint: str) -> None:
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
+    dealer = await connect(router)
+    await dealer.send(b"hello")
+    assert (await router.recv_batch())[0].pid == os.getpid()
+    script = (
+        "import zmq\n"
+        "dealer = zmq.Context().socket(zmq.DEALER)\n"
+        f"dealer.connect({endpoint!r}); dealer.send(b'hello'); dealer.recv()"
+    )
+    child = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+        [sys.executable, "-c", script]
+    )
+    with trio.fail_after(20):
+        received = (await router.recv_batch())[0]
+    assert received.pid == child.pid
+    router.send(received.peer, b"bye")
+    child.wait(timeout=10)
+    dealer.close()
+    router.close()
+
+
+async def test_who_has_hung_up_is_still_told_from_whoever_came_next(endpoint: str) -> None:
+    """The next connection is given the descriptor of the one before, which says nothing any more by then."""
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
+    script = (
+        "import zmq\n"
+        "context = zmq.Context()\n"
+        "dealer = context.socket(zmq.DEALER)\n"
+        f"dealer.connect({endpoint!r}); dealer.send(b'hello'); dealer.close(2_000)\n"
+        "context.term()"  # waits until it is sent; the end of the process does not
+    )
+    child = subprocess.Popen([sys.executable, "-c", script])  # noqa: ASYNC220 - returns at once
+    await trio.to_thread.run_sync(child.wait)
+    await trio.sleep(0.2)  # time in which libzmq notices
+    dealer = await connect(router)
+    await dealer.send(b"hello")
+    seen: list[Received] = []
+    with trio.fail_after(5):
+        while len(seen) < 2:
+            seen += await router.recv_batch()
+    assert {received.pid for received in seen} == {child.pid, os.getpid()}
+    dealer.close()
+    router.close()
+
+
+async def test_a_peer_cannot_claim_another_process(endpoint: str) -> None:
+    """Its handshake may carry properties of its own making; those of libzmq win."""
+    router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
+    claims = {b"Socket-Type": b"DEALER", b"Identity": b"", b"Peer-Address": b"localhost:0:0:1", b"User-Id": b"admin"}
+    properties = b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in claims.items()
+    )
+    ready = b"\x05READY" + properties
+    with std_socket.socket(std_socket.AF_UNIX) as peer:
+        peer.connect(endpoint.removeprefix("ipc://"))
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        greeting = await trio.to_thread.run_sync(peer.recv, 64, std_socket.MSG_WAITALL)
+        assert len(greeting) == 64  # libzmq hangs up on who says more before he has heard it
+        peer.sendall(bytes([4, len(ready)]) + ready + b"\x00\x05hello")
+        with trio.fail_after(5):
+            (received,) = await router.recv_batch()
+    assert (received.frame, received.pid, received.user) == (b"hello", os.getpid(), "")
+    router.close()
+
+
+async def test_a_lost_connection_does_not_come_back_to_a_successor(router: RouterSocket) -> None:
+    """A silent reconnect would continue in the middle, at a coordinator that was never introduced."""
+    dealer = await connect(router)
+    router.close()
+    successor = RouterSocket(router.endpoint, message_bytes_max=BYTES_MAX)
+    await trio.sleep(0.5)  # time in which libzmq would have reconnected by itself
+    with trio.fail_after(5), pytest.raises(Unavailable):
+        await dealer.send(b"as if nothing had happened")
+    with trio.move_on_after(0.2) as scope:
+        await successor.recv_batch()
+    assert scope.cancelled_caught
+    dealer.close()
+    successor.close()

@@ -1,0 +1,445 @@
+"""The transition table: histories told by hand, and every order of events that hypothesis finds."""
+
+from __future__ import annotations
+
+import copy
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coordinator.scheduling.events import (
+    Admitted,
+    Ending,
+    EndOrder,
+    HotBufferResized,
+    LinkStats,
+    MemoryGiven,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestClosed,
+    RequestCommand,
+    ResumeOrder,
+    RetractOrder,
+    RowsGivenUp,
+    Stage,
+    WorkerLost,
+)
+from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, EventKind, Resolve, State
+from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
+from protocol import messages
+from protocol.errors import InternalError, WrongState
+
+PROMPT = 100
+
+
+class FakePort:
+    """A port nobody sends through: the pure part only names it."""
+
+    def send(self, command: messages.Command) -> None:
+        raise AssertionError(command)
+
+    def stats(self) -> LinkStats:
+        return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
+
+
+def admit(placement: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
+    sampling = messages.Sampling(max_tokens=50)
+    hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
+    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
+    return Admitted(command, "w0", FakePort(), "fits")
+
+
+class History:
+    """A request and what it did so far."""
+
+    def __init__(self) -> None:
+        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.rows = Rows(0, 0)
+        self.now = 0.0
+
+    def tell(self, *events: object) -> list[Action]:
+        done: list[Action] = []
+        for event in events:
+            self.now += 1.0
+            done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+            self.request.check_invariants()
+        return done
+
+    def run(self, placement: int = 1) -> None:
+        self.tell(admit(placement), messages.Staged(placement, 1.0, 1.0), messages.Started(placement))
+
+
+def finish(placement: int, generated: int) -> list[object]:
+    return [messages.Finished(placement, "eos", generated, "tail"), messages.Released(placement, 0, 1, 2)]
+
+
+def test_a_request_runs_to_its_end() -> None:
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    actions = history.tell(*finish(1, 7))
+    assert actions[1:] == [
+        PlacementEnded(3, 1, 0, True),
+        Ending(3, "r", "FINISHED", "eos", 7, "tail"),
+        RequestClosed(3),
+    ]
+    states = [line.state for line in history.request.history()]
+    assert states == ["QUEUED", "PREFILLING", "READY", "RUNNING", "RELEASING", "FINISHED"]
+
+
+@pytest.mark.parametrize(
+    ("generated", "durable", "kept"),
+    [(7, 105, 105), (7, 200, 106), (1, 100, 100), (0, 100, 0), (7, 99, 0)],
+    ids=["all", "more than rows exist", "first token only", "no token to go on from", "prompt not durable"],
+)
+def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, durable: int, kept: int) -> None:
+    """The next step feeds the token at position `durable`: it must be known, and past the prompt."""
+    history = History()
+    history.run()
+    history.rows = Rows(generated, durable)
+    assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(1)]
+    assert history.tell(messages.Released(1, durable, 0, 0)) == [PlacementEnded(3, 1, kept, False)]
+    assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
+    history.tell(admit(2, kept))
+    assert history.request.state == (State.READY if kept else State.PREFILLING)
+
+
+@pytest.mark.parametrize(
+    ("generated", "first_token", "kept"),
+    [(1, messages.NO_TOKEN, PROMPT), (0, 7, PROMPT), (0, messages.NO_TOKEN, 0)],
+    ids=["said", "held back", "not drawn"],
+)
+def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, first_token: int, kept: int) -> None:
+    """A first token that a stop string may begin in is not said, but decoding goes on from it."""
+    history = History()
+    history.tell(admit(1, prefills_only=True))
+    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED)]
+    assert history.request.state is State.TRANSFERRING
+    history.rows = Rows(generated, PROMPT)
+    assert history.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [
+        PlacementEnded(3, 1, kept, False, first_token)
+    ]
+    assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
+    assert history.request.retractions == 0
+    if kept:
+        history.tell(RetractOrder(True, True, "operator"))
+        assert history.request.state is State.RETRACTED
+        history.tell(ResumeOrder("operator"), admit(2, kept))
+        assert history.request.state is State.READY
+        history.tell(messages.Started(2))
+        assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+
+
+def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
+    history = History()
+    history.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
+    history.rows = Rows(0, 0)
+    assert history.tell(WorkerLost(1, True, "killed")) == [PlacementEnded(3, 1, 0, False)]
+    assert history.request.state is State.QUEUED
+
+
+def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(RetractOrder(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
+    history.tell(RetractOrder(True, True, "operator"))
+    assert (history.request.state, history.request.held) == (State.RETRACTED, True)
+    history.tell(ResumeOrder("operator"))
+    assert (history.request.state, history.request.held) == (State.QUEUED, False)
+
+
+def test_an_operator_holds_what_policy_is_retracting() -> None:
+    """The late retract adds its wishes to the one under way; only one Withdraw is sent."""
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    assert history.tell(RetractOrder(True, False, "GPU pressure"), RetractOrder(False, True, "operator")) == [
+        messages.Withdraw(1)
+    ]
+    history.tell(messages.Released(1, 106, 0, 0))
+    assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
+
+
+def test_policy_cannot_undo_what_an_operator_wished() -> None:
+    """The other way round: a late retract by policy neither lets go nor keeps."""
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(
+        RetractOrder(False, True, "operator"),
+        RetractOrder(True, False, "GPU pressure"),
+        messages.Released(1, 106, 0, 0),
+    )
+    assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
+
+
+def test_finishing_overtakes_a_retraction() -> None:
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(RetractOrder(True, True, "operator"), *finish(1, 7))
+    assert history.request.state is State.FINISHED
+
+
+def test_the_first_decision_stands() -> None:
+    """I5: an abort and the worker's Finished cross; the request ends once, as decided first."""
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    actions = history.tell(EndOrder("ABORTED", "by client"), *finish(1, 7))
+    assert [a for a in actions if isinstance(a, Ending)] == [Ending(3, "r", "ABORTED", "by client", 7)]
+
+
+def test_tokens_that_never_arrived_fail_the_request() -> None:
+    """I5: its client would see a gap."""
+    history = History()
+    history.run()
+    history.rows = Rows(5, 100)
+    ending = history.tell(*finish(1, 7))[-2]
+    assert ending == Ending(3, "r", "FAILED", "the worker counts 7 tokens, 5 arrived", 5)
+
+
+@pytest.mark.parametrize(
+    ("proved", "durable", "kept", "state"),
+    [
+        (True, 104, 104, State.RETRACTED),
+        (False, 104, 0, State.QUEUED),  # its full page has not the whole prompt
+        (False, 127, 0, State.QUEUED),
+        (False, 128, 128, State.RETRACTED),
+        (False, 150, 128, State.RETRACTED),
+    ],
+)
+def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
+    proved: bool, durable: int, kept: int, state: State
+) -> None:
+    """I2, I3: a process not proved gone may still write its partial page."""
+    history = History()
+    history.run()
+    history.rows = Rows(60, durable)
+    assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [PlacementEnded(3, 1, kept, False)]
+    assert history.request.state is state
+    assert history.tell(messages.Released(1, 106, 0, 0)) == []
+
+
+def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
+    history = History()
+    history.run()
+    grant = MemoryGiven(messages.Grant(1, b"", 1, 0))
+    assert history.tell(grant) == [grant.command]
+    history.tell(EndOrder("ABORTED", "by client"))
+    assert history.tell(grant) == []
+
+
+def test_a_history_is_bounded_and_says_so() -> None:
+    """I8."""
+    history = History()
+    history.run()
+    for _ in range(200):
+        history.tell(messages.Parked(1), MemoryGiven(messages.Grant(1, b"", 1, 0)))
+    lines = history.request.history()
+    assert len(lines) == HISTORY_LINES_MAX + 1
+    assert lines[0].event == "submitted"
+    assert lines[1].reason == f"{203 - (HISTORY_LINES_MAX - 1)} lines dropped"
+
+
+def test_what_a_worker_says_twice_is_heard_once() -> None:
+    """I8: a worker cannot make a request flood the Scheduler."""
+    history = History()
+    history.run()
+    assert history.tell(messages.Parked(1), messages.Parked(1)) == [PlacementProgressed(3, 1, Stage.PARKED)]
+    history.tell(MemoryGiven(messages.Resize(1, 128, 3)))
+    with pytest.raises(IllegalEventError):
+        history.tell(messages.Resized(1, 128, 5))
+    assert history.tell(messages.Resized(1, 128, 3)) == [HotBufferResized(3, 1)]
+    with pytest.raises(IllegalEventError):
+        history.tell(messages.Resized(1, 128, 3))
+    history.tell(RetractOrder(True, False, "GPU pressure"))
+    assert history.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
+
+
+@pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])
+def test_an_event_of_a_departed_admission_does_nothing(event: messages.Event) -> None:
+    history = History()
+    history.run()
+    history.tell(WorkerLost(1, False, "gone"))
+    assert history.tell(event) == []
+
+
+def test_what_cannot_be_said_is_refused_with_the_history_and_changes_nothing() -> None:
+    history = History()
+    history.tell(admit(1))
+    before = copy.deepcopy(history.request.__dict__)
+    with pytest.raises(
+        IllegalEventError, match=r"started cannot come to a request that is PREFILLING .*submitted admitted"
+    ):
+        history.tell(messages.Started(1))
+    assert history.request.__dict__ == before
+    with pytest.raises(InternalError, match="admitted cannot come"):
+        history.tell(admit(2))
+    assert history.request.__dict__ == before
+
+
+@pytest.mark.parametrize(
+    ("command", "states"),
+    [
+        (
+            RequestCommand.ABORT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            RequestCommand.RETRACT,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (
+            RequestCommand.RESIZE,
+            {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
+        ),
+        (RequestCommand.RESUME, set()),
+    ],
+)
+def test_an_operator_may_ask_only_for_what_makes_sense(command: RequestCommand, states: set[str]) -> None:
+    for state in State:
+        request = RequestState("r", 3, PROMPT, now=0.0)
+        request.state = state
+        if state in states:
+            request.check_command(command)
+        else:
+            with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
+                request.check_command(command)
+            assert caught.value.remedy
+    request.state, request.held = State.RETRACTED, True
+    request.check_command(RequestCommand.RESUME)
+    with pytest.raises(WrongState, match=r"cannot retract a request that is RETRACTED \(held\)"):
+        request.check_command(RequestCommand.RETRACT)
+
+
+def test_every_state_leads_to_an_end() -> None:
+    """Reachability over the table itself, with the targets that depend on more than state and event spread out."""
+    spread = {
+        Resolve.SAME: set[State](),
+        Resolve.WAIT: set(WAITING),
+        Resolve.START: {State.PREFILLING, State.READY},
+        Resolve.HAND_ON: {State.TRANSFERRING, State.READY},
+        Resolve.OUTCOME: set(TERMINAL),
+    }
+    reached = set(TERMINAL)
+    for _ in State:
+        for state, row in TRANSITIONS.items():
+            targets = {s for t in row.values() for s in (spread[t] if isinstance(t, Resolve) else {t})}
+            if targets & reached:
+                reached.add(state)
+    assert reached == set(State)
+    assert all(EventKind.END in row for row in TRANSITIONS.values())
+    assert all(EventKind.LOST in TRANSITIONS[state] for state in ACTIVE)
+
+
+class LifecycleMachine(RuleBasedStateMachine):
+    """A scheduler that keeps its side of the bargain, and a worker that may say anything at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.rows = Rows(0, 0)
+        self.now = 0.0
+        self.placements = 0
+        self.done: list[Action] = []
+
+    def tell(self, event: object) -> None:
+        self.now += 1.0
+        before = copy.deepcopy(self.request.__dict__)
+        try:
+            self.done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+        except IllegalEventError:
+            assert self.request.__dict__ == before
+
+    @precondition(lambda self: self.request.state in WAITING and not self.request.held)
+    @rule(prefills_only=st.booleans())
+    def admitted(self, prefills_only: bool) -> None:
+        self.placements += 1
+        kept = self.request.kept_tokens
+        self.tell(admit(self.placements, kept, prefills_only=prefills_only and not kept))
+
+    @rule(
+        event=st.sampled_from(["staged", "started", "parked", "resized", "finished", "faulted", "released"]),
+        data=st.data(),
+    )
+    def worker_says(self, event: str, data: st.DataObject) -> None:
+        placement = data.draw(st.integers(max(0, self.placements - 1), self.placements))
+        self.tell(
+            {
+                "staged": lambda: messages.Staged(placement, 1.0, 1.0),
+                "started": lambda: messages.Started(placement),
+                "parked": lambda: messages.Parked(placement),
+                "resized": lambda: messages.Resized(placement, 0, 2),
+                "finished": lambda: messages.Finished(placement, "eos", self.rows.generated),
+                "faulted": lambda: messages.Faulted(placement, "bad row"),
+                "released": lambda: messages.Released(
+                    placement, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
+                ),
+            }[event]()
+        )
+
+    @precondition(lambda self: self.request.state is State.RUNNING)
+    @rule(tokens=st.integers(1, 3))
+    def tokens_arrive(self, tokens: int) -> None:
+        self.rows = Rows(self.rows.generated + tokens, PROMPT + self.rows.generated)
+
+    @rule(keep=st.booleans(), hold=st.booleans())
+    def retract(self, keep: bool, hold: bool) -> None:
+        self.tell(RetractOrder(keep, hold, "retract"))
+
+    @rule()
+    def resume(self) -> None:
+        self.tell(ResumeOrder("resume"))
+
+    @precondition(lambda self: self.request.state not in ACTIVE)
+    @rule()
+    def demoted(self) -> None:
+        self.tell(RowsGivenUp("host pages"))
+
+    @rule()
+    def given(self) -> None:
+        self.tell(MemoryGiven(messages.Grant(self.placements, b"", 1, 1)))
+
+    @rule(proved=st.booleans())
+    def lost(self, proved: bool) -> None:
+        self.tell(WorkerLost(self.placements, proved, "gone"))
+
+    @precondition(lambda self: self.now > 5)
+    @rule(outcome=st.sampled_from(["ABORTED", "FAILED"]))
+    def end(self, outcome: str) -> None:
+        self.tell(EndOrder(outcome, "told"))
+
+    @invariant()
+    def consistent(self) -> None:
+        self.request.check_invariants()
+
+    @invariant()
+    def ends_once(self) -> None:
+        """I5."""
+        endings = [action for action in self.done if isinstance(action, Ending)]
+        assert len(endings) == (self.request.state in TERMINAL)
+        assert not endings or endings[0].outcome == self.request.state
+
+    @invariant()
+    def every_admission_is_withdrawn_and_departs_at_most_once(self) -> None:
+        """I2: memory goes back on one Departed, after which nothing is sent to that admission."""
+        departed: set[int] = set()
+        withdrawn: set[int] = set()
+        for action in self.done:
+            if isinstance(action, PlacementEnded):
+                assert action.placement not in departed
+                departed.add(action.placement)
+            elif isinstance(action, messages.Withdraw | messages.Grant | messages.Admit):
+                assert action.placement not in departed | withdrawn
+            if isinstance(action, messages.Withdraw):
+                withdrawn.add(action.placement)
+        assert self.placements - len(departed) == (self.request.state in ACTIVE)
+
+
+TestLifecycleMachine = LifecycleMachine.TestCase
+TestLifecycleMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

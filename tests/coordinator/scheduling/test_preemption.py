@@ -1,0 +1,165 @@
+"""How room is made: each source of it, in its order, counted once and never in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.preemption import Needs, Preemption, find_preemption
+from protocol.sizing import RESIDENT, HotSize, Memory
+from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
+
+NONE_FREE = Needs(0, 0, 0, 0, 0)
+
+
+class Stage:
+    """A placement table with requests put where the test wants them."""
+
+    def __init__(self) -> None:
+        self.placement_table = PlacementTable()
+        self.worker = self.add_worker("w0")
+        self.request_indices = 0
+
+    def add_worker(self, name: str) -> WorkerEntry:
+        worker = WorkerEntry(name, "n0", 1, capacity(seats=99, hot_chunks=99), MODEL, FakePort())
+        self.placement_table.add_worker(worker)
+        return worker
+
+    def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestEntry:
+        self.request_indices += 1
+        entry = self.placement_table.add(self.request_indices, priority, 64, 640)
+        if kept:
+            self.place(entry, HotSize(RESIDENT, kept), kept)
+            self.placement_table.leave(entry, frees_pages=False)
+            self.placement_table.depart(entry, kept * 64, kept)
+        self.placement_table.hold(entry, held)
+        return entry
+
+    def place(
+        self, entry: RequestEntry, hot_size: HotSize, pages: int, slab_pages: int = 0, worker: WorkerEntry | None = None
+    ) -> None:
+        self.placement_table.admit(
+            entry, worker or self.worker, Memory(pages, hot_size.hot_chunks, pages, slab_pages), hot_size
+        )
+
+    def running(
+        self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: WorkerEntry | None = None
+    ) -> RequestEntry:
+        entry = self.waiting(priority)
+        hot_size = HotSize({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)
+        self.place(entry, hot_size, pages, worker=worker)
+        self.placement_table.start(entry)
+        return entry
+
+    def remedy(self, need: Needs, asker: RequestEntry, free: Needs = NONE_FREE) -> Preemption | None:
+        return find_preemption(self.placement_table, self.worker, free, need, asker)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_what_leaving_requests_hold_is_waited_for(stage: Stage) -> None:
+    leaving = stage.running(chunks=5)
+    stage.placement_table.leave(leaving, frees_pages=True)
+    remedy = stage.remedy(Needs(1, 5, 10, 0, 10), stage.waiting())
+    assert remedy is not None
+    assert remedy.cost == (0, 0, 0, 0)
+    assert remedy.will_be_free == Needs(1, 5, 10, 0, 10)
+
+
+def test_pages_that_a_leaving_request_keeps_are_not_on_their_way(stage: Stage) -> None:
+    """Unless they can be demoted then: if it is lower-ranked, or held."""
+    asker, keeper = stage.waiting(), stage.running(priority=1)
+    stage.placement_table.leave(keeper, frees_pages=False)
+    assert stage.remedy(Needs(1, 0, 0, 0, 1), asker) is None
+    stage.placement_table.hold(keeper, True)
+    remedy = stage.remedy(Needs(1, 0, 0, 0, 1), asker)
+    assert remedy is not None
+    assert remedy.cost == (0, 0, 0, 0)
+
+
+def test_a_starting_request_will_give_its_slab_and_what_it_can_shrink(stage: Stage) -> None:
+    """It cannot be resized yet, but soon: nobody is retracted for what patience brings."""
+    lowest = stage.running(priority=-1, chunks=3)
+    starting = stage.waiting()
+    stage.place(starting, HotSize(RESIDENT, 10), 10, slab_pages=4)
+    remedy = stage.remedy(Needs(0, 7, 0, 4, 0), stage.waiting())
+    assert remedy is not None
+    assert remedy.cost == (0, 0, 0, 0)
+    assert stage.remedy(Needs(0, 8, 0, 4, 0), stage.waiting()).retract == [lowest]  # type: ignore[union-attr]
+
+
+def test_shrinking_takes_from_the_largest_one_rung_at_a_time(stage: Stage) -> None:
+    stage.running(priority=9, chunks=5, pages=30)
+    larger, largest = stage.running(priority=9, chunks=12, pages=12), stage.running(chunks=20, pages=20)
+    asker = stage.waiting()
+    assert stage.remedy(Needs(0, 15, 0, 0, 0), asker).shrink == [(largest, HotSize(256, 5))]  # type: ignore[union-attr]
+    both = stage.remedy(Needs(0, 16, 0, 0, 0), asker)
+    assert both is not None
+    assert both.shrink == [(largest, HotSize(256, 5)), (larger, HotSize(256, 5))]
+    assert both.will_be_free.chunks == 22
+
+
+def test_a_victim_gives_its_chunks_once(stage: Stage) -> None:
+    """What it was shrinking by, or could have shrunk by, is not counted again."""
+    asker = stage.waiting(priority=1)
+    victim = stage.running(chunks=10)
+    remedy = stage.remedy(Needs(1, 10, 0, 0, 0), asker)
+    assert remedy is not None
+    assert (remedy.retract, remedy.shrink) == ([victim], [])
+    assert stage.remedy(Needs(1, 11, 0, 0, 0), asker) is None
+    stage.placement_table.resize(victim, HotSize(128, 3), 0.0)
+    assert stage.remedy(Needs(0, 7, 0, 0, 0), asker).cost == (0, 0, 0, 0)  # type: ignore[union-attr]
+    assert stage.remedy(Needs(1, 10, 0, 0, 0), asker) is not None
+    assert stage.remedy(Needs(1, 11, 0, 0, 0), asker) is None
+
+
+def test_a_starting_victim_gives_its_memory_once(stage: Stage) -> None:
+    asker, victim = stage.waiting(priority=1), stage.waiting()
+    stage.place(victim, HotSize(RESIDENT, 10), 10, slab_pages=4)
+    assert stage.remedy(Needs(1, 10, 10, 4, 0), asker) is not None
+    assert stage.remedy(Needs(1, 11, 10, 4, 0), asker) is None
+    assert stage.remedy(Needs(1, 10, 10, 5, 0), asker) is None
+
+
+def test_the_fewest_lowest_are_retracted_and_only_inferiors(stage: Stage) -> None:
+    stage.running(priority=2)
+    high, low, lowest = stage.running(priority=1), stage.running(), stage.running()
+    assert stage.remedy(Needs(2, 0, 0, 0, 0), stage.waiting(priority=1)).retract == [lowest, low]  # type: ignore[union-attr]
+    assert stage.remedy(Needs(3, 0, 0, 0, 0), stage.waiting(priority=1)) is None
+    assert stage.remedy(Needs(3, 0, 0, 0, 0), stage.waiting(priority=2)).retract[-1] is high  # type: ignore[union-attr]
+
+
+def test_host_pages_come_from_the_kept_before_the_running(stage: Stage) -> None:
+    asker = stage.waiting(priority=1)
+    superior = stage.waiting(priority=2, kept=4)
+    held = stage.waiting(priority=2, kept=4, held=True)
+    lower, lowest = stage.waiting(kept=4), stage.waiting(kept=4)
+    elsewhere = stage.running(pages=6, worker=stage.add_worker("w1"))
+    here = stage.running(pages=6)
+    order = [lowest, lower, held]
+    for count in (1, 2, 3):
+        remedy = stage.remedy(Needs(0, 0, 0, 0, 4 * count), asker)
+        assert remedy is not None
+        assert (remedy.demote, remedy.drop) == (order[:count], [])
+    remedy = stage.remedy(Needs(0, 0, 0, 0, 24), asker)
+    assert remedy is not None
+    assert (remedy.demote, remedy.drop) == (order, [here, elsewhere])
+    assert stage.remedy(Needs(0, 0, 0, 0, 25), asker) is None, f"{superior} keeps its rows"
+
+
+def test_whoever_goes_for_the_gpu_is_dropped_first_for_the_host(stage: Stage) -> None:
+    asker = stage.waiting(priority=1)
+    low = stage.running(pages=6)
+    stage.running(pages=6, worker=stage.add_worker("w1"))
+    remedy = stage.remedy(Needs(1, 0, 0, 0, 5), asker)
+    assert remedy is not None
+    assert (remedy.drop, remedy.retract) == ([low], [])
+
+
+def test_a_full_worker_says_no_without_a_search(stage: Stage) -> None:
+    stage.running(priority=1)
+    assert stage.remedy(Needs(1, 0, 0, 0, 0), stage.waiting()) is None

@@ -1,0 +1,209 @@
+"""What a worker ran on with while the coordinator was away, against the books: adopted, completed, gone, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.memory.changes import Shrink, apply
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling import events
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
+from coordinator.scheduling.lifecycle import State
+from coordinator.scheduling.reconciliation import adopt
+from coordinator.scheduling.request_state import RequestState, Rows
+from protocol.errors import WrongState
+from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
+from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
+from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
+
+PAGES = 6
+STARTING = Memory(PAGES, PAGES, PAGES, 2)
+RESIDENT = Held(1, 30, 100, request_index=7, host_pages=PAGES, hot_chunks=PAGES, is_staged=True, is_started=True)
+
+
+class Desk:
+    """A recovered request of slot 7 on an awaited worker, as the ledger has it."""
+
+    def __init__(self, memory: Memory = STARTING) -> None:
+        self.ledger = Ledger(32)
+        self.ledger.add_worker("w0", 1, capacity())
+        self.ledger.reserve(1, "w0", memory)
+        self.dispatch = Dispatch({"n0": self.ledger}, 96)
+        self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
+        placement_table = self.dispatch.placement_table
+        placement_table.go_on_from(arrivals=1, placements=1)
+        placement_table.add_worker(self.worker)
+        self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
+        placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
+        placement_table.recover_place(self.entry, self.worker)
+        placement_table.check_invariants(lambda _: self.ledger)
+
+    def adopt(self, *held: Held) -> Effects:
+        heard = adopt(self.dispatch, self.worker, held, self.ledger)
+        for step in heard.steps:
+            apply(self.ledger, step.change)
+        self.ledger.check_invariants()
+        self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
+        return heard
+
+    def adopted(self, *held: Held) -> PlacementAdopted:
+        event = self.adopt(*held).tells[0].event
+        assert isinstance(event, PlacementAdopted)
+        return event
+
+
+def held(**changes: Any) -> Held:
+    return msgspec.structs.replace(RESIDENT, **changes)
+
+
+def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
+    desk = Desk()
+    desk.dispatch.placement_table.add(8, 0, 64, 64)
+    desk.dispatch.dirty = True
+    assert desk.dispatch.plan(0.0, tick=True) == []
+    desk.adopt(held())
+    desk.dispatch.dirty = True
+    assert len(desk.dispatch.plan(0.0, tick=True)) == 1
+
+
+def test_what_was_staged_gives_its_slab_back() -> None:
+    desk = Desk()
+    assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
+    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
+
+
+def test_a_prompt_that_is_being_prefilled_goes_on() -> None:
+    desk = Desk()
+    assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.STARTING, 2)
+
+
+def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
+    desk = Desk()
+    grant = desk.adopted(held(host_pages=4, hot_chunks=4)).grant
+    pages = desk.ledger.pages_of(1)
+    assert grant == Grant(1, pages[4:].astype(np.int32).tobytes(), 2, 2)
+    assert desk.entry.hot == HotSize(0, PAGES)
+
+
+def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
+    desk = Desk(Memory(PAGES, 3, PAGES, 0))
+    grant = desk.adopted(held(host_pages=4, hot_slots=128, hot_chunks=3)).grant
+    assert grant is not None
+    assert (grant.index_pages, grant.hot_chunks) == (2, 0)
+    assert desk.entry.hot == HotSize(128, 3)
+    assert desk.worker.managed == {7: desk.entry}
+
+
+def test_chunks_of_a_resize_that_never_arrived_are_taken_back() -> None:
+    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    heard = desk.adopt(held(hot_slots=128, hot_chunks=3))
+    assert [step.change for step in heard.steps] == [Shrink(1, Memory(hot_chunks=PAGES - 3))]
+
+
+def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
+    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    adopted = desk.adopted(held(resizing=(128, 3)))
+    assert adopted.resize == Resize(1, 128, 3)
+    assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
+    state = recovered_state()
+    state.handle(adopted, Rows(30, 100), 1.0)
+    assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.HotBufferResized(7, 1)]
+
+
+def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
+    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    tells = desk.adopt(held(host_pages=4, hot_chunks=4, resizing=(128, 3))).tells
+    assert isinstance(tells[0].event, PlacementAdopted)
+    assert tells[0].event.grant is None
+    assert isinstance(tells[1].event, RetractOrder)
+    assert tells[1].event.keep
+
+
+def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
+    """It was leaving in that life, which came to an end before it had left; then somebody resumed it."""
+    desk = Desk(Memory(PAGES, 4, PAGES, 0))
+    heard = desk.adopt(held(host_pages=4, hot_chunks=4))
+    assert [type(tell.event) for tell in heard.tells] == [PlacementAdopted, RetractOrder]
+    assert (heard.steps, desk.ledger.held(1).hot_chunks) == ((), 4)
+
+
+def test_whoever_waits_for_pages_is_fed() -> None:
+    desk = Desk()
+    desk.adopt(held(is_parked=True))
+    assert desk.dispatch.placement_table.starving == {7: desk.entry}
+
+
+def test_what_is_not_there_any_more_has_departed() -> None:
+    desk = Desk()
+    (tell,) = desk.adopt().tells
+    assert tell.event == WorkerLost(1, True, "w0 has it no more")
+    assert desk.entry.phase is EntryPhase.LEAVING
+
+
+def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
+    desk = Desk()
+    assert len(desk.adopt(held(), held(placement=99, is_released=True)).tells) == 1
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [held(host_pages=PAGES + 1), held(hot_chunks=PAGES + 1), held(resizing=(0, PAGES + 1)), held(placement=99)],
+)
+def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: Held) -> None:
+    """I4: memory is given after its commit, so the books never have less."""
+    desk = Desk()
+    with pytest.raises(WrongState):
+        desk.adopt(claims)
+    assert desk.worker.awaited, "nothing changed"
+    assert desk.entry.hot != NO_HOT_SIZE
+
+
+# ---------------------------------------------------------------- the request's side
+
+
+def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
+    state = RequestState("r", 7, 100, now=0.0)
+    state.recover_stay(1.0, 1, "w0", staged=False, held=hold)
+    if outcome:
+        state.recover_ending(1.0, outcome, "abort by me")
+    state.check_invariants()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("staged", "started", "expected"),
+    [(False, False, State.PREFILLING), (True, False, State.READY), (True, True, State.RUNNING)],
+)
+def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expected: State) -> None:
+    state, grant = recovered_state(), Grant(1, bytes(4), 1, 0)
+    assert state.handle(PlacementAdopted(1, staged, started, False, None, grant), Rows(0, 0), 2.0) == [grant]
+    assert state.state is expected
+    state.check_invariants()
+    if not staged:  # the report that was not acknowledged comes again
+        state.handle(Staged(1, 1.0, 1.0), Rows(0, 100), 2.0)
+        assert state.state is State.READY
+
+
+@pytest.mark.parametrize(("wish", "left"), [({"hold": True}, State.RETRACTED), ({"outcome": "ABORTED"}, State.ABORTED)])
+def test_a_wish_that_it_leave_is_said_again(wish: dict[str, Any], left: State) -> None:
+    state = recovered_state(**wish)
+    assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 2.0) == [Withdraw(1)]
+    state.handle(WorkerLost(1, True, "gone"), Rows(5, 104), 3.0)
+    assert state.state is left
+
+
+def test_a_worker_that_never_comes_back_costs_its_stay() -> None:
+    state = recovered_state()
+    state.handle(WorkerLost(1, True, "exited"), Rows(5, 104), 3.0)
+    assert (state.state, state.kept_tokens) == (State.RETRACTED, 104)
+    assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 4.0) == [], (
+        "of a departed admission"
+    )

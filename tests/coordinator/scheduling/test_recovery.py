@@ -1,0 +1,371 @@
+"""A coordinator's next life over its journal: the real Scheduler, HostPool and Request actors, twice.
+
+The first life ends without a word, at a moment when everything that was said outside is committed. Workers are of
+tests/support/scheduler_rig.py; how they come back with an inventory is tests/sim's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from coordinator.actor import Level, open_supervisor
+from coordinator.journal.journal import GroupCommit
+from coordinator.journal.records import Record, RequestEnded, WorkerJoined
+from coordinator.journal.state import replay
+from coordinator.scheduling.events import Ending, WorkerPort
+from coordinator.scheduling.poison import POISON_STRIKES
+from coordinator.scheduling.recovery import recover
+from coordinator.scheduling.scheduler import Scheduler
+from coordinator.tokens.token_log import TokenLog
+from protocol import messages
+from protocol.arrays import pack_int32
+from protocol.errors import Unavailable, WrongState
+from tests.support.fakes.fake_cluster import FakePort
+from tests.support.fakes.fake_worker import FakePool
+from tests.support.fakes.journal import FakeStore
+from tests.support.scheduler_rig import SETTINGS, FakeLink, FakeListener, SchedulerRig
+
+HOST_PAGES = 64
+
+
+class FakeLinks:
+    """Takes what is expected; nobody comes."""
+
+    def __init__(self) -> None:
+        self.expected: dict[tuple[str, int], bool] = {}
+        self.ports: dict[tuple[str, int], FakePort] = {}
+
+    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
+        key = joined.worker, joined.epoch
+        self.expected[key], self.ports[key] = is_live, FakePort()
+        return self.ports[key]
+
+
+class RecoveredListener(FakeListener):
+    def recovered(self, ending: Ending) -> None:
+        self.endings[ending.request_id] = ending
+
+
+class Life(SchedulerRig):
+    """One life, over what the lives before have committed."""
+
+    @classmethod
+    @asynccontextmanager
+    async def over(cls, groups: Sequence[Sequence[Record]] = ()) -> AsyncIterator[Life]:
+        store = FakeStore(groups)
+        async with open_supervisor() as supervisor:
+            life = cls.__new__(cls)
+            SchedulerRig.__init__(life, supervisor, 1, HOST_PAGES, SETTINGS)
+            life.scheduler.close()
+            life.store, life.links_of_before = store, FakeLinks()
+            life.token_log = TokenLog(SETTINGS.live_requests_max + SETTINGS.ended_keep_max, 1 << 18, journalled=True)
+            life.listener = RecoveredListener(life.token_log)
+            book = replay(store.records, life.token_log)
+            journal = GroupCommit(store, book, life.token_log, on_tokens=lambda: None)
+            life.scheduler = Scheduler(
+                SETTINGS,
+                token_log=life.token_log,
+                listener=life.listener,
+                supervisor=supervisor,
+                journal=journal,
+                wall_offset_s=1e9,
+            )
+            recover(book, life.scheduler, life.links_of_before, life.listener)
+            supervisor.start(journal, Level.JOURNAL)
+            supervisor.start(life.scheduler, Level.SCHEDULER)
+            await life.settle()
+            yield life
+
+    store: FakeStore
+    links_of_before: FakeLinks
+
+    async def settle(self) -> None:
+        """Until every actor has nothing left to do, and all is committed."""
+        for _ in range(5):
+            await trio.testing.wait_all_tasks_blocked()
+            await self.scheduler._journal.append(()).wait()
+
+    def states(self) -> dict[str, str]:
+        return {row.request_id: row.state for row in self.scheduler.request_rows(100)}
+
+
+async def run_until(life: Life, request_id: str, *states: str) -> None:
+    await life.run_until(request_id, *states)
+
+
+async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=1)
+        await life.submit("running!", max_tokens=200)
+        await life.submit("low", priority=-1)
+        await life.submit("high", priority=1)
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert life.states() == {"running!": "PREFILLING", "low": "QUEUED", "high": "QUEUED"}
+        assert [row.request_id for row in life.scheduler.request_rows(9)] == ["high", "running!", "low"]
+        assert life.links_of_before.expected == {("w0", 1): True}
+        history = life.scheduler.describe("low")[1]
+        assert [line.event for line in history] == ["submitted", "recovered"]
+        assert history[-1].reason == "the coordinator restarted; 0 tokens in the journal"
+        line = life.scheduler.describe("running!")[1][-1]
+        assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
+        life.check()
+
+
+async def test_what_was_decided_and_answered_is_in_force(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=2)
+        await life.submit("kept!", max_tokens=200)
+        await run_until(life, "kept!", "RUNNING")
+        for _ in range(3):
+            life.round()
+            await life.settle()
+        await life.scheduler.retract(("kept!",), "me", keep=True, hold=True)
+        await run_until(life, "kept!", "RETRACTED")
+        before = life.tokens("kept!")
+        await life.submit("aborted!", max_tokens=200)
+        await run_until(life, "aborted!", "RUNNING")
+        await life.scheduler.abort(("aborted!",), "me")  # its Withdraw never arrives
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert life.states() == {"kept!": "RETRACTED", "aborted!": "RELEASING"}
+        row = life.scheduler.describe("kept!")[0]
+        assert row.held
+        assert row.durable_tokens >= 100
+        assert life.tokens("kept!") == before
+        assert not life.links_of_before.ports["w0", 1].downlink, "it is said again when its worker is there"
+        life.check()
+
+
+async def test_the_end_of_an_awaited_worker_frees_its_requests(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=2)
+        await life.submit("r!", max_tokens=200)
+        await run_until(life, "r!", "RUNNING")
+        for _ in range(4):
+            life.round()
+            await life.settle()
+        groups, tokens = life.store.groups, life.tokens("r!")
+    async with Life.over(groups) as life:
+        life.scheduler.worker_down("w0", 1, True)
+        await life.settle()
+        assert life.states() == {"r!": "RETRACTED"}, "with its durable rows"
+        assert life.tokens("r!") == tokens
+        life.check()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert life.states() == {"r!": "RETRACTED"}
+        assert life.links_of_before.expected == {}
+        life.check()
+
+
+async def test_pages_of_a_lost_epoch_stay_in_quarantine_across_lives(autojump_clock: trio.testing.MockClock) -> None:
+    """I2: until its process is proved gone."""
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=2)
+        await life.submit("r!", max_tokens=200)
+        await run_until(life, "r!", "RUNNING")
+        life.lose_worker("w0", proved=False)
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert life.links_of_before.expected == {("w0", 1): False}
+        (pool,) = life.scheduler.pool_rows()
+        assert pool.quarantined + pool.shared > 0
+        life.scheduler.worker_exited("w0", 1)
+        await life.settle()
+        (pool,) = life.scheduler.pool_rows()
+        assert (pool.quarantined, pool.shared) == (0, 0)
+        life.check()
+
+
+async def test_ended_requests_can_be_read_and_repeated_until_they_are_acknowledged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=2)
+        await life.submit("done")
+        await run_until(life, "done", "FINISHED")
+        await life.settle()
+        groups, tokens = life.store.groups, life.tokens("done")
+        (ending,) = life.listener.endings.values()
+    async with Life.over(groups) as life:
+        assert life.listener.endings == {"done": ending}
+        assert life.tokens("done") == tokens
+        await life.submit("done")  # the same one
+        with pytest.raises(WrongState, match="another request"):
+            await life.submit("done", prompt=99)
+        await life.submit("next!", max_tokens=50)
+        with pytest.raises(WrongState, match="has not ended"):
+            await life.scheduler.acknowledge(("done", "next!"), "me")
+        assert await life.scheduler.acknowledge(("done", "unheard"), "me") == ("done: forgotten", "unheard: forgotten")
+        assert life.states() == {"next!": "QUEUED"}
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert life.states() == {"next!": "QUEUED"}
+        life.check()
+
+
+async def test_numbers_are_never_given_twice(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        link = await life.add_worker("w0", seats=2)
+        await life.submit("a")
+        await run_until(life, "a", "RUNNING")
+        first = set(link.worker.runs)
+        groups, pools = life.store.groups, life.pools
+    async with Life.over(groups) as life:
+        life.scheduler.worker_down("w0", 1, True)
+        life.epochs, life.pools = 1, pools
+        again: FakeLink = await life.add_worker("w0", seats=2)
+        await life.submit("b")
+        for _ in range(3):
+            life.round()
+            await life.settle()
+        assert again.worker.runs
+        assert not first & set(again.worker.runs)
+
+
+async def test_a_stop_leaves_what_is_not_finished_to_the_next_life(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=1)
+        for name in ("a!", "b!"):
+            await life.submit(name, max_tokens=200)
+        await run_until(life, "a!", "RUNNING")
+        await life.scheduler.stop(0.0, "me")
+        with trio.fail_after(5):
+            await life.scheduler.stopped.wait()
+        assert life.listener.endings == {}
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert sorted(life.states()) == ["a!", "b!"]
+
+
+async def test_new_work_is_refused_while_the_journal_fails(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=2)
+        life.store.error = "disk full"
+        with pytest.raises(Unavailable, match="has not written it"):
+            await life.submit("unlucky")  # on its way when the disk filled up
+        with pytest.raises(Unavailable, match="disk full"):
+            await life.submit("refused")
+        ids = pack_int32([1, 2, 3])
+        life.store.error = ""
+        await trio.sleep(1.0)
+        same = messages.Submit(1, ids, messages.Sampling(max_tokens=9), "taken")
+        first = await life.scheduler.submit(same, "me")
+        assert await life.scheduler.submit(same, "me") == first
+
+
+def drained(life: Life) -> dict[str, float]:
+    """Until when, in seconds since the epoch, and whether with handover (negative)."""
+    workers = life.scheduler._placement_table.workers.values()
+    return {it.name: (it.drain.deadline + 1e9) * (-1 if it.drain.handover else 1) for it in workers if it.drain}
+
+
+async def test_a_drain_is_in_force_in_every_life_until_it_is_taken_back(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        for name in ("w0", "w1", "w2"):
+            await life.add_worker(name)
+        await life.scheduler.drain(("w0",), "me", handover=True, deadline_s=50.0)
+        await life.scheduler.drain(("w1", "w2"), "me", handover=False, deadline_s=70.0)
+        await life.scheduler.undrain(("w2",), "me")
+        before, groups = drained(life), life.store.groups
+        assert before.keys() == {"w0", "w1"}
+    async with Life.over(groups) as life:
+        assert drained(life) == pytest.approx(before)
+        assert all(row.state == "disconnected" for row in life.scheduler.worker_rows()), "nobody has been heard yet"
+        life.store.wants_summary = True
+        life.scheduler._journal.summarize_if_long()
+        life.store.wants_summary = False
+        await life.scheduler.undrain(("w1",), "me")
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert drained(life) == pytest.approx({"w0": before["w0"]})
+
+
+async def test_a_drain_is_answered_once_it_is_written(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0")
+        life.store.error = "disk full"
+        with pytest.raises(Unavailable, match="the drain was begun, but the journal has not written it"):
+            await life.scheduler.drain(("w0",), "me", handover=False, deadline_s=1e3)
+        assert drained(life), "in force meanwhile"
+        life.store.error = ""
+        await trio.sleep(1.0)
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        assert drained(life)
+
+
+async def test_a_drain_is_of_a_process_and_not_of_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
+    """Declared down and begun anew, a worker is drained; started anew, it is not."""
+    groups: list[list[Record]] = []
+    for epoch, is_drained in ((2, True), (500, False)):
+        async with Life.over() as life:
+            await life.add_worker("w0")
+            await life.scheduler.drain(("w0",), "me", handover=False, deadline_s=50.0)
+            life.scheduler.worker_down("w0", 1, False)
+            await life.settle()
+            groups = life.store.groups
+        async with Life.over(groups) as life:
+            life.epochs = epoch - 1
+            await life.add_worker("w0")
+            await life.settle()
+            assert bool(drained(life)) == is_drained
+            groups = life.store.groups
+        async with Life.over(groups) as life:
+            assert bool(drained(life)) == is_drained, "and so for every later life"
+
+
+async def test_strikes_are_counted_across_lives(autojump_clock: trio.testing.MockClock) -> None:
+    """I5: the worker dies of the request, over and over, and the coordinator dies in between each time."""
+    groups: list[list[Record]] = []
+    pools: dict[str, FakePool] = {}
+    for strikes in range(1, POISON_STRIKES + 1):
+        async with Life.over(groups) as life:
+            life.epochs, life.pools = strikes, pools
+            link = await life.add_worker("w0")
+            if strikes == 1:
+                await life.submit("poison!", max_tokens=200)
+            await life.settle()
+            life.round()
+            await life.settle()
+            assert link.worker.runs, "it is tried again"
+            life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
+            await life.settle()
+            groups = life.store.groups
+            if strikes == 3:
+                life.store.wants_summary = True
+                life.scheduler._journal.summarize_if_long()
+                life.store.wants_summary = False
+                await life.settle()
+    async with Life.over(groups) as life:
+        row = life.scheduler.describe("poison!")[0]
+        assert row.state == "FAILED"
+        assert f"its worker died {POISON_STRIKES} times" in row.reason
+        assert life.listener.endings["poison!"].reason == row.reason
+
+
+async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_clock: trio.testing.MockClock) -> None:
+    """The strike is in the journal and the end is not."""
+    async with Life.over() as life:
+        link = await life.add_worker("w0")
+        await life.submit("poison!", max_tokens=200)
+        await life.settle()
+        life.scheduler._placement_table.poison_detector.recover(
+            life.scheduler._placement_table.entries[0], POISON_STRIKES - 1, 200
+        )
+        life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
+        await life.settle()
+        records = [record for group in life.store.groups for record in group]
+    ended = next(at for at, record in enumerate(records) if isinstance(record, RequestEnded))
+    async with Life.over([records[:ended]]) as life:
+        assert life.states() == {"poison!": "FAILED"}
+        assert "the last was w0" in life.scheduler.describe("poison!")[0].reason

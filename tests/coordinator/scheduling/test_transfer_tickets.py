@@ -1,0 +1,339 @@
+"""Rows that go to another node: what a ticket holds there, and who is told what when either side fails."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coordinator.memory.changes import Keep, Release, Reserve, apply
+from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
+from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
+from coordinator.scheduling.entries import EntryPhase, WorkerEntry
+from coordinator.scheduling.events import (
+    EndOrder,
+    PlacementEnded,
+    PlacementProgressed,
+    RetractOrder,
+    RowsGivenUp,
+    Stage,
+)
+from coordinator.scheduling.policy import STRANDED_LIMIT_S
+from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
+from protocol.sizing import Memory
+from protocol.units import PAGE_TOKENS
+from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
+from worker.transfer.handover import Incoming, Outgoing
+
+SLOT = 7
+PROMPT = 130
+
+
+class Desk:
+    """p0 and p1 prefill on node a, d0 and d1 decode on node b; steps are applied as they come."""
+
+    def __init__(self, *, workers: str = "p0 p1 d0 d1") -> None:
+        self.ledgers = {"a": Ledger(64), "b": Ledger(64)}
+        self.dispatch = Dispatch(self.ledgers, 96)
+        self.placement_table = self.dispatch.placement_table
+        self.workers: dict[str, WorkerEntry] = {}
+        for name in workers.split():
+            self.join(name)
+        self.entry = self.placement_table.add(SLOT, 0, PROMPT, 300)
+        self.now = 0.0
+
+    def join(self, name: str, role: str = "", epoch: int = 1) -> WorkerEntry:
+        role = role or (PREFILL if name[0] == "p" else DECODE)
+        size = msgspec.structs.replace(capacity(role, host_pages=64), sends=True, receives=True)
+        node = "a" if name[0] == "p" else "b"
+        worker = WorkerEntry(name, node, epoch, size, MODEL, FakePort(), receiver=b"there", pid=4711)
+        self.workers[name] = worker
+        self.hear(self.dispatch.worker_up(worker))
+        return worker
+
+    def settle(self) -> list[AdmitDecision]:
+        self.dispatch.dirty = True
+        plan = self.dispatch.plan(self.now)
+        for decision in plan:
+            for step in (self.dispatch.ticket_step(decision), self.dispatch.step(decision)):
+                if step is not None:
+                    apply(self.ledgers[step.node], step.change)
+        self.check()
+        return [decision for decision in plan if isinstance(decision, AdmitDecision)]
+
+    def hear(self, heard: Effects) -> Effects:
+        for step in heard.steps:
+            apply(self.ledgers[step.node], step.change)
+        self.check()
+        return heard
+
+    def check(self) -> None:
+        self.placement_table.check_invariants(self.ledgers.__getitem__)
+        for ledger in self.ledgers.values():
+            ledger.check_invariants()
+
+    # what workers say
+
+    def staged(self) -> None:
+        self.hear(self.dispatch.progressed(PlacementProgressed(SLOT, self.entry.placement, Stage.STAGED)))
+
+    def sent(self, durable_tokens: int = PROMPT) -> Effects:
+        event = PlacementEnded(SLOT, self.entry.placement, durable_tokens, False)
+        return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
+
+    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
+        it = self.placement_table.tickets[ticket]
+        return self.hear(self.dispatch.ticket_closed(it.worker, it.epoch, ticket, durable_tokens))
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def begin(desk: Desk) -> int:
+    """The request is on its way; returns its ticket."""
+    (admit,) = desk.settle()
+    assert admit.transfer is not None
+    return admit.transfer.ticket
+
+
+def changes(heard: Effects) -> list[object]:
+    return [step.change for step in heard.steps]
+
+
+def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
+    """I7. Where it is decoded with room to go on, and a seat; where it is prefilled for the prompt alone."""
+    (admit,) = desk.settle()
+    assert admit.transfer is not None
+    there = desk.dispatch.ticket_step(admit)
+    assert there is not None
+    assert there.change == Reserve(admit.transfer.ticket, admit.transfer.worker.name, Memory(admit.transfer.pages))
+    assert (there.node, admit.worker.node, admit.memory.host_pages) == ("b", "a", 3)
+    assert admit.transfer.pages > 3
+    assert desk.ledgers["b"].budget(admit.transfer.worker.name).seats_free == 2
+
+
+def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
+    desk.join("p2", BOTH)
+    desk.entry.prefill_mode = DIRECT
+    (admit,) = desk.settle()
+    assert admit.transfer is None
+    assert admit.decoder == "p2"
+
+
+@pytest.mark.parametrize("first", ["sent", "arrived"])
+def test_it_is_admitted_when_one_has_sent_and_the_other_taken_in_all_of_it(desk: Desk, first: str) -> None:
+    ticket = begin(desk)
+    pages = desk.placement_table.tickets[ticket].pages
+    desk.staged()
+    if first == "sent":
+        assert changes(desk.sent()) == [Release(desk.entry.came_with + ticket + 1)]
+        assert desk.settle() == [], "the other side has not said that all is there"
+        assert changes(desk.closed(ticket)) == [Keep(ticket, pages)]
+    else:
+        assert changes(desk.closed(ticket)) == [Keep(ticket, pages)]
+        assert desk.settle() == []
+        desk.sent()
+    (admit,) = desk.settle()
+    assert (admit.worker.node, admit.take_over, admit.durable_tokens) == ("b", ticket, PROMPT)
+    assert (desk.entry.ticket, desk.placement_table.tickets) == (0, {})
+    assert desk.ledgers["a"].pages_free == 64
+
+
+def test_a_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
+    """I2: the request goes to another prefill worker at once; where it was to go, pages wait for that worker's word."""
+    ticket = begin(desk)
+    name, held = desk.entry.worker, 64 - desk.ledgers["b"].pages_free
+    desk.hear(desk.dispatch.worker_down(desk.workers[name], proved_exit=False))
+    heard = desk.sent(0)
+    assert [(send.worker, send.command) for send in heard.sends] == [
+        (desk.placement_table.tickets[ticket].worker, Withdraw(ticket))
+    ]
+    (again,) = desk.settle()
+    assert again.worker.name != name
+    assert again.transfer is not None
+    assert 64 - desk.ledgers["b"].pages_free == held + again.transfer.pages
+    assert changes(desk.closed(ticket, 0)) == [Release(ticket)]
+    assert 64 - desk.ledgers["b"].pages_free == again.transfer.pages
+
+
+def test_a_proved_exit_is_told_to_whoever_may_wait_for_it(desk: Desk) -> None:
+    ticket = begin(desk)
+    heard = desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True, died=True))
+    assert [send.command for send in heard.sends] == [Exited(desk.entry.worker, 4711)]
+    assert heard.sends[0].worker == desk.placement_table.tickets[ticket].worker
+
+
+def test_rows_that_a_lost_sender_reported_count_only_where_they_have_arrived(desk: Desk) -> None:
+    ticket = begin(desk)
+    desk.staged()
+    desk.closed(ticket)
+    desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True))
+    desk.sent()
+    (admit,) = desk.settle()
+    assert (admit.take_over, admit.durable_tokens) == (ticket, PROMPT)
+
+
+def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
+    ticket = begin(desk)
+    pages, taker = desk.placement_table.tickets[ticket].pages, desk.placement_table.tickets[ticket].worker
+    heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
+    assert Release(ticket) in changes(heard)
+    assert desk.ledgers["b"].count_pages().quarantined == pages
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
+    desk.sent(0)
+    (again,) = desk.settle()
+    assert again.decoder != taker
+    assert desk.entry.transfers_failed == 0, "it was not the transfer's fault"
+
+
+def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk) -> None:
+    ticket = begin(desk)
+    desk.staged()
+    desk.sent()
+    heard = desk.closed(ticket, 0)
+    assert changes(heard) == [Release(ticket)]
+    assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
+    assert (desk.entry.phase, desk.entry.pages) == (EntryPhase.WAITING, 0)
+    assert desk.ledgers["b"].pages_free == 64
+
+
+@pytest.mark.parametrize("side", ["sends", "takes in"])
+def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side: str) -> None:
+    """I8. Each pause is twice as long as the one before."""
+    for failed in range(TRANSFERS_FAILED_MAX):
+        if failed:
+            pause = TRANSFER_PAUSE_S * 2 ** (failed - 1)
+            desk.now += pause * 0.99
+            assert desk.settle() == []
+            desk.now += pause * 0.02
+        ticket = begin(desk)
+        if side == "sends":
+            heard = desk.sent(0)
+            desk.closed(ticket, 0)
+        else:
+            heard = desk.closed(ticket, 0)
+            desk.sent(0)
+    ends = [tell.event for tell in heard.tells if isinstance(tell.event, EndOrder)]
+    assert ends[0].outcome == "FAILED"
+    assert f"{TRANSFERS_FAILED_MAX} transfers failed" in ends[0].reason
+    assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
+
+
+@pytest.mark.parametrize("moment", ["sending", "sent", "arrived"])
+def test_an_abort_at_any_moment_gives_all_pages_back_in_time(desk: Desk, moment: str) -> None:
+    """I2: not before the taker's word."""
+    ticket = begin(desk)
+    if moment != "sending":
+        desk.staged()
+        desk.sent()
+    if moment == "arrived":
+        desk.closed(ticket)
+    heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
+    if moment == "sending":
+        heard = heard.plus(desk.sent(0))
+    if moment != "arrived":
+        assert Withdraw(ticket) in [send.command for send in heard.sends]
+        assert desk.ledgers["b"].pages_free < 64
+        desk.closed(ticket, 0)
+    assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
+    assert desk.placement_table.tickets == {}
+
+
+def test_a_ticket_is_closed_once(desk: Desk) -> None:
+    ticket = begin(desk)
+    it = desk.placement_table.tickets[ticket]
+    key = it.worker, it.epoch
+    assert desk.dispatch.ticket_closed(it.worker, it.epoch + 1, ticket, PROMPT) == NOTHING
+    assert desk.dispatch.ticket_closed("p0", 1, ticket, PROMPT) == NOTHING
+    desk.closed(ticket)
+    assert desk.dispatch.ticket_closed(*key, ticket, PROMPT) == NOTHING
+    assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
+    desk.staged()
+    desk.sent()
+    assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
+
+
+def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk: Desk) -> None:
+    """Seed 8272: its node is booted anew while the sender has yet to leave."""
+    ticket = begin(desk)
+    desk.staged()
+    desk.closed(ticket)
+    heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
+    desk.sent()
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (EntryPhase.WAITING, 0, 0)
+
+
+def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
+    """A better-ranked request waits rather than take pages that are still written."""
+    ticket = begin(desk)
+    desk.staged()
+    desk.sent()
+    rich = desk.placement_table.add(8, 5, 64 * 24, 100)
+    rich.prefill_mode = DIRECT
+    desk.settle()
+    assert ticket in desk.placement_table.tickets
+    assert desk.entry.pages > 0
+
+
+def test_workers_of_other_page_sizes_are_not_paired(desk: Desk) -> None:
+    for name in ("d0", "d1"):
+        size = msgspec.structs.replace(desk.workers[name].capacity, page_bytes=4096)
+        desk.workers[name].capacity = size
+    assert desk.settle() == []
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_full_pages_go_while_later_ones_are_computed() -> None:
+    out = Outgoing(1, 2 * PAGE_TOKENS + 5)
+    assert list(out.take_ready(PAGE_TOKENS - 1)) == []
+    assert list(out.take_ready(PAGE_TOKENS)) == [0]
+    assert list(out.take_ready(PAGE_TOKENS)) == []
+    assert list(out.take_ready(2 * PAGE_TOKENS + 4)) == [1]
+    assert list(out.take_ready(2 * PAGE_TOKENS + 5)) == [2]
+    assert not out.is_over
+
+
+@pytest.mark.parametrize("tokens", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1])
+def test_every_page_is_sent_once_and_counted_once(tokens: int) -> None:
+    out = Outgoing(1, tokens)
+    sent = [index for rows in range(tokens + 1) for index in out.take_ready(rows)]
+    assert sent == list(range(out.pages))
+    for index in (*sent, *sent):
+        assert out.is_delivered == (len(out.delivered) == out.pages)
+        out.delivered.add(index)
+    assert out.is_delivered
+    out = Outgoing(1, tokens, failure="cut")
+    out.delivered |= set(range(out.pages))
+    assert (out.is_over, out.is_delivered) == (True, False)
+
+
+def test_what_is_taken_in_counts_as_a_whole_or_not_at_all() -> None:
+    into = Incoming(PAGE_TOKENS + 1, [9, 5, 7])
+    assert into.pages == [9, 5]
+    into.arrived.add(1)
+    assert (into.is_over, into.durable_tokens) == (False, 0)
+    into.arrived.add(1)
+    assert not into.is_over
+    revoked = Incoming(PAGE_TOKENS + 1, [9, 5, 7], {1}, is_revoked=True)
+    assert (revoked.is_over, revoked.durable_tokens) == (True, 0)
+    into.arrived.add(0)
+    assert (into.is_over, into.durable_tokens) == (True, PAGE_TOKENS + 1)
+
+
+def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(desk: Desk) -> None:
+    """I5. Its transfer was forgotten (a coordinator went), its rows are kept where they were prefilled."""
+    ticket = desk.placement_table.tickets[begin(desk)]
+    desk.staged()
+    desk.hear(desk.dispatch.revoke(ticket))
+    desk.closed(ticket.placement, 0)
+    desk.sent()
+    assert (desk.entry.phase, desk.entry.node) == (EntryPhase.WAITING, "a")
+    assert desk.entry.kept_tokens
+    desk.dispatch.plan(100.0, tick=True)
+    assert not any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
+    assert any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))

@@ -1,0 +1,186 @@
+"""coordinator.service as a process: light, alone in its directory, and gone when it is told to go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from coordinator.incarnation import next_incarnation
+from hisparse.client.client import Client, open_client, run_client
+from protocol.errors import ConfigError, Unavailable
+from protocol.messages import Sampling
+from tests import ROOT
+from tests.support.fakes.worker import FakeWorker, hello
+
+#: Aim: 0.5 s and 64 MiB; time on a shared machine is no test, so that bound is loose.
+START_LIMIT_S = 10.0
+RESIDENT_BYTES_MAX = 64 * 1024 * 1024
+
+
+def test_the_coordinator_imports_neither_torch_nor_transformers_nor_cuda() -> None:
+    script = (
+        "import sys, coordinator.service, hisparse.client.client, hisparse.cluster.up\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'cuda') or m == 'worker.loop'])"
+    )
+    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+
+
+def test_incarnations_grow_even_when_the_clock_goes_back(tmp_path: Path) -> None:
+    numbers = [next_incarnation(tmp_path, now_ms) for now_ms in (1_000, 2_000, 500, 2_000, 2_002, 9_000)]
+    assert numbers == [1_000, 2_000, 2_001, 2_002, 2_003, 9_000]
+    assert next_incarnation(tmp_path) > 1_700_000_000_000
+
+
+def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "incarnation").write_text("garbage")
+    with pytest.raises(ConfigError, match="cannot keep the coordinator's number"):
+        next_incarnation(tmp_path)
+
+
+@contextmanager
+def coordinator(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator process that answers; killed at the end if it is still there."""
+    process = start(directory)
+    give_up_at = time.monotonic() + START_LIMIT_S
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in its own
+            while not thread.submit(answers, directory).result():
+                assert process.poll() is None, "it ended during start"
+                assert time.monotonic() < give_up_at, "it does not answer"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(directory: Path) -> bool:
+    try:
+        run_client(f"ipc://{directory}/run/admin.sock", Client.welcome, role="admin")
+    except Unavailable:
+        return False
+    return True
+
+
+def start(directory: Path) -> subprocess.Popen[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("HISPARSE_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hisparse.cli", "coordinator"],
+        cwd=ROOT,
+        env=environ | {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{directory}/run"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.process
+def test_an_idle_coordinator_is_small_and_says_where_it_listens(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        resident_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        assert resident_pages * os.sysconf("SC_PAGE_SIZE") < RESIDENT_BYTES_MAX
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0, log
+        for role in ("client", "admin", "worker"):
+            assert f"ipc://{tmp_path}/run/{role}.sock" in log
+        assert "live_requests_max=16384" in log
+        assert not list((tmp_path / "run").glob("*.sock")), "sockets are gone with their process"
+
+
+@pytest.mark.process
+def test_metrics_health_and_readiness_are_served(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "/metrics" in line)
+        url = line.partition("url=")[2].split()[0].removesuffix("/metrics")
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            assert b"hisparse_info" in answer.read()
+        with urllib.request.urlopen(f"{url}/healthz") as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/readyz")
+
+
+@pytest.mark.process
+def test_a_stop_by_verb_ends_the_process(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        run_client(f"ipc://{tmp_path}/run/admin.sock", lambda admin: admin.stop(5.0), role="admin")
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.process
+def test_a_second_coordinator_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as first:
+        second = start(tmp_path)
+        _, log = second.communicate(timeout=20)
+        assert second.returncode == 6, log
+        assert f"process {first.pid} serves it already" in log
+        assert run_client(f"ipc://{tmp_path}/run/client.sock", Client.welcome).model is None
+
+
+@pytest.mark.process
+def test_after_a_kill_the_successor_takes_over_under_a_higher_incarnation(tmp_path: Path) -> None:
+    numbers = []
+    for _ in range(2):
+        with coordinator(tmp_path):
+            numbers.append(run_client(f"ipc://{tmp_path}/run/client.sock", Client.welcome).incarnation)
+    assert numbers[0] < numbers[1]
+
+
+async def keep_busy(endpoints: str) -> tuple[FakeWorker, str]:
+    """A worker that never finishes anything, and the id of a request that it runs."""
+    worker = await FakeWorker.connect(f"{endpoints}/worker.sock")
+    await worker.say(hello())
+    await worker.hear()
+    async with open_client(f"{endpoints}/client.sock") as client:
+        request_id = await client.submit_detached([1, 2, 3], Sampling(max_tokens=100))
+    await worker.hear()
+    return worker, request_id
+
+
+async def submit_forever(client: Client) -> None:
+    while True:
+        await client.submit_detached([1], Sampling(max_tokens=1))
+
+
+@pytest.mark.process
+async def test_the_first_signal_lets_work_finish_and_the_second_exits_at_once(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        worker, request_id = await keep_busy(f"ipc://{tmp_path}/run")
+        process.send_signal(signal.SIGINT)
+        async with open_client(f"ipc://{tmp_path}/run/client.sock") as client:
+            with trio.fail_after(10), pytest.raises(Unavailable, match="stopping"):
+                await submit_forever(client)
+            assert (await client.request(request_id)).row.state != "FAILED"
+        assert process.poll() is None, "the request may finish"
+        process.send_signal(signal.SIGINT)
+        with trio.fail_after(5):
+            while process.poll() is None:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        assert process.returncode == 130
+        worker.close()
+
+
+@pytest.mark.process
+def test_the_benchmark_counts_and_checks(tmp_path: Path) -> None:
+    """A small run; its figures are of no interest, its verdict is: no gap, no repeat, no mix-up."""
+    command = [sys.executable, "-m", "benchmarks.coordinator", "--json"]
+    command += ["--requests", "200", "--rate", "5000", "--seconds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    names = {"token_events_per_s", "command_rtt_p50_ms", "command_rtt_p99_ms", "admissions_per_s"}
+    assert all(result[name] > 0 for name in names)

@@ -1,0 +1,193 @@
+"""Worker links of a coordinator that restarted: epochs that the journal knows, over real ipc."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from coordinator.journal.journal import GroupCommit
+from coordinator.journal.records import TokensAppended, WorkerJoined
+from coordinator.journal.state import JournalState
+from coordinator.scheduling.events import WorkerPort
+from coordinator.workers.processes import process_of
+from protocol import messages
+from protocol.errors import WrongState
+from protocol.messages import Commands, Held, Refused, ReportAck, Withdraw, WorkerWelcome
+from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
+from tests.support.fakes.journal import FakeStore
+from tests.support.fakes.scheduler import MODEL
+from tests.support.fakes.worker import CAPACITY, hello
+from tests.support.progress import RequestEntry, progress
+
+PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7, "report_next": 9}
+
+
+def expected(
+    rig: Rig, *, process: int = os.getpid(), started: int = 0, epoch: int = 1, is_live: bool = True
+) -> WorkerPort:
+    joined = WorkerJoined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
+    return rig.links.expect(joined, is_live=is_live)
+
+
+def idle_process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path)
+    async with trio.open_nursery() as nursery:
+        yield rig
+        nursery.cancel_scope.cancel()
+    rig.socket.close()
+
+
+async def start(rig: Rig, nursery: trio.Nursery) -> None:
+    nursery.start_soon(rig.links.run)
+    await trio.lowlevel.checkpoint()
+
+
+async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
+    port = expected(rig)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 3, 10, 1 << 20)
+    port.send(Withdraw(99))  # waits for the hello
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        worker = await rig.worker()
+        await worker.say(hello(**PAST, held=(Held(3, 2, 10, request_index=request_index),)))
+        assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
+        assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
+        await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)
+        assert await worker.hear() == ReportAck(INCARNATION, 7)
+        assert rig.log.length(request_index) == 2, "bound to the link that was adopted"
+        assert rig.scheduler.told == [("back", "w0", 1)]
+        worker.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
+    expected(rig)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 4, 10, 1 << 20)
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        worker = await rig.worker()
+        await worker.say(
+            hello(**PAST, held=(Held(3, 2, 10, request_index=request_index), Held(3, 2, 10, request_index=10_000)))
+        )
+        assert isinstance(await worker.hear(), WorkerWelcome)
+        await worker.report(progress(RequestEntry(request_index, 4, 0, [4, 5], 10)), number=7, command_ack=5)
+        assert await worker.hear() == ReportAck(INCARNATION, 7)
+        assert rig.log.length(request_index) == 0
+        worker.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_inventory_that_cannot_be_ends_the_epoch(rig: Rig) -> None:
+    expected(rig)
+    rig.scheduler.refuse_with = WrongState("holds more than it was given")
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        worker = await rig.worker()
+        await worker.say(hello(**PAST))
+        refused = await worker.hear()
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.message) == ("wrong_state", "holds more than it was given")
+        assert ("down", "w0", 1, False) in rig.scheduler.told
+        await worker.say(hello(epoch=2))  # emptied, the same process
+        assert isinstance(await worker.hear(), WorkerWelcome)
+        assert ("exited", "w0", 1) in rig.scheduler.told, "quiesced, by its own word"
+        worker.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_process_that_ended_while_nobody_looked_is_proved_gone(rig: Rig) -> None:
+    child = idle_process()
+    mark = process_of(child.pid)
+    child.kill()
+    child.wait()
+    assert mark.started > 0
+    expected(rig, process=child.pid, started=mark.started)
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        await rig.told("down", "w0", 1, True)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_id_that_another_process_has_now_proves_the_one_before_gone(rig: Rig) -> None:
+    """After a boot the worker's id may be anybody's: here it is this very process's."""
+    expected(rig, started=process_of(os.getpid()).started + 1)
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        await rig.told("down", "w0", 1, True)
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_exit_of_a_lost_epoch_is_still_waited_for(rig: Rig) -> None:
+    """I2: its pages are in quarantine; it is not asked back."""
+    child = idle_process()
+    expected(rig, process=child.pid, is_live=False)
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        worker = await rig.worker()
+        await worker.say(hello(**PAST))
+        assert (await worker.hear()).code == "wrong_state"  # type: ignore[union-attr]
+        assert rig.scheduler.told == []
+        child.kill()
+        await rig.told("exited", "w0", 1)
+        child.wait()
+        worker.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_does_not_come_back_is_down_like_any_silent_worker(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, settings=IMPATIENT)
+    expected(rig)
+    async with trio.open_nursery() as nursery:
+        await start(rig, nursery)
+        await rig.told("down", "w0", 1, False)
+        worker = await rig.worker()
+        await worker.say(hello(**PAST))
+        assert (await worker.hear()).code == "wrong_state"  # type: ignore[union-attr]
+        worker.close()
+        nursery.cancel_scope.cancel()
+    rig.socket.close()
+
+
+async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) -> None:
+    """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
+    store = FakeStore()
+    store.error = "disk full"
+    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.journal.run)  # type: ignore[attr-defined]
+        await start(rig, nursery)
+        worker = await rig.joined()
+        request_index = rig.admitted()
+        await worker.hear()
+        await worker.report(progress(RequestEntry(request_index, 1, 0, [4, 5], 10)), command_ack=1)
+        assert await worker.silence(0.7)
+        assert (rig.log.length(request_index), rig.log.committed[request_index]) == (2, 0)
+        again = await rig.worker()
+        await again.say(hello(command_ack=1, report_next=2))
+        assert await again.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False), "say it again, if need be"
+        store.error = ""
+        assert await again.hear() == ReportAck(INCARNATION, 1)
+        assert any(isinstance(record, TokensAppended) for record in store.records)
+        again.close()
+        worker.close()
+        nursery.cancel_scope.cancel()
+    rig.socket.close()
+
+
+def test_messages_of_before_have_defaults_for_what_is_new() -> None:
+    assert Held(1, 2, 3).is_staged is False
+    assert not WorkerWelcome(1, 1, 0, want_tokenizer=False).adopted
+    assert messages.PROTOCOL_VERSION == 1

@@ -1,0 +1,125 @@
+"""Children: their exit is seen, they are stopped within a grace period, and they never outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from hisparse.cluster.children import Child, die_with_parent, exit_text, stop_children, wait_all
+from protocol.errors import Unavailable
+
+IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.signal(signal.SIGKILL)
+        child.process.wait()
+        child.close()
+
+
+def start(children: list[Child], code: str, log_path: Path | None = None) -> Child:
+    children.append(Child.start(f"child{len(children)}", [sys.executable, "-c", code], os.environ, log_path))
+    return children[-1]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(10):
+        while not condition():  # noqa: ASYNC110 (what another process does sends no event)
+            await trio.sleep(0.01)
+
+
+async def logged(child: Child, text: str) -> None:
+    await eventually(lambda: text in child.tail())
+
+
+async def test_an_exit_is_seen_at_once_by_all_who_wait(children: list[Child]) -> None:
+    child = start(children, "import time; time.sleep(0.3); raise SystemExit(7)")
+    statuses: list[int] = []
+
+    async def wait() -> None:
+        statuses.append(await child.wait())
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(wait)
+    assert statuses == [7, 7, 7]
+    assert exit_text(7) == "exited with 7"
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(
+    children: list[Child], tmp_path: Path
+) -> None:
+    deaf = start(children, IGNORES_SIGTERM, tmp_path / "deaf")
+    polite = start(children, "import time; print('up', flush=True); time.sleep(60)", tmp_path / "polite")
+    await logged(deaf, "up")
+    await logged(polite, "up")
+    began = time.monotonic()
+    await stop_children([deaf, polite], grace_s=0.3)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert exit_text(await deaf.wait()) == "killed by SIGKILL"
+    assert exit_text(await polite.wait()) == "killed by SIGTERM"
+
+
+async def test_stopping_is_complete_even_when_cancelled(children: list[Child], tmp_path: Path) -> None:
+    deaf = start(children, IGNORES_SIGTERM, tmp_path / "deaf")
+    await logged(deaf, "up")
+    with trio.move_on_after(0.2):
+        await stop_children([deaf], grace_s=30)
+    assert not deaf.running
+
+
+async def test_ctrl_c_in_the_terminal_reaches_the_parent_alone(children: list[Child]) -> None:
+    child = start(children, "import time; time.sleep(60)")
+    assert os.getpgid(child.pid) != os.getpgrp()
+
+
+async def test_a_wait_that_ends_too_early_says_so(children: list[Child]) -> None:
+    child = start(children, "import time; time.sleep(60)")
+    assert await wait_all([child], 0.05) is False
+
+
+async def test_a_log_shows_its_last_lines_only(children: list[Child], tmp_path: Path) -> None:
+    child = start(children, "for i in range(1000): print('line', i)", tmp_path / "log")
+    await child.wait()
+    lines = child.tail().splitlines()
+    assert lines[-1] == "line 999"
+    assert len(lines) == 12
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_child_dies_with_a_parent_that_was_killed(children: list[Child], tmp_path: Path) -> None:
+    inner = (
+        "import os, sys, time; from hisparse.cluster.children import die_with_parent; die_with_parent(os.getppid());"
+    )
+    inner += "print('pid', os.getpid(), flush=True); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    parent = start(children, outer, tmp_path / "log")
+    await logged(parent, "pid")
+    grandchild = psutil.Process(int(parent.tail().split()[1]))
+    parent.signal(signal.SIGKILL)
+    await eventually(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:
+    if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a process of its own
+        try:
+            die_with_parent(2**22 + 1)
+        except Unavailable:
+            os._exit(17)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17

@@ -1,0 +1,506 @@
+"""The `hisparse` command against a scripted gateway over real sockets: what it asks, prints and exits with."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hisparse.cli import main
+from hisparse.console.options import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
+from hisparse.console.output import duration_text, hot_text, share_text, size_text
+from protocol import messages
+from protocol.arrays import pack_int32, unpack_int32
+from protocol.errors import BY_CODE
+from protocol.settings import Config
+from tests import ROOT
+from tests.support.fakes.gateway import FakeGateway, tag_of
+
+MODEL = messages.ModelInfo(
+    fingerprint="f", name="tiny", context_max_tokens=8192, vocab_size=264, layers=4, topk=128,
+    eos_token_ids=(257,), tokenizer_kind="bytes", tokenizer_hash="",
+)  # fmt: skip
+CAPACITY = messages.WorkerCapacity(
+    seats=8, hot_chunks=32, index_pages=512, slab_pages=128, host_pages=1024, page_bytes=98_304,
+    hot_size_classes=(192,), tail_slots=8, overshoot_tokens=1, pool_path="/tmp/p",
+)  # fmt: skip
+REQUEST = messages.RequestRow(
+    request_id="r1", state="RUNNING", priority=0, worker="w0", prompt_tokens=100, generated_tokens=5, max_tokens=64,
+    durable_tokens=104, host_pages=2, hot_slots=192, hot_chunks=4, hits=30, misses=10, retractions=1, age_s=75.0,
+    held=False, reason="",
+)  # fmt: skip
+WORKER = messages.WorkerRow(
+    worker="w0", node="n", state="connected", epoch=1, running=1, capacity=CAPACITY, hot_chunks_free=28,
+    index_pages_free=500, slab_pages_free=128, seats_free=7, steps=10, step_us=2500.0, hits=30, misses=10,
+    link_age_s=0.1, command_ack_ms=1.5,
+)  # fmt: skip
+POOL = messages.PoolRow("n", 1024, 1000, 24, 0, 0, 98_304, 1, ("w0",))
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGateway]:
+    monkeypatch.setenv("HISPARSE_CLUSTER_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with FakeGateway(tmp_path, MODEL) as fake:
+        yield fake
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, args, input=stdin)
+
+
+def row(base: msgspec.Struct, **changes: Any) -> Any:
+    return msgspec.structs.replace(base, **changes)
+
+
+# ---------------------------------------------------------------- the command itself
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """The commands import click and the standard library at their top, nothing else."""
+    heavy = ["torch", "rich", "zmq", "trio", "numpy", "msgspec", "transformers"]
+    code = f"import sys; import hisparse.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_verb_but_worker_and_model_brings_torch() -> None:
+    rooms = "hisparse.cli.streaming, hisparse.console.session, hisparse.cluster.up, hisparse.demo.run"
+    code = f"import sys; import {rooms}; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_takes_less_than_150_ms_of_a_processor() -> None:
+    """The best of up to 20 runs, in time of a processor: a clock would measure the machine's load."""
+    command = [sys.executable, "-m", "hisparse.cli", "--help"]
+    took_s = []
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "Exit codes:" in done.stdout
+        if took_s[-1] < 0.150:
+            return
+    raise AssertionError(f"best of {len(took_s)}: {min(took_s):.3f} s")
+
+
+def test_every_verb_has_help_and_every_error_an_exit_code() -> None:
+    for name in main.commands:
+        assert run(name, "--help").exit_code == 0
+    assert set(EXIT_CODES) == set(BY_CODE)
+    assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
+    assert set(EXIT_CODES.values()) <= set(EXIT_MEANINGS)
+
+
+def test_the_readme_lists_every_verb_and_exit_code() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in main.commands if f"`hisparse {name}" not in readme] == []
+    assert [code for code in EXIT_MEANINGS if f"| {code} |" not in readme] == []
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["frobnicate"], 2, "frobnicate"),
+        (["drain"], 2, "name workers, or say --all"),
+        (["drain", "w0", "--all"], 2, "name workers, or say --all"),
+        (["retract"], 2, "Missing argument"),
+        (["resize", "r1", "--hot-slots", "many"], 2, "'many' is no size"),
+        (["workers", "--set", "nonsense"], 2, "SECTION.FIELD=VALUE"),
+        (["workers", "--set", "worker.seets=1"], 8, "did you mean seats?"),
+        (["workers", "--config", "/nowhere.toml"], 8, "No such file"),
+        (["submit", "--tokens", "1 x 3"], 2, "'x' is no token id"),
+        (["submit", "a", "--file", __file__], 2, "not both"),
+        (["submit", "--file", "/bin/sh"], 2, "prompt=/bin/sh: is no UTF-8 text"),
+        (["submit", "a\udcff"], 2, "prompt=argument: is no UTF-8 text"),
+        (["requests", "--state", "runing"], 2, "'runing' is none of queued"),
+        (["keys", "init", "--keys-dir", "/proc/none"], 8, "cluster.keys_dir=/proc/none: No such file"),
+        (["coordinator", "--runtime-dir", "/proc/none"], 8, "cluster.runtime_dir=/proc/none: No such file"),
+        (["coordinator", "--set", "coordinator.metrics_port=65536"], 8, "coordinator.metrics_port=65536: not a port"),
+    ],
+)
+def test_bad_usage_is_one_line_on_stderr(args: list[str], code: int, text: str) -> None:
+    result = run(*args)
+    assert result.exit_code == code
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_flag_of_its_own_comes_before_set() -> None:
+    """And one that is not given takes nothing back."""
+    seen = []
+
+    @click.command()
+    @with_config(Setting("--seats", "worker.seats", ""))
+    def command(config: Config) -> None:
+        seen.append(config.worker.seats)
+
+    for args in (["--set", "worker.seats=3"], ["--set", "worker.seats=3", "--seats", "4"], ["--seats", "4"]):
+        assert CliRunner().invoke(command, args).exit_code == 0
+    assert seen == [3, 4, 4]
+
+
+def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("worker.runners.tiny.write_tiny_checkpoint", lambda path, **how: written.append(path))
+    place = tmp_path / "new" / "model"
+    assert run("model", "tiny", str(place)).exit_code == 0
+    (place / "config.json").write_text("{}")
+    refused = run("model", "tiny", str(place))
+    assert (refused.exit_code, written) == (2, [place])
+    assert refused.stderr.startswith(f"hisparse: path={place}: a checkpoint is there")
+    assert run("model", "tiny", str(place), "--force").exit_code == 0
+    assert written == [place, place]
+    assert "path=/proc/none: No such file" in run("model", "tiny", "/proc/none").stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--tokens", "1 2147483648"], "prompt=2147483648: a token id does not fit int32"),
+        (["--tokens", f"1 {10**30}"], "prompt=2 values: no row of int32 token ids"),
+        (["a", "--seed", str(10**30)], f"seed={10**30}: cannot be sent"),
+        (["a", "--priority", str(-(10**30))], f"priority=-{10**30}: cannot be sent"),
+        (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): cannot be sent"),
+        (["a", "--id", "x\udcff"], r"request_id='x\udcff': cannot be sent"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
+    gateway: FakeGateway, args: list[str], text: str
+) -> None:
+    result = run("submit", *args)
+    assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+    assert not any(isinstance(message, messages.Submit) for message in gateway.received)
+
+
+def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+    result = run("requests", "--runtime-dir", str(tmp_path))
+    assert result.exit_code == EXIT_CODES["unavailable"]
+    assert result.stderr.startswith("hisparse: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+def test_a_refusal_exits_with_its_code_and_shows_field_value_and_remedy(gateway: FakeGateway, code: str) -> None:
+    gateway.refuse(
+        messages.RetractRequests, code, "it is FINISHED", field="request_id", value="r1", remedy="nothing to do"
+    )
+    result = run("retract", "r1")
+    assert result.exit_code == EXIT_CODES[code]
+    assert result.stderr == "hisparse: request_id=r1: it is FINISHED (nothing to do)\n"
+
+
+def test_a_defect_shows_its_traceback_and_exits_with_70(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("hisparse.console.session.call", broken)
+    result = run("pool")
+    assert result.exit_code == 70
+    assert "ZeroDivisionError" in result.stderr
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_requests_in_every_format(gateway: FakeGateway) -> None:
+    queued = row(REQUEST, request_id="r2", state="QUEUED", worker="", hot_slots=-1, hits=0, misses=0)
+    rows = (REQUEST, queued, row(REQUEST, request_id="r3", state="RETRACTED", held=True))
+    gateway.on(messages.ListRequests, lambda m: [messages.RequestRows(tag_of(m), rows, truncated=True)])
+    table = run("requests", "--limit", "2")
+    assert gateway.received == [messages.ListRequests(1, 2)]
+    header, _, first, second, third = table.stdout.strip().splitlines()
+    assert header.split()[:3] == ["ID", "STATE", "PRIO"]
+    assert first.split()[:7] == ["r1", "RUNNING", "0", "w0", "100", "5/64", "104"]
+    assert "75.0%" in first
+    assert "1m15s" in first
+    assert second.split()[:4] == ["r2", "QUEUED", "0", "-"]
+    assert third.split()[:3] == ["r3", "RETRACTED", "held"]
+    assert table.stderr == "only the first 2 requests; raise --limit\n"
+    as_json = json.loads(run("requests", "-o", "json").stdout)
+    assert as_json[0] == msgspec.structs.asdict(REQUEST)
+    lines = run("requests", "-o", "jsonl", "--state", "queued").stdout.splitlines()
+    assert [json.loads(line)["request_id"] for line in lines] == ["r2"]
+    lines = run("requests", "-o", "jsonl", "--state", "held").stdout.splitlines()
+    assert [json.loads(line)["request_id"] for line in lines] == ["r3"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (size_text(1023), "1023 B"),
+        (size_text(1024), "1.0 KiB"),
+        (size_text(1536 * 1024**2), "1.5 GiB"),
+        (size_text(3 * 1024**5), "3072.0 TiB"),
+        (duration_text(59.94), "59.9s"),
+        (duration_text(60), "1m00s"),
+        (duration_text(3_599.9), "59m59s"),
+        (duration_text(90_061), "25h01m"),
+        (share_text(1, 3), "33.3%"),
+        (share_text(0, 0), "-"),
+        (hot_text(0), "resident"),
+        (hot_text(-1), "-"),
+    ],
+)
+def test_cells_change_their_unit_where_it_ends(cell: str, text: str) -> None:
+    assert cell == text
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), BaseExceptionGroup("", [ValueError(), KeyboardInterrupt()]), click.Abort()]
+)
+def test_interrupted_exits_with_130_whatever_else_ended_with_it(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hisparse.console.session.call", interrupted)
+    assert run("pool").exit_code == 130
+
+
+def test_a_request_tells_its_history(gateway: FakeGateway) -> None:
+    history = (
+        messages.HistoryLine(1.5, "submit", "QUEUED", ""),
+        messages.HistoryLine(2.5, "admit", "PREFILLING", "to w0"),
+    )
+    gateway.on(messages.DescribeRequest, lambda m: [messages.RequestDetail(tag_of(m), REQUEST, history)])
+    text = run("request", "r1").stdout
+    assert "r1  RUNNING" in text
+    assert "75.0% hits (30 hits, 10 misses)" in text
+    assert text.splitlines()[-1].endswith("admit        PREFILLING  to w0")
+    detail = json.loads(run("request", "r1", "-o", "json").stdout)
+    assert detail["request"]["hits"] == 30
+    assert detail["history"][1] == {"at_s": 2.5, "event": "admit", "state": "PREFILLING", "reason": "to w0"}
+
+
+def audited(*differences: messages.DifferenceRow, answered: bool = True) -> messages.AuditRows:
+    rows = (
+        messages.AuditedRow("w0", 7, answered, 3, 120, len(differences)),
+        messages.AuditedRow("n", 0, True, 4, 130, 0),
+    )
+    return messages.AuditRows(0, rows, differences)
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_an_audit_without_differences_is_fine_and_one_with_some_is_not(gateway: FakeGateway, output: str) -> None:
+    lost = messages.DifferenceRow("w0", "unreleased", 41, "r1", "holds it", "nothing", repaired=True)
+    for answer, code, shown in (
+        (audited(), 0, "130"),
+        (audited(lost), 1, "unreleased"),
+        (audited(answered=False), 1, "w0"),
+    ):
+        gateway.on(messages.AuditWorkers, lambda m, answer=answer: [row(answer, tag=tag_of(m))])
+        result = run("audit", "-o", output)
+        assert result.exit_code == code, result.output
+        assert shown in result.stdout
+        if output == "json":
+            assert json.loads(result.stdout)["audited"][0]["host_pages"] == 120
+    assert gateway.roles[-1] == "admin"
+
+
+def test_workers_and_pools(gateway: FakeGateway) -> None:
+    gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (WORKER,))])
+    gateway.on(messages.ListPools, lambda m: [messages.PoolRows(tag_of(m), (POOL,))])
+    line = run("workers").stdout.strip().splitlines()[-1].split()
+    assert line[:9] == ["w0", "n", "both", "connected", "1", "7/8", "28/32", "500/512", "10"]
+    assert json.loads(run("workers", "-o", "json").stdout)[0]["capacity"]["page_bytes"] == 98_304
+    line = run("pool").stdout.strip().splitlines()[-1].split()
+    assert line == ["n", "1024", "1000", "24", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
+
+
+# ---------------------------------------------------------------- telling
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "role"),
+    [
+        (["abort", "r1", "r2"], messages.AbortRequests(1, ("r1", "r2")), "client"),
+        (["retract", "r1"], messages.RetractRequests(1, ("r1",), True, True), "admin"),
+        (["retract", "r1", "--drop", "--no-hold"], messages.RetractRequests(1, ("r1",), False, False), "admin"),
+        (["resume", "r1"], messages.ResumeRequests(1, ("r1",)), "admin"),
+        (["resize", "r1", "--hot-slots", "4096"], messages.ResizeRequests(1, ("r1",), 4096), "admin"),
+        (["resize", "r1", "--hot-slots", "resident"], messages.ResizeRequests(1, ("r1",), 0), "admin"),
+        (["resize", "r1", "--hot-slots", "auto"], messages.ResizeRequests(1, ("r1",), -1), "admin"),
+        (["drain", "w0", "--handover"], messages.DrainWorkers(1, ("w0",), True, 300.0), "admin"),
+        (["drain", "--all", "--deadline", "5"], messages.DrainWorkers(1, (), False, 5.0), "admin"),
+        (["undrain", "w0"], messages.UndrainWorkers(1, ("w0",)), "admin"),
+        (["stop", "--deadline", "7"], messages.StopCoordinator(1, 7.0), "admin"),
+    ],
+)
+def test_a_verb_sends_its_message_on_its_socket(
+    gateway: FakeGateway, args: list[str], message: messages.AdminMessage, role: str
+) -> None:
+    gateway.on(type(message), lambda m: [messages.Done(tag_of(m), ("first line", "second line"))])
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (0, "first line\nsecond line\n")
+    assert gateway.received == [message]
+    assert gateway.roles == [role]
+    assert json.loads(run(*args, "-o", "json").stdout) == {"detail": ["first line", "second line"]}
+    assert json.loads(run(*args, "-o", "jsonl").stdout.splitlines()[1]) == {"detail": "second line"}
+
+
+def test_drain_waits_until_the_workers_are_drained(gateway: FakeGateway) -> None:
+    states = iter(["draining", "disconnected", "drained"])  # one that is away has not said that it is empty
+    gateway.on(messages.DrainWorkers, lambda m: [messages.Done(tag_of(m))])
+    gateway.on(
+        messages.ListWorkers,
+        lambda m: [messages.WorkerRows(tag_of(m), (row(WORKER, state=next(states)), row(WORKER, worker="w1")))],
+    )
+    result = run("drain", "w0", "--wait")
+    assert (result.exit_code, result.stderr) == (0, "drained\n")
+    assert [type(message) for message in gateway.received[1:]] == [messages.ListWorkers] * 3
+    states = iter(["drained"])
+    assert run("drain", "w7", "--wait").exit_code == EXIT_CODES["not_found"]
+
+
+# ---------------------------------------------------------------- streams
+
+
+def serve_output(
+    gateway: FakeGateway, kind: type, chunks: list[str], outcome: str = "FINISHED", tail: str = "", start: int = 0
+) -> None:
+    """Accept, deliver `chunks` in deliveries of their own, end."""
+
+    def answer(message: Any) -> Iterator[messages.GatewayMessage]:
+        yield messages.Accepted(message.tag, "r1", 3)
+        position = start
+        for chunk in chunks:
+            tokens = np.frombuffer(chunk.encode("latin-1"), np.uint8).astype(np.int32)
+            yield messages.Delivery(
+                pack_int32([3]), pack_int32([position]), pack_int32([len(tokens)]), pack_int32(tokens)
+            )
+            position += len(tokens)
+        yield messages.Ended(3, "r1", outcome, "stop", position, tail)
+
+    gateway.on(kind, lambda m: list(answer(m)))
+
+
+def test_submit_streams_text_and_sends_what_was_asked(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["caf\xc3", "\xa9 no", "ir"], tail=" fin")
+    options = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--seed", "4", "--stop", "END"]
+    result = run("submit", "hé", "--ignore-eos", "--priority", "2", "--id", "mine", *options)
+    assert (result.exit_code, result.stdout) == (0, "café noir fin\n")
+    (submit,) = gateway.received
+    assert isinstance(submit, messages.Submit)
+    assert unpack_int32(submit.prompt, "prompt").tolist() == list("hé".encode())
+    assert submit.sampling == messages.Sampling(9, 0.5, 0.9, 4, ("END",), True)
+    assert (submit.request_id, submit.priority, submit.subscribe) == ("mine", 2, True)
+    assert gateway.roles == ["client"]
+
+
+def test_a_prompt_comes_from_a_file_or_stdin(gateway: FakeGateway, tmp_path: Path) -> None:
+    serve_output(gateway, messages.Submit, ["x"])
+    (tmp_path / "prompt.txt").write_text("from a file")
+    run("submit", "--file", str(tmp_path / "prompt.txt"))
+    run("submit", stdin="from stdin")
+    run("submit", "-", stdin="from a dash")
+    prompts = [bytes(unpack_int32(m.prompt, "p").tolist()) for m in gateway.received if isinstance(m, messages.Submit)]
+    assert prompts == [b"from a file", b"from stdin", b"from a dash"]
+
+
+def test_raw_ids_go_in_and_come_out(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["AB", "C"])
+    result = run("submit", "--tokens", "1,2 300")
+    assert result.stdout == "65 66 67 \n"
+    (submit,) = gateway.received
+    assert isinstance(submit, messages.Submit)
+    assert unpack_int32(submit.prompt, "prompt").tolist() == [1, 2, 300]
+
+
+def test_an_output_as_json(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["ab", "c"], tail="!")
+    result = json.loads(run("submit", "x", "-o", "json").stdout)
+    assert result == {
+        "request_id": "r1", "outcome": "FINISHED", "reason": "stop", "generated_tokens": 3, "tokens": [97, 98, 99],
+        "text": "abc!",
+    }  # fmt: skip
+    lines = [json.loads(line) for line in run("submit", "x", "-o", "jsonl").stdout.splitlines()]
+    assert [token for line in lines[:-1] for token in line["tokens"]] == [97, 98, 99]
+    assert "".join(line["text"] for line in lines) == "abc!"
+    assert lines[-1]["outcome"] == "FINISHED"
+
+
+@pytest.mark.parametrize("outcome", ["ABORTED", "FAILED"])
+def test_an_output_that_does_not_finish_exits_with_1(gateway: FakeGateway, outcome: str) -> None:
+    serve_output(gateway, messages.Submit, ["ab"], outcome=outcome)
+    result = run("submit", "x")
+    assert (result.exit_code, result.stdout) == (1, "ab\n")
+    assert result.stderr == f"r1 {outcome}: stop\n"
+
+
+def test_detach_prints_the_id_and_does_not_subscribe(gateway: FakeGateway) -> None:
+    gateway.on(messages.Submit, lambda m: [messages.Accepted(tag_of(m), "r9", -1)])
+    assert run("submit", "x", "--detach").stdout == "r9\n"
+    assert json.loads(run("submit", "x", "--detach", "-o", "json").stdout) == {"request_id": "r9"}
+    assert [m.subscribe for m in gateway.received if isinstance(m, messages.Submit)] == [False, False]
+
+
+def test_attach_starts_where_it_is_told(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Attach, ["later"], start=40)
+    result = run("attach", "r1", "--from", "40")
+    assert (result.exit_code, result.stdout) == (0, "later\n")
+    assert gateway.received == [messages.Attach(1, "r1", 40)]
+
+
+def test_an_empty_prompt_is_refused_before_it_is_sent(gateway: FakeGateway) -> None:
+    result = run("submit", "")
+    assert result.exit_code == EXIT_CODES["bad_input"]
+    assert "empty prompt" in result.stderr
+    assert gateway.received == []
+
+
+def test_a_tokenizer_is_fetched_once_and_kept(gateway: FakeGateway) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel({"hello": 7, "world": 8, "?": 0}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    data = library.to_str().encode()
+    from protocol.text import TokenizerFile
+
+    kept = TokenizerFile("json", data)
+    gateway.model = row(MODEL, tokenizer_kind="json", tokenizer_hash=kept.hash)
+    gateway.on(messages.FetchTokenizer, lambda m: [messages.TokenizerData(tag_of(m), "json", kept.hash, data)])
+    serve_output(gateway, messages.Submit, ["\x08", "\x07"])
+    for _ in range(2):
+        assert run("submit", "hello world").stdout.split() == ["world", "hello"]
+    kinds = [type(message).__name__ for message in gateway.received]
+    assert kinds == ["FetchTokenizer", "Submit", "Submit"]
+
+
+# ---------------------------------------------------------------- interruption
+
+
+@pytest.mark.process
+def test_ctrl_c_says_how_to_go_on(gateway: FakeGateway) -> None:
+    gateway.on(
+        messages.Submit,
+        lambda m: [
+            messages.Accepted(tag_of(m), "r1", 3),
+            messages.Delivery(pack_int32([3]), pack_int32([0]), pack_int32([2]), pack_int32([104, 105])),
+        ],
+    )
+    import signal
+
+    child = subprocess.Popen(
+        [sys.executable, "-m", "hisparse.cli", "submit", "x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdout.read(2) == b"hi"
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=10)
+    assert child.returncode == 130
+    assert b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1" in stderr

@@ -1,0 +1,231 @@
+"""hisparse.client: streams outlive connections (I5: each position once and in order), calls never hang."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from hisparse.client import Client, TokenStream, open_client, run_client
+from hisparse.client.connection import Connection
+from protocol.arrays import pack_int32
+from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable
+from protocol.messages import Ended, Sampling, Submit
+from tests.support.fakes.dealer import FakeDealer
+from tests.support.gateway_rig import GatewayRig, running
+
+SAMPLING = Sampling(max_tokens=1000)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[GatewayRig]:
+    async with running(GatewayRig(tmp_path)) as rig:
+        yield rig
+
+
+def endpoint_in(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/run/client.sock"
+
+
+def test_run_client_says_that_nobody_is_there(tmp_path: Path) -> None:
+    async def ask(client: Client) -> int:
+        return len((await client.requests()).rows)
+
+    with pytest.raises(Unavailable, match="nobody listens there"):
+        run_client(endpoint_in(tmp_path), ask)
+
+
+async def test_errors_come_out_of_the_block_as_they_are(rig: GatewayRig) -> None:
+    with pytest.raises(NotFound) as caught:
+        async with open_client(rig.client_socket.endpoint) as client:
+            await client.request("nobody")
+    assert (caught.value.field, caught.value.value, caught.value.remedy) == (
+        "request_id",
+        "nobody",
+        "hisparse requests",
+    )
+    with pytest.raises(ProtocolError, match="this is the client socket"):
+        async with open_client(rig.client_socket.endpoint, role="admin"):
+            pass
+
+
+async def test_many_calls_at_once_get_their_own_answers(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        ids = [f"r{i}" for i in range(40)]
+
+        async def submit(request_id: str) -> None:
+            stream = await client.submit([1], SAMPLING, request_id=request_id)
+            assert stream.request_id == request_id
+            rig.speak(request_id, [int(request_id[1:])] * 3)
+            assert list(await anext(stream)) == [int(request_id[1:])] * 3
+
+        async with trio.open_nursery() as nursery:
+            for request_id in ids:
+                nursery.start_soon(submit, request_id)
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "complaint"),
+    [
+        (lambda it: it.submit([1.5], SAMPLING), BadInput, "prompt=1 values: no row of int32 token ids"),
+        (lambda it: it.submit("hello", SAMPLING), BadInput, "no row of int32 token ids"),
+        (lambda it: it.submit(np.zeros((2, 2), int), SAMPLING), BadInput, "but 2 dimensions of int64"),
+        (lambda it: it.submit(np.array([1, -(2**40)]), SAMPLING), BadInput, f"prompt={-(2**40)}: a token id"),
+        (
+            lambda it: it.submit([1], Sampling(max_tokens="5")),
+            BadInput,
+            "max_tokens='5': cannot be sent",
+        ),
+        (lambda it: it.submit([1], Sampling(5, stop="END")), BadInput, "stop='END': cannot be sent: Expected `array`"),
+        (lambda it: it.submit([1], SAMPLING, priority=10**30), BadInput, "priority=1000000.*: cannot be sent"),
+        (lambda it: it.submit_detached([1], SAMPLING, request_id=7), BadInput, "request_id=7: cannot be sent"),
+        (lambda it: it.request("\ud800"), BadInput, "request_id=.*: cannot be sent"),
+        (lambda it: it.abort("r1"), BadInput, r"ids=r1: one text, not a list of them \(give \['r1'\]\)"),
+        (lambda it: it.drain(), NotAllowed, 'role=client: has no DrainWorkers .*role="admin"'),
+    ],
+)
+async def test_what_the_gateway_could_not_read_costs_no_other_call(
+    rig: GatewayRig, ask: Callable[[Client], Awaitable[object]], kind: type[HiSparseError], complaint: str
+) -> None:
+    """It is refused by the name of its field before it is sent; the connection and its streams stay."""
+    async with open_client(rig.client_socket.endpoint) as client:
+        stream = await client.submit([1], SAMPLING, request_id="other")
+        with pytest.raises(kind, match=complaint):
+            await ask(client)
+        rig.speak("other", [4, 5])
+        assert list(await anext(stream)) == [4, 5]
+        assert client.reconnects == 0
+
+
+async def test_a_prompt_too_large_to_send_is_the_callers_error(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        with pytest.raises(BadInput, match="exceeds the limit"):
+            await client.submit(np.zeros(3_000_000, np.int32), SAMPLING)
+        assert await client.pools()
+
+
+async def test_a_cancelled_call_leaves_the_client_usable(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        for _ in range(5):
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await client.pools()
+            with trio.move_on_after(0.0001):
+                await client.pools()
+        assert (await client.pools())[0].node == "n"
+
+
+async def test_streams_continue_at_the_offset_they_hold_when_the_coordinator_returns(tmp_path: Path) -> None:
+    """The successor knows the request and what it has generated; the client sees no position twice."""
+    async with running(GatewayRig(tmp_path)) as first, open_client(endpoint_in(tmp_path)) as client:
+        a = await client.submit([1], SAMPLING, request_id="a")
+        b = await client.submit([1], SAMPLING, request_id="b")
+        first.speak("a", [0, 1, 2])
+        assert list(await anext(a)) == [0, 1, 2]
+        await first.kill()
+        async with running(GatewayRig(tmp_path, incarnation=2)) as second:
+            for request_id in ("a", "b"):
+                await second.scheduler.submit(resubmitted(request_id), "journal")
+            second.speak("a", [0, 1, 2, 3, 4])
+            second.speak("b", [7])
+            with trio.fail_after(10):
+                assert list(await anext(a)) == [3, 4]
+                assert list(await anext(b)) == [7]
+            assert (client.reconnects, a.offset) == (1, 5)
+            assert (await client.welcome()).incarnation == 2
+            second.scheduler.finish("a")
+            assert list(await a.collect()) == []
+            assert a.ended is not None
+
+
+def resubmitted(request_id: str) -> Submit:
+    return Submit(0, pack_int32([1]), SAMPLING, request_id)
+
+
+async def test_a_request_that_the_successor_does_not_know_fails_its_stream_alone(tmp_path: Path) -> None:
+    async with running(GatewayRig(tmp_path)) as first, open_client(endpoint_in(tmp_path)) as client:
+        lost = await client.submit([1], SAMPLING, request_id="lost")
+        kept = await client.submit([1], SAMPLING, request_id="kept")
+        await first.kill()
+        async with running(GatewayRig(tmp_path, incarnation=2)) as second:
+            await second.scheduler.submit(resubmitted("kept"), "journal")
+            with trio.fail_after(10), pytest.raises(NotFound):
+                await anext(lost)
+            second.speak("kept", [5])
+            with trio.fail_after(10):
+                assert list(await anext(kept)) == [5]
+
+
+async def test_calls_in_flight_when_the_connection_is_lost_say_so(rig: GatewayRig) -> None:
+    raised: list[Unavailable] = []
+    async with open_client(rig.client_socket.endpoint, reconnect_limit_s=0.2) as client:
+        stream = await client.submit([1], SAMPLING)
+
+        async def ask() -> None:
+            with pytest.raises(Unavailable) as caught:
+                await client.abort([stream.request_id])
+            raised.append(caught.value)
+
+        rig.scheduler.never_answers = True
+        with trio.fail_after(10):
+            async with trio.open_nursery() as callers:
+                callers.start_soon(ask)
+                await trio.testing.wait_all_tasks_blocked(0.1)
+                await rig.kill()
+            assert "whether it was carried out is unknown" in str(raised[0])
+            with pytest.raises(Unavailable, match="nobody listens"):
+                await anext(stream)
+            with pytest.raises(Unavailable, match="nobody listens"):
+                await client.pools()
+
+
+def test_a_stream_drops_what_it_has_and_refuses_gaps() -> None:
+    stream = TokenStream("a", 5)
+    stream.deliver(5, np.array([50, 60], np.int32))
+    stream.deliver(6, np.array([61, 70], np.int32))
+    stream.deliver(5, np.array([51], np.int32))
+    assert stream.received == 8
+    with pytest.raises(ProtocolError, match="position 8 is missing"):
+        stream.deliver(9, np.array([90], np.int32))
+    stream.end(Ended(0, "a", "FINISHED", "eos", 8))
+    assert list(trio.run(stream.collect)) == [50, 60, 70]
+    assert stream.offset == 8
+
+
+async def test_a_cancelled_reader_loses_no_tokens(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        stream = await client.submit([1], SAMPLING, request_id="a")
+        got: list[int] = []
+        for i in range(60):
+            rig.speak("a", [i])
+            with trio.move_on_after(i % 4 * 1e-4):
+                got += list(await anext(stream))
+        rig.scheduler.finish("a")
+        got += list(await stream.collect())
+    assert got == list(range(60))
+
+
+async def test_a_call_waits_on_when_a_fresh_connection_is_lost_before_it_could_use_it() -> None:
+    connection = Connection("ipc:///nowhere", "client", "", 1.0, None)
+    dealers: list[object] = []
+
+    async def call() -> None:
+        dealers.append(await connection._connected())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await trio.testing.wait_all_tasks_blocked()
+        connection._ready.set()  # made, and lost again in the same instant
+        connection._ready = trio.Event()
+        await trio.testing.wait_all_tasks_blocked()
+        assert dealers == []
+        connection._dealer = dealer = FakeDealer()  # type: ignore[assignment]
+        connection._ready.set()
+    assert dealers == [dealer]
+    connection.close()
+    with pytest.raises(Unavailable, match="the client was closed"):
+        await connection.greet()

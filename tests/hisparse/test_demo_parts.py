@@ -1,0 +1,236 @@
+"""The pure parts of the demo: prompts, memory that keeps every request managed, comparison, verdict."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
+from hisparse.demo.oracles import deal
+from hisparse.demo.plan import DemoOptions, PromptSource, cut_prompts, memory_for, prompt_lengths
+from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
+from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
+from protocol.errors import BadInput
+from protocol.messages import PoolRow, RequestRow
+from protocol.units import managed_chunks, pages_for
+
+
+def oracle(tokens: list[int], gaps: list[float] | None = None, runners_up: list[int] | None = None) -> OracleRun:
+    return OracleRun(
+        tuple(tokens), tuple(runners_up or [-1] * len(tokens)), tuple(gaps if gaps is not None else [1.0] * len(tokens))
+    )
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_the_default_demo_is_what_was_promised() -> None:
+    options, memory = DemoOptions(), memory_for(DemoOptions())
+    assert options.requests >= 8
+    assert options.new_tokens >= 128
+    assert memory.hot_slots + 64 <= options.prompt_tokens_min / 8
+    assert options.topk <= options.prompt_tokens_min / 16
+    assert (memory.hot_slots, memory.hot_chunks) == (192, 32)
+
+
+@given(st.integers(2, 64), st.integers(2048, 8192))
+def test_no_request_can_become_resident_and_one_always_fits(requests: int, shortest: int) -> None:
+    memory = memory_for(DemoOptions(requests=requests, prompt_tokens_min=shortest, prompt_tokens_max=8192))
+    assert memory.hot_chunks < pages_for(shortest + 1)
+    assert memory.hot_chunks >= managed_chunks(memory.hot_slots)
+    assert memory.hot_slots >= 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requests": 1},
+        {"workers": 1},
+        {"new_tokens": 8},
+        {"prompt_tokens_min": 2047},
+        {"prompt_tokens_min": 4096, "prompt_tokens_max": 4000},
+    ],
+)
+def test_a_demo_that_could_show_nothing_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(BadInput):
+        DemoOptions(**changes)  # type: ignore[arg-type]
+
+
+def test_lengths_spread_over_the_whole_range() -> None:
+    assert prompt_lengths(8, 2048, 6000) == [2048, 2612, 3177, 3741, 4306, 4870, 5435, 6000]
+
+
+def test_prompts_begin_at_different_files_and_are_exactly_as_long_as_asked() -> None:
+    sources = [PromptSource(f"file{i}.py", chr(ord("a") + i) * 1000) for i in range(4)] + [
+        PromptSource("tiny.txt", "x")
+    ]
+    requests = cut_prompts(sources, [500, 2500, 100, 4000], lambda text: text.encode())
+    assert [len(request.prompt) for request in requests] == [500, 2500, 100, 4000]
+    assert [request.source for request in requests] == ["file0.py", "file1.py", "file2.py", "file3.py"]
+    assert bytes(requests[1].prompt).decode().startswith("### file1.py\n\nbbb")
+    assert len({request.request_id for request in requests}) == 4
+
+
+def test_too_little_text_is_refused_with_the_count() -> None:
+    with pytest.raises(BadInput, match="all text together has 1015 tokens"):
+        cut_prompts([PromptSource("file.txt", "a" * 1000)], [2000], lambda text: text.encode())
+    with pytest.raises(BadInput, match="no text"):
+        cut_prompts([PromptSource("file.txt", "a")], [2000], lambda text: text.encode())
+
+
+# ---------------------------------------------------------------- compare
+
+
+@given(st.lists(st.integers(0, 300)))
+def test_equal_outputs_are_verified_in_full(tokens: list[int]) -> None:
+    verdict = compare("r", tokens, oracle(tokens), TIE_BOUND)
+    assert (verdict.verified, verdict.mismatched, verdict.unverified) == (len(tokens), 0, 0)
+    assert verdict.divergence is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), min_size=1), st.floats(0, 2e-4))
+def test_every_position_is_counted_once_and_every_difference_is_found(
+    ours: list[int], theirs: list[int], gap: float
+) -> None:
+    assume(ours != theirs)
+    runners_up = [(token + 1) % 4 for token in theirs]
+    verdict = compare("r", ours, oracle(theirs, [gap] * len(theirs), runners_up), TIE_BOUND)
+    assert verdict.verified + verdict.mismatched + verdict.unverified == max(len(ours), len(theirs))
+    assert (verdict.mismatched > 0) != verdict.tie_excused
+    assert verdict.divergence == first_difference(ours, theirs)
+
+
+def test_a_tie_excuses_only_below_the_bound_and_only_the_runner_up() -> None:
+    near, far = TIE_BOUND / 2, TIE_BOUND * 2
+    excused = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]), TIE_BOUND)
+    assert (excused.verified, excused.mismatched, excused.unverified, excused.tie_excused) == (1, 0, 2, True)
+    assert excused.gap == near
+    too_far = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, far, 1.0], [0, 8, 0]), TIE_BOUND)
+    assert (too_far.mismatched, too_far.tie_excused) == (2, False)
+    another_token = compare("r", [7, 5, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]), TIE_BOUND)
+    assert (another_token.mismatched, another_token.tie_excused) == (2, False)
+
+
+def test_a_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
+    short = compare("r", [7], oracle([7, 9], [0.0, 0.0], [0, 0]), TIE_BOUND)
+    assert (short.verified, short.mismatched, short.tie_excused) == (1, 1, False)
+    long = compare("r", [7, 9], oracle([7], [0.0], [0]), TIE_BOUND)
+    assert (long.verified, long.mismatched, long.tie_excused) == (1, 1, False)
+
+
+# ---------------------------------------------------------------- watch and report
+
+
+def request_row(**changes: object) -> RequestRow:
+    row = RequestRow(
+        request_id="demo-00", state="RUNNING", priority=0, worker="w0", prompt_tokens=2048, generated_tokens=5,
+        max_tokens=128, durable_tokens=2050, host_pages=33, hot_slots=192, hot_chunks=4, hits=90, misses=10,
+        retractions=0, age_s=1.0, held=False, reason="",
+    )  # fmt: skip
+    return msgspec.structs.replace(row, **changes)
+
+
+def pool_row(free: int) -> PoolRow:
+    return PoolRow("n", 100, free, 100 - free, 0, 0, 4096, 0, ("w0", "w1"))
+
+
+def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_was_not() -> None:
+    watch = DemoWatch()
+    for worker in ("w0", "", "w0"):
+        watch.saw_requests([request_row(worker=worker), request_row(request_id="demo-01", worker="w0")])
+    outcome = Outcome(watch, drained="w0", leaving=("demo-00", "demo-01"))
+    assert outcome.handed_over == ()
+    watch.saw_requests([request_row(worker="w1")])
+    assert outcome.handed_over == ("demo-00",)
+    assert watch.workers_of["demo-00"] == ["w0", "w1"]
+    assert watch.running_on() == {"w1": ["demo-00"], "w0": ["demo-01"]}
+
+
+def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
+    watch = DemoWatch()
+    for free in (100, 30, 60):
+        watch.saw_pools([pool_row(free)])
+    assert watch.host_pages_peak == 70
+    quarantined = msgspec.structs.replace(pool_row(90), owned=8, quarantined=2)
+    assert pages_in_use([quarantined]) == 10
+    watch.saw_requests([request_row(), request_row(request_id="demo-01")])
+    watch.saw_requests([request_row(state="FINISHED")])
+    assert watch.hot_chunks_peak == 8
+
+
+def test_the_request_to_move_is_in_mid_decode_and_has_the_most_to_come() -> None:
+    watch = DemoWatch()
+    assert watch.running_past(0) is None
+    assert not watch.over
+    rows = [request_row(request_id=f"demo-{i}", generated_tokens=tokens) for i, tokens in enumerate((50, 20, 3))]
+    arriving = request_row(request_id="demo-9", state="READY")
+    watch.saw_requests([*rows, arriving])
+    assert watch.running_past(16) is None
+    watch.saw_requests([request_row(request_id="demo-1", generated_tokens=64), request_row(request_id="demo-9")])
+    chosen = watch.running_past(16)
+    assert chosen is not None
+    assert chosen.request_id == "demo-0"
+    watch.saw_requests([request_row(request_id=name, state="FINISHED") for name in watch.rows])
+    assert watch.over
+    assert watch.running_past(16) is None
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 8))
+def test_prompts_are_dealt_once_each_and_about_evenly(sizes: list[int], hands: int) -> None:
+    dealt = deal(sizes, hands)
+    assert sorted(i for hand in dealt for i in hand) == list(range(len(sizes)))
+    sums = [sum(sizes[i] for i in hand) for hand in dealt]
+    assert max(sums) - min(sums) <= max(sizes)
+
+
+def report(**changes: object) -> DemoReport:
+    row = RequestReport(
+        request_id="demo-00", source="a.py", outcome="FINISHED", workers=("w0", "w1"), retractions=1,
+        prompt_tokens=2048, new_tokens=128, verified=128, mismatched=0, unverified=0, tie_excused=False,
+        divergence=None, gap=None, hits=90, misses=10, oracle_s=1.5,
+    )  # fmt: skip
+    base = DemoReport(
+        family="glm-5", device="cpu",
+        requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
+        unverified_tokens=0, tie_excused=0, tie_bound=TIE_BOUND, hits=90, misses=10, hit_rate=0.9, rows_swapped=20,
+        bytes_swapped=2048, retracted=1, handed_over=1, host_pages_before=0, host_pages_peak=70, host_pages_after=0,
+        full_kv_bytes=1 << 20, hot_bytes=1 << 17, topk=128, hot_slots=192, start_s=1.0, serve_s=2.0, oracle_s=3.0,
+        per_request=(row,),
+    )  # fmt: skip
+    return judged(msgspec.structs.replace(base, **changes))
+
+
+def test_a_clean_run_passes() -> None:
+    assert report().passed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mismatched_tokens": 1},
+        {"host_pages_after": 1},
+        {"verified_tokens": 0},
+        {"misses": 0},
+        {"retracted": 0},
+        {"handed_over": 0},
+        {"per_request": (msgspec.structs.replace(report().per_request[0], outcome="FAILED"),)},
+    ],
+)
+def test_whatever_is_wrong_fails_the_run(changes: dict[str, object]) -> None:
+    failed = report(**changes)
+    assert not failed.passed
+    assert len(failed.problems) == 1
+
+
+def test_the_table_shows_the_figures() -> None:
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(report(mismatched_tokens=3)))
+    text = console.export_text()
+    assert "FAILED  3 tokens differ" in text
+    assert "w0 > w1" in text
+    assert "0 before, 70 at peak, 0 after" in text
+    assert figure_lines(report())["memory"] == "0.1 MiB hot buffers against 1.0 MiB full KV (12.5%)"

@@ -1,0 +1,463 @@
+"""The pure parts of the HTTP front: what bodies become, what outputs become, who may ask."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hisparse.console.options import EXIT_CODES
+from hisparse.http.answers import Answer, Transcript
+from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
+from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
+from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
+from hisparse.http.errors import (
+    STATUSES,
+    AnswerAborted,
+    AnswerFailed,
+    TooLarge,
+    Unauthorized,
+    ending_error,
+    error_body,
+    error_headers,
+    status_of,
+)
+from protocol.errors import (
+    BY_CODE,
+    BadInput,
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    NotFound,
+    Unavailable,
+    WrongState,
+)
+from protocol.messages import Ended, ModelInfo
+from protocol.settings import HttpSettings
+from protocol.text import JsonTokenizer, read_tokenizer
+from tests.hisparse.test_cli import run
+from tests.support.http_rig import KEY, TEMPLATE, byte_tokenizer_json
+
+MODEL = ModelInfo("f" * 8, "tiny", 4_096, 264, 4, 16, (257,), "json", "")
+
+
+def served(template: str = "{% set bos_token = '<bos>' %}\n" + TEMPLATE) -> Served:
+    model = ModelInfo("f" * 8, "tiny", 4_096, 264, 4, 16, (257,), "json", "", template)
+    return Served(model, JsonTokenizer(byte_tokenizer_json()))
+
+
+def completion(ask_id: str = "a", **body: Any) -> Ask:
+    return ask_of(read_body(json.dumps(body).encode(), CompletionBody), served(), ask_id, lambda form: form)
+
+
+def chat(template: str | None = None, **body: Any) -> Ask:
+    known = served() if template is None else served(template)
+    return ask_of(read_body(json.dumps(body).encode(), ChatBody), known, "a", lambda form: form)
+
+
+def refusal(kind: type[CompletionBody] | type[ChatBody], **body: Any) -> BadInput:
+    with pytest.raises(BadInput) as caught:
+        completion(**body) if kind is CompletionBody else chat(**body)
+    return caught.value
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+# ---------------------------------------------------------------- completions
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hé", [ids("hé")]),
+        (["a", "bc"], [ids("a"), ids("bc")]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_text_or_ids_one_or_many(prompt: Any, prompts: list[list[int]]) -> None:
+    ask = completion(prompt=prompt)
+    assert [choice.prompt.tolist() for choice in ask.choices] == prompts
+    assert ask.prompt_tokens == sum(map(len, prompts))
+    assert [choice.request_id for choice in ask.choices] == (["a"] if len(prompts) == 1 else ["a-0", "a-1"])
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "a"], ["a", 1], [True], [1.5], [{}], [-1], [264], [2**40], [[1], [264]]]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    assert refusal(CompletionBody, prompt=prompt).field == "prompt"
+
+
+def test_defaults_are_openais() -> None:
+    sampling = completion(prompt="x").choices[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (COMPLETION_TOKENS_DEFAULT, 1.0, 1.0)
+    assert (sampling.stop, sampling.ignore_eos) == ((), False)
+
+
+def test_every_served_field_arrives() -> None:
+    ask = completion(
+        model="tiny",
+        prompt="x",
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        seed=-3,
+        stop=["a", "b"],
+        ignore_eos=True,
+        priority=-4,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="ignored",
+    )
+    choice = ask.choices[0]
+    assert (choice.sampling.max_tokens, choice.sampling.temperature, choice.sampling.top_p) == (7, 0, 0.5)
+    assert (choice.sampling.stop, choice.sampling.ignore_eos, choice.priority) == (("a", "b"), True, -4)
+    assert choice.sampling.seed == 2**63 - 3
+    assert (ask.stream, ask.include_usage, ask.usage_in_every_chunk) == (True, True, False)
+    assert completion(prompt="x", stop="one").choices[0].sampling.stop == ("one",)
+
+
+def test_samples_of_a_prompt_differ_and_a_repeated_ask_is_the_same() -> None:
+    """Without a seed it comes from the id, so that a body sent again under the client's id is the same request."""
+    ask = completion(prompt=["x", "y"], n=2, seed=5)
+    assert [(choice.prompt.tolist(), choice.sampling.seed) for choice in ask.choices] == [
+        (ids("x"), 5),
+        (ids("x"), 6),
+        (ids("y"), 5),
+        (ids("y"), 6),
+    ]
+    first, again, other = (completion(ask_id, prompt="x", n=2) for ask_id in ("a", "a", "b"))
+    seeds = [choice.sampling.seed for ask in (first, again, other) for choice in ask.choices]
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
+    assert all(mine.same_as(its) for mine, its in zip(first.choices, again.choices, strict=True))
+    assert not first.choices[0].same_as(first.choices[1])
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "n": 17}, "n"),
+        ({"prompt": ["x"] * 9, "n": 16}, "n"),
+        ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 2**31}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "seed": "s"}, "seed"),
+        ({"prompt": "x", "priority": 2**40}, "priority"),
+        ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "stream_options": {}}, "stream_options"),
+        ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "x"),
+        ({"prompt": "x", "messages": []}, "messages"),
+        ({"prompt": "x", "model": "other"}, "model"),
+    ],
+)
+def test_a_refused_body_names_its_field(body: dict[str, Any], field: str) -> None:
+    assert refusal(CompletionBody, **body).field == field
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(NotFound):
+        completion(prompt="x", model="other")
+
+
+@pytest.mark.parametrize("field", NEUTRAL)
+def test_an_unsupported_field_is_refused_unless_it_changes_nothing(field: str) -> None:
+    kind, rest = (
+        (CompletionBody, {"prompt": "x"})
+        if field in CompletionBody.__struct_fields__
+        else (ChatBody, {"messages": [{"role": "user", "content": "x"}]})
+    )
+    for value in (None, *NEUTRAL[field]):
+        completion(**rest, **{field: value}) if kind is CompletionBody else chat(**rest, **{field: value})
+    error = refusal(kind, **rest, **{field: ["something"]})
+    assert (error.field, error.message) == (field, "is not supported")
+    assert refusal(CompletionBody, prompt="x", logprobs=0).field == "logprobs"  # 0 is not False: it asks for one
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0 "prompt', max_size=60).map(str.encode))
+def test_no_bytes_get_past_as_anything_but_a_body_or_a_refusal(data: bytes) -> None:
+    try:
+        body = read_body(data, CompletionBody)
+    except BadInput:
+        return
+    assert isinstance(body, CompletionBody)
+
+
+def test_deep_nesting_is_a_refusal() -> None:
+    with pytest.raises(BadInput):
+        read_body(b'{"prompt":' + b"[" * 100_000, CompletionBody)
+
+
+# ---------------------------------------------------------------- chat
+
+
+def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_the_template_makes_the_prompt_and_its_special_tokens_are_tokens() -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    ask = chat(messages=said(("system", "be <bos>"), ("user", parts)))
+    prompt = ask.choices[0].prompt.tolist()
+    assert prompt == [256, *ids("system:be "), 256, 10, 256, *ids("user:hi\n"), 256, *ids("assistant:")]
+    assert chat(messages=said(("user", "x")), chat_template_kwargs={"mood": "!", "messages": []}).choices[
+        0
+    ].prompt.tolist() == [256, *ids("user:x\n"), 256, *ids("assistant:!")]
+
+
+def test_how_much_a_chat_may_say() -> None:
+    messages = said(("user", "x"))
+    assert chat(messages=messages, max_completion_tokens=5).choices[0].sampling.max_tokens == 5
+    assert chat(messages=messages, max_tokens=6).choices[0].sampling.max_tokens == 6
+    default = chat(messages=messages).choices[0]
+    assert default.sampling.max_tokens == min(CHAT_TOKENS_DEFAULT, MODEL.context_max_tokens - default.prompt.size)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"messages": []}, "empty"),
+        ({"messages": said(("tool", "x"))}, "tool"),
+        ({"messages": said(("developer", "x"))}, "no developers here"),
+        ({"messages": said(("user", [{"type": "image_url", "text": ""}]))}, "image_url"),
+        ({"messages": said(("user", None))}, "null"),
+        ({"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1}, "old name"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_says_why(body: dict[str, Any], text: str) -> None:
+    error = refusal(ChatBody, **body)
+    assert text in str(error)
+
+
+def test_a_model_without_a_template_refuses_chats() -> None:
+    with pytest.raises(BadInput, match="no chat template"):
+        chat("", messages=said(("user", "x")))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.__class__.__mro__ }}", "{% unknown %}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"]
+)
+def test_a_template_that_breaks_is_a_refusal_and_cannot_leave_its_sandbox(template: str) -> None:
+    with pytest.raises(BadInput, match="refuses them"):
+        chat(template, messages=said(("user", "x")))
+
+
+def test_a_template_travels_with_its_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    odd = '<"\\｜😀>'
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "\n{{ bos_token }}{{ eos_token }}"}]
+    settings = {"bos_token": odd, "eos_token": {"content": "<eos>"}, "chat_template": several}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = read_tokenizer(tmp_path).chat_template
+    prompt = chat(template, messages=said(("user", "x"))).choices[0].prompt.tolist()
+    assert prompt == [10, *odd.encode(), 257]
+
+
+# ---------------------------------------------------------------- answers
+
+
+def ended(tokens: int, reason: str = "length", tail: str = "", outcome: str = "FINISHED") -> Ended:
+    return Ended(0, "a", outcome, reason, tokens, tail)
+
+
+def events(*made: bytes) -> list[Any]:
+    texts = [event.decode() for event in made]
+    assert all(text.startswith("data: ") and text.endswith("\n\n") and text.count("\n") == 2 for text in texts)
+    return [json.loads(text[6:]) if text != "data: [DONE]\n\n" else "[DONE]" for text in texts]
+
+
+@given(st.text(), st.data())
+def test_no_chunk_ever_splits_a_character(text: str, data: st.DataObject) -> None:
+    """Whatever the cuts: chunks are whole characters, and together they are the text."""
+    tokens, transcript = ids(text), Transcript(served().tokenizer.detokenizer())
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5)))
+    borders = [0, *cuts, len(tokens)]
+    pieces = [transcript.push(tokens[a:b]) for a, b in pairwise(borders)]
+    pieces.append(transcript.end(ended(len(tokens))))
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces if "�" not in text)
+
+
+def test_the_end_brings_what_was_pending_and_what_a_stop_string_left() -> None:
+    transcript = Transcript(served().tokenizer.detokenizer())
+    assert transcript.push(ids("é")[:1]) == ""
+    assert transcript.end(ended(1, "stop", "tail")) == "\ufffdtail"
+    assert (transcript.finish_reason, transcript.tokens) == ("stop", 1)
+    assert [finish(reason) for reason in ("length", "eos", "stop")] == ["length", "stop", "stop"]
+
+
+def finish(reason: str) -> str:
+    transcript = Transcript(served().tokenizer.detokenizer())
+    transcript.end(ended(0, reason))
+    return transcript.finish_reason
+
+
+def test_the_objects_of_a_completion() -> None:
+    ask = completion(prompt="xy", n=2, stream=True, stream_options={"include_usage": True})
+    answer, transcripts = Answer(ask, 9), [Transcript(served().tokenizer.detokenizer()) for _ in ask.choices]
+    for transcript, count in zip(transcripts, (3, 4), strict=True):
+        transcript.end(ended(count))
+    head = {"id": "a", "object": "text_completion", "created": 9, "model": "tiny"}
+    usage = {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    assert json.loads(answer.whole(["A", "B"], transcripts)) == head | {
+        "choices": [
+            {"index": 0, "text": "A", "logprobs": None, "finish_reason": "length"},
+            {"index": 1, "text": "B", "logprobs": None, "finish_reason": "length"},
+        ],
+        "usage": usage,
+    }
+    assert answer.opening() == []
+    made = [answer.delta(1, "t", transcripts), answer.last(0, "", transcripts), *answer.closing(transcripts)]
+    delta, last, total, done = events(*made)
+    choice = {"index": 1, "text": "t", "logprobs": None, "finish_reason": None}
+    assert delta == head | {"choices": [choice], "usage": None}
+    assert last["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert (total, done) == (head | {"choices": [], "usage": usage}, "[DONE]")
+
+
+def test_the_objects_of_a_chat() -> None:
+    ask = chat(messages=said(("user", "x")), stream=True)
+    answer, transcripts = Answer(ask, 9), [Transcript(served().tokenizer.detokenizer())]
+    transcripts[0].end(ended(3, "eos"))
+    whole = json.loads(answer.whole(["A"], transcripts))
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "A"}
+    first, delta, last, done = events(
+        *answer.opening(),
+        answer.delta(0, "t", transcripts),
+        answer.last(0, "", transcripts),
+        *answer.closing(transcripts),
+    )
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (delta["choices"][0]["delta"], last["choices"][0]["delta"]) == ({"content": "t"}, {})
+    assert (last["choices"][0]["finish_reason"], "usage" in delta, done) == ("stop", False, "[DONE]")
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (BadInput("m", field="f", value="v"), 400, "invalid_request_error"),
+        (Unauthorized("m"), 401, "authentication_error"),
+        (ConfigError("m"), 500, "server_error"),
+        (NotFound("m"), 404, "not_found_error"),
+        (WrongState("m"), 409, "invalid_request_error"),
+        (TooLarge("m"), 413, "invalid_request_error"),
+        (CapacityError("m", field="queue_max"), 429, "rate_limit_error"),
+        (CapacityError("m", field="prompt"), 400, "invalid_request_error"),
+        (Unavailable("m"), 503, "server_error"),
+        (AnswerAborted("m"), 409, "invalid_request_error"),
+        (AnswerFailed("m"), 500, "server_error"),
+        (HiSparseError("m"), 500, "server_error"),
+    ],
+)
+def test_an_error_is_a_status_and_openais_object(error: HiSparseError, status: int, kind: str) -> None:
+    assert status_of(error) == status
+    content = json.loads(error_body(error))["error"]
+    assert content.keys() == {"message", "type", "param", "code"}
+    assert (content["type"], content["code"], content["param"]) == (kind, error.code, error.field or None)
+    assert "m" in content["message"]
+
+
+def test_every_error_of_the_coordinator_has_a_status() -> None:
+    assert BY_CODE.keys() <= STATUSES.keys()
+
+
+def test_what_no_repetition_helps_is_not_to_be_repeated() -> None:
+    assert error_headers(AnswerFailed("m")) == error_headers(WrongState("m")) == {"x-should-retry": "false"}
+    assert error_headers(Unavailable("m")).keys() == error_headers(CapacityError("m")).keys() == {"retry-after"}
+    assert error_headers(BadInput("m")) == {}
+
+
+def test_an_output_that_did_not_finish_is_an_error() -> None:
+    aborted, failed = ending_error(ended(1, "by admin", "", "ABORTED")), ending_error(ended(1, "why", "", "FAILED"))
+    assert (type(aborted), type(failed)) == (AnswerAborted, AnswerFailed)
+    assert "by admin" in str(aborted)
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("header", "let_in"),
+    [
+        (f"Bearer {KEY}", True),
+        (f"bearer  {KEY} ", True),
+        ("Bearer second-key-that-is-known", True),
+        (f"Basic {KEY}", False),
+        (KEY, False),
+        ("Bearer", False),
+        ("Bearer x", False),
+        (f"Bearer {KEY}x", False),
+        ("", False),
+    ],
+)
+def test_a_key_lets_in(header: str, let_in: bool) -> None:
+    keys = ApiKeys([KEY, "second-key-that-is-known"])
+    if let_in:
+        keys.check(header)
+    else:
+        with pytest.raises(Unauthorized) as caught:
+            keys.check(header)
+        assert KEY not in str(caught.value)
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    ApiKeys(()).check("")
+    read_keys("").check("")
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n\n  {KEY}\n")
+    file.chmod(0o640)
+    read_keys(str(file)).check(f"Bearer {KEY}")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read it"):
+        read_keys(str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# only a comment", "secret", "x" * (KEY_CHARS_MIN - 1), "with a blank in the key"]
+)
+def test_a_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys(text, "file")
+    assert not text or text not in str(caught.value)
+
+
+# ---------------------------------------------------------------- hisparse up --http
+
+
+@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x", "host:0"])
+def test_up_wants_an_address_for_the_front(address: str) -> None:
+    result = run("up", "--http", address)
+    assert result.exit_code == 2
+    assert f"{address!r} is not HOST:PORT" in result.stderr
+
+
+def test_up_opens_no_front_to_everybody_without_keys() -> None:
+    result = run("up", "--http", "0.0.0.0:8000")
+    assert result.exit_code == EXIT_CODES["config"]
+    assert "http.host=0.0.0.0: whoever reaches it could ask" in result.stderr
+
+
+def test_an_address_of_ipv6_is_written_in_brackets() -> None:
+    assert HttpSettings(host="::1", port=1).url == "http://[::1]:1"

@@ -1,0 +1,528 @@
+"""The HTTP front before a real gateway: who gets what, what is left when clients leave, and its limits (I8)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import hypercorn.trio
+import msgspec
+import pytest
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from hisparse.http import exchange, front, link, outputs, server
+from hisparse.http.exchange import BODY_BYTES_MAX, Receive, Scope, Send
+from hisparse.http.server import run_http
+from metrics.exporter import Health, serve
+from metrics.http import HttpCollector, http_health, http_readiness
+from metrics.names import Role, names_of
+from protocol.config import HostFacts, build
+from protocol.errors import CapacityError, ConfigError
+from protocol.settings import HttpSettings
+from protocol.transport.keys import make_keys
+from tests.metrics.test_metrics import scrape, values
+from tests.support.http_rig import KEY, TEMPLATE, FrontRig, front_rig
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[FrontRig]:
+    async with front_rig(tmp_path, HttpSettings(requests_max=3, reattach_grace_s=0.2)) as rig:
+        yield rig
+
+
+def error_of(answer: Any) -> tuple[str, str]:
+    return answer["error"]["code"], answer["error"]["param"]
+
+
+async def until(condition: Any) -> None:
+    with trio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.005)
+
+
+# ---------------------------------------------------------------- answers
+
+
+async def test_a_completion_whole(rig: FrontRig) -> None:
+    peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2})
+    (name,) = await rig.submitted(1)
+    assert name.startswith("cmpl-")
+    submit = rig.gateway.scheduler.commands[0][1]
+    assert (submit.priority, submit.sampling.max_tokens, len(submit.prompt)) == (2, 4, 12)
+    rig.speak(name, "hé")
+    rig.gateway.scheduler.finish(name, tail_text="!")
+    answer = await peer.answer()
+    assert (peer.status, peer.headers["x-request-id"]) == (200, name)
+    assert answer["choices"][0]["text"] == "hé!"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert rig.aborted() == []
+    await until(lambda: len(rig.outputs) == 0)
+
+
+async def test_a_stream_tells_as_it_comes(rig: FrontRig) -> None:
+    peer = await rig.complete({"prompt": "abc", "stream": True, "stream_options": {"include_usage": True}})
+    (name,) = await rig.submitted(1)
+    rig.speak(name, "h")
+    await peer.until('"h"')
+    rig.speak(name, "é".encode()[:1])
+    rig.speak(name, "é".encode()[1:])
+    await peer.until('"é"')
+    rig.gateway.scheduler.finish(name)
+    *chunks, total, done = await peer.events()
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["h", "é", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert (total["usage"]["completion_tokens"], total["choices"], done) == (3, [], "[DONE]")
+    assert peer.headers["content-type"] == "text/event-stream"
+
+
+async def test_choices_of_a_stream_come_as_they_are_and_are_told_apart(rig: FrontRig) -> None:
+    peer = await rig.complete({"prompt": "abc", "stream": True, "n": 2})
+    first, second = sorted(await rig.submitted(2))
+    rig.speak(second, "b")
+    await peer.until('"b"')
+    rig.speak(first, "a")
+    for name in (first, second):
+        rig.gateway.scheduler.finish(name)
+    *chunks, _ = await peer.events()
+    texts = dict.fromkeys(range(2), "")
+    for choice in (chunk["choices"][0] for chunk in chunks):
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "a", 1: "b"}
+
+
+async def test_a_chat_says_who_speaks(rig: FrontRig) -> None:
+    model = rig.gateway.scheduler.served
+    rig.gateway.scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATE)
+    await rig.link.client.welcome()
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    peer = await rig.post("/v1/chat/completions", body)
+    (name,) = await rig.submitted(1)
+    assert name.startswith("chatcmpl-")
+    rig.speak(name, "yes")
+    rig.gateway.scheduler.finish(name)
+    opening, *_, done = await peer.events()
+    assert (opening["choices"][0]["delta"], done) == ({"role": "assistant", "content": ""}, "[DONE]")
+
+
+async def test_a_silent_stream_gives_signs_of_life(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "KEEPALIVE_S", 0.02)
+    peer = await rig.complete({"prompt": "abc", "stream": True})
+    await peer.until(": waiting\n\n: waiting\n\n")
+    (name,) = await rig.submitted(1)
+    rig.gateway.scheduler.finish(name)
+    assert (await peer.events())[-1] == "[DONE]"
+
+
+# ---------------------------------------------------------------- failures
+
+
+async def test_a_refusal_of_the_coordinator_is_the_answer_even_to_a_stream(rig: FrontRig) -> None:
+    rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
+    peer = await rig.complete({"prompt": "abc", "stream": True})
+    assert error_of(await peer.answer()) == ("capacity", "queue_max")
+    assert (peer.status, peer.headers["retry-after"]) == (429, "1")
+
+
+async def test_when_one_choice_is_refused_the_others_are_aborted(rig: FrontRig) -> None:
+    rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
+    peer = await rig.complete({"prompt": "abc", "n": 2})
+    await peer.answer()
+    (name,) = await rig.submitted(1)
+    await until(lambda: rig.aborted() == [name])
+
+
+@pytest.mark.parametrize(("outcome", "status", "code"), [("ABORTED", 409, "aborted"), ("FAILED", 500, "failed")])
+async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome: str, status: int, code: str) -> None:
+    whole = await rig.complete({"prompt": "abc"})
+    streamed = await rig.complete({"prompt": "abc", "stream": True})
+    for name in await rig.submitted(2):
+        rig.speak(name, "a")
+        rig.gateway.scheduler.finish(name, outcome)
+    assert error_of(await whole.answer()) == (code, "request_id")
+    assert (whole.status, whole.headers["x-should-retry"]) == (status, "false")
+    *_, last = await streamed.events()
+    assert (error_of(last)[0], streamed.status) == (code, 200)
+    assert rig.aborted() == []
+
+
+async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = await rig.complete({"prompt": "abc"})
+    (name,) = await rig.submitted(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.link.client, "submit", lambda *_, **__: 1 / 0)
+        peer = await rig.complete({"prompt": "abc"})
+        assert (error_of(await peer.answer())[0], peer.status) == ("internal", 500)
+    rig.gateway.scheduler.finish(name)
+    await other.answer()
+    assert other.status == 200
+
+
+async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
+    stream = await rig.complete({"prompt": "abc", "stream": True})
+    await rig.submitted(1)
+    await rig.gateway.kill()
+    assert error_of((await stream.events())[-1])[0] == "unavailable"
+    await until(lambda: not rig.link.connected)
+    for peer in (rig.open("GET", "/health"), rig.open("GET", "/v1/models"), await rig.complete({"prompt": "x"})):
+        await peer.answer()
+        assert peer.status == 503
+
+
+async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = rig.open("GET", "/health")
+    assert (await healthy.answer(), healthy.status) == ({"status": "ok"}, 200)
+    rig.gateway.scheduler.served = None
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
+    peer = rig.open("GET", "/health")
+    assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
+
+
+async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
+    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
+    asked = []
+    welcome = rig.link.client.welcome
+
+    async def counting() -> Any:
+        asked.append(1)
+        return await welcome()
+
+    monkeypatch.setattr(rig.link.client, "welcome", counting)
+    peers = [rig.open("GET", "/health") for _ in range(20)]
+    assert [(await peer.answer())["status"] for peer in peers] == ["ok"] * 20
+    assert len(asked) == 1
+
+
+# ---------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, stream: bool) -> None:
+    """At once: nobody else can know its id."""
+    async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
+        peer = await rig.complete({"prompt": "abc", "stream": stream})
+        (name,) = await rig.submitted(1)
+        rig.speak(name, "a")
+        await peer.leave()
+        await until(lambda: rig.aborted() == [name])
+        rig.gateway.scheduler.finish(name, "ABORTED")
+        await until(lambda: len(rig.outputs) == 0)
+        assert (rig.counters.disconnects, rig.counters.abandoned, rig.counters.in_flight) == (1, 1, 0)
+        assert not peer.complete.is_set()
+
+
+async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_nothing_behind(rig: FrontRig) -> None:
+    """The submission is in flight: nobody but the front's own task can know that it was accepted."""
+    scheduler = rig.gateway.scheduler
+    plain, gate = scheduler.submit, trio.Event()
+
+    async def slowly(*asked: Any) -> Any:
+        await gate.wait()
+        return await plain(*asked)
+
+    scheduler.submit = slowly  # type: ignore[method-assign]
+    peer = await rig.complete({"prompt": "abc"})
+    await until(lambda: len(rig.outputs) == 1)
+    await peer.leave()
+    await until(lambda: rig.counters.disconnects == 1)
+    gate.set()
+    (name,) = await rig.submitted(1)
+    await until(lambda: rig.aborted() == [name])
+
+
+async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig) -> None:
+    body = {"prompt": "abc", "stream": True}
+    first = await rig.complete(body, x_request_id="mine")
+    assert await rig.submitted(1) == ["mine"]
+    rig.speak("mine", "a")
+    await first.until('"a"')
+    await first.leave()
+    await until(lambda: rig.counters.disconnects == 1)
+    again = await rig.complete(body, x_request_id="mine")
+    await again.until('"a"')
+    await trio.sleep(0.3)  # longer than the grace
+    rig.speak("mine", "b")
+    await again.until('"b"')
+    rig.gateway.scheduler.finish("mine")
+    *chunks, _ = await again.events()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+    assert rig.aborted() == []
+    assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
+
+
+async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_the_grace(rig: FrontRig) -> None:
+    peer = await rig.complete({"prompt": "abc"}, x_request_id="mine")
+    await rig.submitted(1)
+    left_at = trio.current_time()
+    await peer.leave()
+    await until(lambda: rig.aborted() == ["mine"])
+    assert trio.current_time() - left_at >= 0.2
+
+
+async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
+    body = {"prompt": "abc"}
+    peers = [await rig.complete(body, x_request_id="mine") for _ in range(2)]
+    await rig.submitted(1)
+    await until(lambda: rig.counters.in_flight == 2)
+    rig.speak("mine", "ab")
+    rig.gateway.scheduler.finish("mine")
+    assert [(await peer.answer())["choices"][0]["text"] for peer in peers] == ["ab", "ab"]
+    assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
+
+
+async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None:
+    first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
+    await rig.submitted(1)
+    other = await rig.complete({"prompt": "abd"}, x_request_id="mine")
+    assert error_of(await other.answer()) == ("wrong_state", "request_id")
+    rig.gateway.scheduler.finish("mine")
+    assert (await first.answer())["id"] == "mine"
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 125, "a\n"])
+async def test_an_id_that_is_no_name_is_refused(rig: FrontRig, name: str) -> None:
+    peer = await rig.complete({"prompt": "abc"}, x_request_id=name)
+    assert error_of(await peer.answer()) == ("bad_input", "x-request-id")
+
+
+# ---------------------------------------------------------------- limits
+
+
+async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> None:
+    """I8."""
+    held = [await rig.complete({"prompt": "abc"}) for _ in range(3)]
+    names = await rig.submitted(3)
+    late = await rig.complete({"prompt": "abc"})
+    assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+    assert late.status == 429
+    for name in names:
+        rig.gateway.scheduler.finish(name)
+    for peer in held:
+        await peer.answer()
+    after = await rig.complete({"prompt": "abc"})
+    await rig.submitted(4)
+    await after.leave()
+
+
+async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontRig) -> None:
+    """I8. Its rest is read and thrown away: a server that hands over a few pieces at a time would wait for ever."""
+    peer = rig.open("POST", "/v1/completions", queue_messages=1)
+    with trio.fail_after(10):
+        for _ in range(BODY_BYTES_MAX // (1 << 20) + 8):
+            await peer.say(bytes(1 << 20), more=True)
+    assert error_of(await peer.answer()) == ("too_large", "body")
+    assert peer.status == 413
+
+
+async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8. What was received for a refused one is given back."""
+    monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
+    async with front_rig(tmp_path) as rig:
+        slow = rig.open("POST", "/v1/completions")
+        await slow.say(bytes(800), more=True)
+        await trio.testing.wait_all_tasks_blocked()
+        peer = await rig.complete(bytes(300))
+        assert error_of(await peer.answer()) == ("capacity", "body")
+        await slow.leave()
+        await until(lambda: rig.counters.disconnects == 1)
+        again = await rig.complete(bytes(900))
+        assert error_of(await again.answer()) == ("bad_input", "body")  # it was read, and is no JSON
+
+
+async def test_a_body_that_nobody_wanted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8. Strangers who are refused before it is read must not use up the room of the others."""
+    monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
+    async with front_rig(tmp_path, keys=(KEY,)) as rig:
+        for _ in range(3):
+            peer = rig.open("POST", "/v1/completions")
+            await peer.say(bytes(800), more=True)
+            assert error_of(await peer.answer()) == ("unauthorized", "authorization")
+            gone = rig.open("POST", "/v1/completions", {"Authorization": f"Bearer {KEY}"})
+            await gone.say(bytes(800), more=True)
+            await gone.leave()
+        await until(lambda: rig.counters.disconnects == 3)
+        again = await rig.complete(bytes(900), Authorization=f"Bearer {KEY}")
+        assert error_of(await again.answer()) == ("bad_input", "body")
+
+
+async def test_a_body_must_come_in_time(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8."""
+    monkeypatch.setattr(exchange, "BODY_LIMIT_S", 0.05)
+    peer = rig.open("POST", "/v1/completions")
+    await peer.say(b"{", more=True)
+    assert error_of(await peer.answer()) == ("too_slow", "body")
+
+
+async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
+    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "ABORT_INTERVAL_S", 0.01)
+    peer = await rig.complete({"prompt": "abc"})
+    (name,) = await rig.submitted(1)
+    rig.gateway.scheduler.refuse_with = CapacityError("busy")
+    await peer.leave()
+    await until(lambda: rig.aborted() == [name, name])
+
+
+async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8. By the kernel, since the server writes where no deadline reaches; then the application hears of it."""
+    monkeypatch.setattr(server, "READ_LIMIT_S", 1)
+    told: list[str] = []
+
+    async def talkative(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await front._live(receive, send)
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                told.append((await receive())["type"])
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(listen)
+            while True:
+                await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+    with server._listening(HttpSettings(port=0)) as listener:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(hypercorn.trio.serve, talkative, server._server_config(listener))
+            peer = await trio.open_tcp_stream(*listener.getsockname())
+            await peer.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            with trio.fail_after(20):
+                while not told:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+    assert told == ["http.disconnect"]
+
+
+# ---------------------------------------------------------------- paths and keys
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("HEAD", "/v1/completions", 405),
+        ("HEAD", "/metrics", 200),
+        ("GET", "/v1/models/fake", 200),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/", 404),
+    ],
+)
+async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: int) -> None:
+    peer = rig.open(method, path)
+    await peer.say(b"")
+    with trio.fail_after(10):
+        await peer.complete.wait()
+    assert peer.status == status
+
+
+async def test_models_are_listed(rig: FrontRig) -> None:
+    (card,) = (await rig.open("GET", "/v1/models").answer())["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)
+
+
+async def test_without_a_key_only_health_is_told(tmp_path: Path) -> None:
+    """Before a byte of the body is read."""
+    async with front_rig(tmp_path, keys=(KEY,)) as rig:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/metrics", "/other"):
+            peer = rig.open("POST", path)
+            await peer.answer()
+            assert (peer.status, peer.headers["www-authenticate"]) == (401, "Bearer"), path
+        assert await rig.open("GET", "/health").answer() == {"status": "ok"}
+        peer = rig.open("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"})
+        await peer.answer()
+        assert peer.status == 200
+    assert rig.counters.answers["other", "401"] == 2
+
+
+# ---------------------------------------------------------------- settings and metrics
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"http.host": "0.0.0.0"}, "http.host"),
+        ({"http.port": 65_536}, "http.port"),
+        ({"http.port": -1}, "http.port"),
+        ({"http.requests_max": 0}, "http.requests_max"),
+        ({"http.reattach_grace_s": -1}, "http.reattach_grace_s"),
+        ({"http.metrics_port": -2}, "http.metrics_port"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({}, {}, flags, HostFacts("host", 1, 1))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("extra", [{"http.api_keys_file": "keys"}, {"cluster.insecure": True}])
+def test_beyond_loopback_wants_keys_or_a_word(extra: dict[str, object]) -> None:
+    assert build({}, {}, {"http.host": "0.0.0.0", **extra}, HostFacts("host", 1, 1)).http.host == "0.0.0.0"
+
+
+def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read for each connection, since it may have been replaced."""
+    flags = {"cluster.keys_dir": str(tmp_path), "cluster.client_endpoint": "tcp://127.0.0.1:7400"}
+    config = build({}, {}, flags, HostFacts("host", 1, 1))
+    shown: list[Any] = []
+    monkeypatch.setattr(server, "open_client", lambda endpoint, **how: shown.append(how["key"]))
+    for _ in range(2):
+        make_keys(tmp_path)
+        server._connect(config)
+        for file in tmp_path.iterdir():
+            file.unlink()
+    assert [key.role for key in shown] == ["client", "client"]
+    assert shown[0] != shown[1]
+
+
+def test_an_address_that_cannot_be_had_is_refused() -> None:
+    config = build({}, {}, {"http.host": "127.0.0.1", "http.port": 0}, HostFacts("host", 1, 1))
+    elsewhere = msgspec.structs.replace(config, http=HttpSettings(host="192.0.2.1", port=1))
+    with pytest.raises(ConfigError, match="cannot listen there") as caught:
+        run_http(elsewhere)
+    assert caught.value.value == "192.0.2.1:1"
+
+
+async def test_exported_equals_table(rig: FrontRig) -> None:
+    """By the exporter, and by the front itself to whoever has a key. Only completions are timed."""
+    await rig.open("GET", "/health").answer()
+    peer = await rig.complete({"prompt": "abc"})
+    (name,) = await rig.submitted(1)
+    rig.speak(name, "a")
+    rig.gateway.scheduler.finish(name)
+    await peer.answer()
+    exporter = serve([HttpCollector(rig.sources)], healthy=lambda: Health(True, ""), ready=lambda: Health(True, ""))
+    try:
+        families = await trio.to_thread.run_sync(scrape, exporter)
+    finally:
+        await trio.to_thread.run_sync(exporter.close)
+    assert families.keys() == names_of(Role.HTTP)
+    assert values(families["hisparse_http_answers_total"]) == {("/health", "200"): 1, ("/v1/completions", "200"): 1}
+    assert values(families["hisparse_http_requests"]) == {(): 0}
+    assert values(families["hisparse_http_connected"]) == {(): 1}
+    for name in ("hisparse_http_first_token_seconds", "hisparse_http_answer_seconds"):
+        counts = {sample.name: sample.value for sample in families[name].samples}
+        assert counts[f"{name}_count"] == 1, name
+    page = rig.open("GET", "/metrics")
+    with trio.fail_after(10):
+        await page.complete.wait()
+    told = {family.name for family in text_string_to_metric_families(page.body.decode())}
+    assert told == {family.name for family in families.values()}
+    assert page.headers["content-type"].startswith("text/plain")
+
+
+async def test_it_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, True)
+    rig.stopping = True
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)
+    rig.stopping = False
+    await rig.gateway.kill()
+    await until(lambda: not rig.link.connected)
+    assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)

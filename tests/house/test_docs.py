@@ -1,0 +1,323 @@
+"""The documents say what the code says: commands, settings, bounds, metrics, fences, states, files, links, tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import click
+import pytest
+
+from benchmarks.decode_report import find
+from coordinator.gateway import connections
+from coordinator.journal import journal, store
+from coordinator.listener import connection_tracker, rate_limiter, router, zap
+from coordinator.scheduling import dispatch, poison
+from coordinator.scheduling.lifecycle import State
+from coordinator.service import CLIENT_UNREAD_MESSAGES
+from hisparse.cli import main
+from hisparse.cluster import keeper
+from hisparse.demo import compare
+from hisparse.http import api_keys, asks, bodies, exchange, front, link, server
+from hisparse.top import draw, sample
+from metrics.names import BY_NAME
+from protocol import messages
+from protocol.config import OTHER_VARIABLES, SECTIONS, HostFacts, build
+from protocol.settings import CoordinatorSettings, HttpSettings
+from protocol.transport import watched
+from tests import ROOT
+from tests.house.test_pure_cores import PURE
+from worker.streams import FENCES
+from worker.transfer import receiving, sending
+
+DOCUMENTS = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+ARCHITECTURE = DOCUMENTS["architecture.md"]
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def found(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
+    """Of all documents, continued lines joined; by the document's name."""
+    for name, text in DOCUMENTS.items():
+        for match in re.finditer(pattern, text.replace("\\\n", " "), re.MULTILINE):
+            yield name, match
+
+
+def default_of(command: str, option: str) -> float:
+    return next(float(it.default) for it in main.commands[command].params if option in it.opts)
+
+
+# ---------------------------------------------------------------- commands and settings
+
+
+def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that `words` begin with, and the words behind it."""
+    command: click.Command = main
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def test_each_command_and_option_exists() -> None:
+    commands = [(name, match[1].split()) for name, match in found(r"\bhisparse ([a-z][a-z-]*\b[^]`\n|#&;)]*)")]
+    assert len(commands) > 150
+    for name, words in commands:
+        command, rest = command_of(words)
+        assert command is not main, f"{name}: hisparse {words[0]}"
+        known = {spelt for it in command.params for spelt in (*it.opts, *it.secondary_opts)} | {"--help"}
+        options = {word.strip("[],.:").partition("=")[0] for word in rest if word.startswith(("-", "[-"))} - {"-"}
+        assert isinstance(command, click.Group) or options <= known, f"{name}: hisparse {' '.join(words)}"
+
+
+def test_each_flag_in_prose_is_somebodys() -> None:
+    """`--deterministic` by itself: of some command."""
+    commands = [
+        each for command in main.commands.values() for each in (command, *getattr(command, "commands", {}).values())
+    ]
+    known = {spelt for command in commands for it in command.params for spelt in (*it.opts, *it.secondary_opts)}
+    ours = {name for name in DOCUMENTS if name not in ("CONTRIBUTING.md", "testing.md", "http.md")}
+    flags = [(name, match[1]) for name, match in found(r"`(--[a-z][a-z-]+)[` =]") if name in ours]
+    assert len(flags) > 30
+    assert [(name, flag) for name, flag in flags if flag not in {*known, "--version", "--volumes"}] == []
+
+
+def test_each_setting_exists() -> None:
+    settings = list(found(r"`(worker|coordinator|cluster|http)\.([a-z_]+)`"))
+    assert len(settings) > 50
+    for name, match in settings:
+        is_room = (ROOT / match[1] / match[2]).is_dir()  # `hisparse.client`
+        assert is_room or match[2] in SECTIONS[match[1]].__struct_fields__, f"{name}: {match[0]}"
+    for name, match in found(r"\bHISPARSE_[A-Z]+_[A-Z_]*[A-Z]\b"):
+        section, _, field = match[0].removeprefix("HISPARSE_").lower().partition("_")
+        is_setting = section in SECTIONS and field in SECTIONS[section].__struct_fields__
+        assert is_setting or match[0] in OTHER_VARIABLES, f"{name}: {match[0]}"
+
+
+def test_each_configuration_file_that_is_shown_is_accepted() -> None:
+    shown = [match[1] for _, match in found(r"```toml\n((?:.*\n)*?)```")]
+    shown += [match[1] for _, match in found(r"^(\[worker\]\nseats = .*\n(?:[a-z_]+ = .*\n)+)")]
+    assert len(shown) >= 2
+    for text in shown:
+        build(tomllib.loads(text), {}, {}, HostFacts("host", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("http.md", f"lists of token ids ({bodies.PROMPTS_MAX} prompts at most)"),
+        ("http.md", f"default {asks.COMPLETION_TOKENS_DEFAULT} for completions"),
+        ("http.md", f"{asks.CHAT_TOKENS_DEFAULT} for chats"),
+        ("http.md", f"up to {messages.STOP_STRINGS_MAX}, of {messages.STOP_CHARS_MAX} characters at most"),
+        ("http.md", f"up to {bodies.N_MAX} samples; {bodies.CHOICES_MAX} over all prompts"),
+        ("http.md", f"by a comment every {front.KEEPALIVE_S:g} s"),
+        ("http.md", f"`http.reattach_grace_s` ({HttpSettings().reattach_grace_s:g} s)"),
+        ("http.md", f"past {link.RECONNECT_LIMIT_S:g} s they end with an error"),
+        ("http.md", f"at least {api_keys.KEY_CHARS_MIN} characters each"),
+        ("http.md", f"`http.requests_max`, {HttpSettings().requests_max} |"),
+        ("http.md", f"| {exchange.BODY_BYTES_MAX >> 20} MiB, within {exchange.BODY_LIMIT_S:g} s |"),
+        ("http.md", f"all bodies that are being read | {exchange.BODIES_BYTES_MAX >> 20} MiB |"),
+        ("http.md", f"tokenizing at the same time | {front.READERS_MAX}, in threads"),
+        ("http.md", f"unread by a client | {server.READ_LIMIT_S} s |"),
+        ("http.md", f"idle connections, headers | {server.IDLE_LIMIT_S} s, {server.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"a TLS handshake | {server.IDLE_LIMIT_S} s |"),
+        ("http.md", f"after SIGTERM | {server.STOP_DEADLINE_S:g} s for running answers"),
+        ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
+        ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
+        ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),
+        ("security.md", f"and {rate_limiter.BYTES_PER_TOKEN >> 10} KiB count as one more"),
+        ("security.md", f"`messages_burst` ({CoordinatorSettings().messages_burst:,})"),
+        ("security.md", f"after {rate_limiter.CUT_AFTER:,} more the connection is ended"),
+        ("security.md", f"| {CLIENT_UNREAD_MESSAGES} per client connection |"),
+        (
+            "security.md",
+            f"| {connections.OUTBOX_MESSAGES_MAX:,} or {connections.OUTBOX_BYTES_MAX >> 20} MiB per connection |",
+        ),
+        ("security.md", f"`coordinator.connections_max` ({CoordinatorSettings().connections_max:,})"),
+        ("security.md", f"`connections_per_key_max` ({CoordinatorSettings().connections_per_key_max})"),
+        ("security.md", f"| {connection_tracker.INTRODUCE_LIMIT_S:g} s, {connection_tracker.NEWCOMERS_MAX} at once |"),
+        ("security.md", f"| {router.HANDSHAKE_LIMIT_MS / 1e3:g} s each; {zap.KNOCKS_PER_S:g} a second per key |"),
+        ("security.md", f"found by heartbeats of {watched.TRANSPORT_HEARTBEAT_MS / 1e3:g} s"),
+        ("crash-safety.md", f"at least {1e3 * journal.INTERVAL_S:g} ms apart"),
+        ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB"),
+        ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
+        ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
+        ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
+        ("architecture.md", f"{NUMBERS[poison.POISON_STRIKES]} deaths of its worker"),
+        ("architecture.md", f"until {NUMBERS[keeper.RESTARTS_MAX]} short lives in a row"),
+        ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
+        ("prefill-decode.md", f"doubles from {dispatch.TRANSFER_PAUSE_S:g} s"),
+        ("prefill-decode.md", f"sender silent for {receiving.STOP_LIMIT_S:g} s"),
+        ("prefill-decode.md", f"is sent again, {NUMBERS[sending.ATTEMPTS_MAX]} times at most"),
+        ("operations.md", f"needs {draw.WIDTH_MIN}x{draw.HEIGHT_MIN} cells"),
+        ("operations.md", f"over the last {sample.WINDOW_S:g} s"),
+        ("runbook.md", f"`--deadline`, {default_of('drain', '--deadline'):g} s"),
+    ],
+)
+def test_each_bound_is_that_of_the_code(document: str, said: str) -> None:
+    assert said in re.sub(r"\s+", " ", DOCUMENTS[document])
+
+
+def test_each_metric_is_exported() -> None:
+    """Whole names; docs/metrics.md is held equal in both directions by test_metrics.py."""
+    named = [(name, re.sub(r"_(bucket|sum|count)$", "", match[0])) for name, match in found(r"\bhisparse_[a-z_]+\b")]
+    assert len(named) > 100
+    assert [it for it in named if it[1] not in BY_NAME and not it[1].endswith("_")] == []
+
+
+def test_the_readme_boasts_with_what_was_measured() -> None:
+    said = re.sub(r"\s+", " ", DOCUMENTS["README.md"])
+    rows = result("decode-H200.json")
+    best, worst = ([decode_ratio(rows, context, hits) for context in (32_768, 131_072)] for hits in (0.99, 0.8))
+    assert f"{best[0]:.1f} times as many tokens per second as everything resident at 32k" in said
+    assert f"and {best[1]:.1f} times at 128k" in said
+    assert f"at 80 % it is {worst[0]:.1f} and {worst[1]:.1f} times" in said
+    short = [decode_ratio(rows, 8_192, hits) for hits in (0.99, 0.8)]
+    assert f"At 8k they gain little or lose, {short[0]:.1f} to {short[1]:.1f} times" in said
+    row = next(row for row in result("resume-H200.json") if row["context"] == 32_768)
+    resumed, prefilled = 1e3 * row["managed_resumed_s"], row["managed_first_token_s"]
+    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s" in said
+
+
+def result(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    return rows
+
+
+def decode_ratio(rows: list[dict[str, Any]], context: int, overlap: float) -> float:
+    resident = find(rows, context=context, mode="resident")
+    ours = find(rows, context=context, mode="hisparse", overlap=overlap)
+    assert resident is not None
+    assert ours is not None
+    return float(ours["tokens_per_s"] / resident["tokens_per_s"])
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("pattern", [r"python -m ([a-z_.]+)", r"`([\w.-]+(?:/[\w.-]+)*/[\w.-]*\.(?:py|cuh|yml|md))`"])
+def test_each_program_and_file_exists(pattern: str) -> None:
+    named = [(name, match[1]) for name, match in found(pattern)]
+    assert len(named) > 10
+    for name, path in named:
+        places = [ROOT / path, ROOT / "docs" / path]
+        if pattern.startswith("python"):
+            module = ROOT / path.rstrip(".").replace(".", "/")
+            places = [module.with_suffix(".py"), module / "__main__.py"]
+        assert any(place.exists() for place in places), f"{name}: {path}"
+
+
+def test_each_target_of_make_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [(name, match[1]) for name, match in found(r"(?:`|^ *)make ([a-z-]+)")]
+    assert len(named) > 5
+    assert [(name, target) for name, target in named if target not in targets] == []
+
+
+def rooms() -> dict[str, str]:
+    """Rows of the map, by folder."""
+    table = ARCHITECTURE.split("## 3.")[1].split("## 4.")[0]
+    rows = {}
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            folders, _, text = line.removeprefix("| ").partition(" | ")
+            rows |= dict.fromkeys(re.findall(r"`([\w/]+)/`", folders), text)
+    return rows
+
+
+def test_the_map_names_every_folder() -> None:
+    named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
+    packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
+    folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
+    assert folders - named == {"hisparse"}  # above all rooms: what users import
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(set(rooms()) - {"kernels", "metrics", "hisparse/cluster", "hisparse/demo", "hisparse/cli"})
+)
+def test_the_map_names_every_file_of_a_room(folder: str) -> None:
+    files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert files == set(re.findall(r"`(\w+\.py)`", rooms()[folder]))
+
+
+def test_the_map_calls_pure_what_is() -> None:
+    for folder, row in rooms().items():
+        for pure in re.findall(r"Pure: (.*?)(?:Shells?:| \|$)", row):
+            called = {f"{folder}/{name}" for name in re.findall(r"`(\w+)\.py`", pure)}
+            assert called - set(PURE) <= {
+                "coordinator/scheduling/events",
+                "worker/link/link_state",
+                "worker/link/outbox",
+            }
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:protocol|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE)
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def headings(text: str) -> set[str]:
+    """As GitHub makes anchors of them."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")):
+        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", path.read_text())
+        for file, anchor in links:
+            target = path.parent / file if file else path
+            assert target.exists(), f"{path.name}: {file}"
+            assert not anchor or anchor in headings(target.read_text()), f"{path.name}: {file}#{anchor}"
+
+
+# ---------------------------------------------------------------- architecture
+
+
+def test_the_table_of_fences_is_the_one_in_the_code() -> None:
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) → ([\w, ]+) \| ", ARCHITECTURE, re.MULTILINE)
+    assert rows[0] == ("fence", "producer", "consumer")
+    documented = {name: (streams(producers), streams(consumers)) for name, producers, consumers in rows[1:]}
+    declared = {name: (set(spec.producers), set(spec.consumers)) for name, spec in FENCES.items()}
+    assert documented == declared
+
+
+def streams(text: str) -> set[str]:
+    return set(text.split(", "))
+
+
+def test_the_life_of_a_request_names_every_state() -> None:
+    diagram = ARCHITECTURE.split("## 4.")[1].split("```")[1]
+    assert set(re.findall(r"[A-Z]{4,}", diagram)) == {state.value for state in State}
+
+
+# ---------------------------------------------------------------- known bugs
+
+
+@cache
+def docstrings(path: str) -> dict[str, str]:
+    """Of the tests and state machines of a file, by name."""
+    tree = ast.parse((ROOT / path).read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, kinds)}
+
+
+def test_each_known_bug_has_tests_that_exist_and_name_it() -> None:
+    text = DOCUMENTS["known-bugs.md"]
+    rows = re.findall(r"^\| (\d+) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 24))
+    for number, bug, answer in rows:
+        references = re.findall(r"#\d{5}\b", bug) or ["vLLM"]
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", answer)
+        assert tests, number
+        for path, test in tests:
+            said = docstrings(path).get(test)
+            assert said is not None, f"row {number}: {path} has no {test}"
+            assert any(reference in said for reference in references), f"row {number}: {path}::{test}"
+    assert len(re.findall(r"\.py::", text)) == sum(len(re.findall(r"`tests/[\w/]+\.py::\w+`", row[2])) for row in rows)

@@ -1,0 +1,134 @@
+"""Imports point down: between packages, and between the rooms of a package. No circle between rooms.
+
+The floors below are the design (docs/architecture.md, section 3). A room is a folder, or a module that stands in its
+package beside folders. An import counts wherever it stands in a file, inside functions and for type checkers too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from typing import Final
+
+import pytest
+
+from tests import ROOT
+
+#: Bottom first. Packages of one floor import nothing of each other.
+FLOORS: Final[list[set[str]]] = [
+    {"protocol"},
+    {"metrics", "kernels"},
+    {"coordinator", "worker"},
+    {"hisparse"},
+    {"benchmarks", "tests"},
+]
+
+#: Rooms of a package, bottom first, likewise.
+ROOMS: Final[dict[str, list[set[str]]]] = {
+    "coordinator": [
+        {"actor", "gc_policy", "incarnation", "listener"},
+        {"memory", "tokens"},
+        {"journal"},
+        {"scheduling"},
+        {"gateway", "workers"},
+        {"service"},
+    ],
+    "worker": [
+        {"device", "pool", "link", "oracle"},
+        {"streams"},
+        {"runners"},
+        {"transfer"},
+        {"loop"},
+        {"process"},
+    ],
+    "hisparse": [
+        {"client"},
+        {"console"},
+        {"http", "top"},
+        {"cluster"},
+        {"demo"},
+        {"cli"},
+    ],
+}
+
+
+@cache
+def modules() -> dict[str, str]:
+    """Path below the repository of every module of ours, by dotted name."""
+    packages = set().union(*FLOORS)
+    paths = [path.relative_to(ROOT) for package in sorted(packages) for path in (ROOT / package).rglob("*.py")]
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): str(path) for path in paths}
+
+
+def known(name: str) -> str:
+    """The module of ours that `name` is, or is a name of; empty: none."""
+    while name and name not in modules():
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of ours that `module` imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / modules()[module]).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {known(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write absolute imports"
+            found |= {known(f"{node.module}.{alias.name}") for alias in node.names}
+    return found - {""}
+
+
+@cache
+def edges() -> list[tuple[str, str]]:
+    return [(module, target) for module in modules() for target in sorted(imports_of(module))]
+
+
+def floor_of(name: str, floors: list[set[str]]) -> int:
+    return next(height for height, floor in enumerate(floors) if name in floor)
+
+
+def points_down(source: str, target: str, floors: list[set[str]]) -> bool:
+    """Whether a `source` may import a `target`. Above the product, tests and benchmarks use each other's rigs."""
+    above = {"benchmarks", "tests"}
+    return source == target or {source, target} == above or floor_of(source, floors) > floor_of(target, floors)
+
+
+def test_packages_import_downwards() -> None:
+    up = [
+        f"{source} -> {target}"
+        for source, target in edges()
+        if not points_down(source.split(".")[0], target.split(".")[0], FLOORS)
+    ]
+    assert up == []
+
+
+def within(package: str) -> Iterator[tuple[str, str]]:
+    """Imports inside `package`; its own `__init__` stands above all rooms."""
+    for source, target in edges():
+        if source.startswith(f"{package}.") and target.startswith(f"{package}."):
+            yield source, target
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_downwards(package: str) -> None:
+    floors = ROOMS[package]
+    up = [
+        f"{source} -> {target}"
+        for source, target in within(package)
+        if not points_down(source.split(".")[1], target.split(".")[1], floors)
+    ]
+    assert up == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_room_has_a_floor(package: str) -> None:
+    rooms = {name.split(".")[1] for name in modules() if name.startswith(f"{package}.")}
+    assert rooms - {"__init__"} == set().union(*ROOMS[package])
+
+
+def test_an_import_that_points_up_is_seen() -> None:
+    assert not points_down("protocol", "worker", FLOORS)
+    assert not points_down("worker", "coordinator", FLOORS)
+    assert points_down("hisparse", "protocol", FLOORS)

@@ -1,0 +1,107 @@
+"""The decisions are pure: no clock, no randomness, no tasks, no sockets, no tensors. Their imports say so."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests import ROOT
+
+PURE = [
+    "coordinator/gateway/subscriptions",
+    "coordinator/journal/ledger_image",
+    "coordinator/journal/records",
+    "coordinator/journal/state",
+    "coordinator/journal/summary",
+    "coordinator/listener/connection_tracker",
+    "coordinator/listener/rate_limiter",
+    "coordinator/memory/audit",
+    "coordinator/memory/changes",
+    "coordinator/memory/ledger",
+    "coordinator/memory/page_ages",
+    "coordinator/scheduling/commands",
+    "coordinator/scheduling/decisions",
+    "coordinator/scheduling/dispatch",
+    "coordinator/scheduling/effects",
+    "coordinator/scheduling/free_memory",
+    "coordinator/scheduling/lifecycle",
+    "coordinator/scheduling/entries",
+    "coordinator/scheduling/poison",
+    "coordinator/scheduling/policy",
+    "coordinator/scheduling/preemption",
+    "coordinator/scheduling/reconciliation",
+    "coordinator/scheduling/recovery",
+    "coordinator/scheduling/request_state",
+    "coordinator/scheduling/request_table",
+    "coordinator/scheduling/placement_table",
+    "coordinator/scheduling/validation",
+    "coordinator/scheduling/waits",
+    "coordinator/scheduling/warm_start",
+    "coordinator/scheduling/worker_registry",
+    "coordinator/tokens/token_log",
+    "coordinator/tokens/token_times",
+    "coordinator/workers/command_log",
+    "coordinator/workers/tokenizer_store",
+    "coordinator/workers/worker_epoch",
+    "coordinator/workers/worker_hello",
+    "hisparse/demo/compare",
+    "hisparse/demo/plan",
+    "hisparse/http/answers",
+    "hisparse/http/asks",
+    "hisparse/http/bodies",
+    "hisparse/http/chat",
+    "hisparse/http/errors",
+    "hisparse/top/keys",
+    "hisparse/top/sample",
+    "hisparse/top/screen",
+    "protocol/arrays",
+    "protocol/byte_sizes",
+    "protocol/config_checks",
+    "protocol/errors",
+    "protocol/inventory",
+    "protocol/messages",
+    "protocol/sizing",
+    "protocol/units",
+    "worker/loop/batch",
+    "worker/loop/output",
+    "worker/transfer/handover",
+    "worker/transfer/layer_groups",
+    "worker/transfer/outgoing",
+    "worker/transfer/receiving",
+    "worker/transfer/sender_actions",
+    "worker/transfer/sending",
+    "worker/transfer/wire",
+]
+FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules that a file imports when it runs; what only type checkers read does not count."""
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def reached(module: str) -> set[str]:
+    """Everything that a module imports, through modules of our own too."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        for name in imports_of(todo.pop()):
+            path = name.replace(".", "/")
+            if name not in seen:
+                seen.add(name)
+                if (ROOT / f"{path}.py").exists():
+                    todo.append(path)
+    return seen
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_core_reaches_nothing_that_acts(module: str) -> None:
+    assert {name.split(".")[0] for name in reached(module)} & FORBIDDEN == set()

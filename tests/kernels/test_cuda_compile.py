@@ -1,0 +1,223 @@
+"""CUDA kernels without a GPU: they compile for each architecture, spill nothing, and share structures with the host."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import sys
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kernels import compile as kernels_compile
+from kernels.cuda import header, jit, parameters, structures
+from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
+from kernels.cuda.launch import KERNELS, RANKS, check_pool
+from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
+from kernels.layout import Geometry
+from kernels.state import DeviceState, MissPlan
+from protocol.errors import BadInput, ConfigError, InternalError
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
+
+DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
+REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168}
+TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
+
+
+@pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
+def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels_compile.main(["--arch", arch, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    alone = {"null_kernel", "index_scores", "index_select"} | ({"attend_rows"} if arch == "sm_90" else set())
+    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
+    for line in lines:
+        assert line["arch"] == arch
+        assert line["spill_bytes"] == 0, line
+        assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
+def test_host_loads_of_swap_in_wait_for_none_of_each_other(
+    row_bytes: int, index_row_bytes: int, split: int, ranks: int
+) -> None:
+    """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
+    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/RESULTS.md: Inside a launch)."""
+    layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
+    defines = (*layout, ("RANKS", ranks))
+    text = section(jit.compile_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
+    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+    loads = [place for place, it in enumerate(code) if it.loads_once]
+    first = loads[: 5 if split else 8]  # those that are in flight together
+    counted = {code[place].scoreboard for place in first}
+    assert len(counted) == 1, "all on one scoreboard"
+    waits = [place for place in range(first[0] + 1, first[-1] + 1) if code[place].awaits >> next(iter(counted)) & 1]
+    assert not waits, [hex(16 * place) for place in waits]
+    assert not any(it.moves_stack for it in code)
+
+
+class Instruction:
+    """16 bytes of machine code of sm_90, as far as needed here. Found by disassembling (nvdisasm -hex)."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.opcode, self.target, self.source = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
+        self.loads_once = self.opcode == 0x981 and bool(high >> 22 & 1)  # LDG.E.NA
+        self.scoreboard = high >> 46 & 7  # that counts it until its result is there; 7: none
+        self.awaits = high >> 52 & 63  # a bit for each scoreboard
+        self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
+
+
+def section(elf: bytes, name: str) -> bytes:
+    """A section of a 64-bit ELF file."""
+    headers, each, count, names = struct.unpack_from("<Q", elf, 40)[0], *struct.unpack_from("<HHH", elf, 58)
+    table = [struct.unpack_from("<IIQQQQ", elf, headers + each * place) for place in range(count)]
+    strings = elf[table[names][4] :]
+    for at, _, _, _, begin, size in table:
+        if strings[at : strings.index(b"\0", at)].decode() == name:
+            return elf[begin : begin + size]
+    raise AssertionError(name)
+
+
+def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() -> None:
+    for kind in ("bfloat16", "fp8"):
+        check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
+        source = f'#include "attend_rows.cuh"\n{check}\n'
+        jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
+
+
+def test_header_is_generated() -> None:
+    assert header.HEADER.read_text() == header.render(), f"run {header.COMMAND}"
+
+
+def test_header_asserts_the_sizes_that_ctypes_has() -> None:
+    size = f"sizeof(SwapIn) == {ctypes.sizeof(structures.SwapIn)}"
+    with pytest.raises(InternalError, match="as ctypes lays it out"):
+        jit.compile_source(header.render().replace(size, f"{size} + 4"), "layout", (), "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "split", "host_address", "aligns"),
+    [
+        (13, 0, 0, [1]),
+        (656, 0, 0, [16]),
+        (1152, 0, 0, [128]),
+        (1152, 0, 8, [8]),
+        (584, 512, 0, [128, 8]),
+        (584, 72, 0, [8, 128]),
+        (64, 13, 0, [1, 1]),
+        (512, 256, 0, [128, 128]),
+    ],
+)
+def test_each_plane_is_moved_in_the_widest_words_that_it_allows(
+    row_bytes: int, split: int, host_address: int, aligns: list[int]
+) -> None:
+    geometry = Geometry(2, row_bytes, (0, 1), 256, 1, split)
+    defines = dict(jit.row_defines(geometry, host_address))
+    assert [defines[f"PLANE{number}_BYTES"] for number in range(defines["PLANES"])] == list(geometry.planes)
+    assert [defines[f"PLANE{number}_ALIGN"] for number in range(defines["PLANES"])] == aligns
+
+
+def test_compile_errors_carry_the_log() -> None:
+    with pytest.raises(InternalError, match="identifier"):
+        jit.compile_source('extern "C" __global__ void f() { undefined_thing(); }', "broken", (), "sm_90")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the units that were really compiled."""
+    calls: list[str] = []
+
+    def compile_tiny(unit: str, defines: jit.Defines, arch: str) -> jit.Compiled:
+        calls.append(unit)
+        return jit.compile_source(TINY, unit, defines, arch)
+
+    monkeypatch.setattr(jit, "compile_unit", compile_tiny)
+    return calls
+
+
+def test_cache_keeps_what_it_has_seen_and_mends_what_is_broken(tmp_path: Path, compiled: list[str]) -> None:
+    defines = (("SCALE", 3),)
+    first = jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new")
+    assert jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new") == first
+    assert compiled == ["swap_in"]
+    (place,) = (tmp_path / "new").iterdir()
+    place.write_bytes(place.read_bytes()[:-1])
+    assert jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new") == first
+    assert compiled == ["swap_in"] * 2
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [place.name], "temporary files are gone"
+
+
+def test_the_key_covers_all_that_a_unit_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {
+        jit.content_key("swap_in", DEFINES, "sm_90"),
+        jit.content_key("swap_in", DEFINES, "sm_80"),
+        jit.content_key("copy_rows", DEFINES, "sm_90"),
+        jit.content_key("swap_in", DEFINES[1:], "sm_90"),
+    }
+    for path in jit.SOURCE_DIR.glob("*.cuh"):
+        (tmp_path / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == "memory.cuh"))
+    monkeypatch.setattr(jit, "SOURCE_DIR", tmp_path)
+    keys.add(jit.content_key("swap_in", DEFINES, "sm_90"))
+    assert len(keys) == 5
+
+
+def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        jit.cached_unit("swap_in", (("SCALE", 1),), "sm_90", tmp_path / "file" / "cache")
+    assert caught.value.field == "HISPARSE_KERNEL_CACHE"
+
+
+def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> None:
+    rows = (1, 3, 4, 13, 14, 18, 19, 24, 25, 44, 45, 66, 67)
+    at_once = {16: 7, 8: 15, 5: 22, 4: 30, 2: 66}  # an H200
+    assert [blocks_per_request(n, 2048, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 5, 5, 4, 4, 2, 2, 2, 2, 1]
+    assert [blocks_per_request(n, 4096, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 1]
+    fewer = {16: 0, 8: 3, 5: 3, 4: 3, 2: 66}
+    assert [blocks_per_request(n, 2048, fewer.__getitem__) for n in (1, 2, 3, 4)] == [8, 8, 2, 2]
+    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
+
+
+def test_refill_blocks_have_room_beside_the_others_or_there_are_none() -> None:
+    assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
+    assert refill_clusters(44, 2, 66) == 22
+    assert refill_clusters(45, 2, 66) == 0
+
+
+def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang #34847: with a fixed grid of 4 blocks, what ran ahead fell behind past a few dozen requests."""
+    grids: list[tuple[int, int]] = []
+    kernel = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
+    for name, value in (("kernel_of", kernel), ("processors", 132), ("stream_of", None)):
+        monkeypatch.setattr(sys.modules[replay_misses.__module__], name, lambda *_, value=value: value)
+    monkeypatch.setattr(parameters, "state_parameters", lambda _: structures.State())
+    for rows in (1, 8, 32, 256):
+        replay_misses(cast("DeviceState", None), 0, MissPlan.allocate(rows, 4))
+    assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
+
+
+def test_block_has_room_for_its_entries() -> None:
+    assert structures.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
+    for k, ranks in product((1, 33, 2048, 2049, 2560, 2561, 4096), RANKS):
+        entries = block_entries_of(k, ranks)
+        assert k <= entries * ranks
+        assert has_room(k, ranks) == (entries * ranks <= 4096)
+        assert has_room(k, ranks) or (ranks == 5 and k > 2560)
+        assert entries & (entries - 1) == 0
+    with pytest.raises(BadInput) as caught:
+        swap_in(cast("DeviceState", None), 0, torch.empty(1, 4096), *cast("Any", (None,) * 3), ranks=5)
+    assert (caught.value.field, caught.value.value) == ("ranks", "5")
+
+
+def test_a_pool_that_32_bits_do_not_name_is_refused() -> None:
+    check_pool(2**26, 2**32 - 1)
+    for pages, page_bytes, field in ((2**26 + 1, 64, "host_pages"), (1, 2**32, "page_bytes")):
+        with pytest.raises(BadInput) as caught:
+            check_pool(pages, page_bytes)
+        assert caught.value.field == field

@@ -1,0 +1,66 @@
+"""index_topk's CUDA side without a GPU: what the launcher computes for its kernels, held to the kernels' own sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.compile import INDEXERS
+from kernels.cuda import jit
+from kernels.cuda.index_topk import (
+    SELECT_SHARED_BYTES,
+    SHARED_KIB,
+    SHARED_KIB_LEAST,
+    STATIC_SHARED_BYTES,
+    Indexer,
+    indexer_of,
+    scratch_bytes,
+)
+from kernels.row_format import RowFormat
+from protocol.errors import BadInput
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
+
+SELECT_STATIC_BYTES = 10 << 10
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("indexer", INDEXERS)
+def test_shared_memory_fits_a_block_of_every_architecture(indexer: Indexer, arch: int) -> None:
+    most = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
+    assert indexer.shared_bytes(arch) + STATIC_SHARED_BYTES <= most
+    assert most >= SELECT_SHARED_BYTES + SELECT_STATIC_BYTES
+    assert dict(indexer.defines(arch))["STAGES"] >= 2
+
+
+@pytest.mark.parametrize("indexer", INDEXERS)
+def test_kernels_and_launcher_agree_on_sizes(indexer: Indexer) -> None:
+    check = f"static_assert(sizeof(Queries) <= {indexer.queries_bytes});"
+    source = f'#include "index_scores.cuh"\nnamespace hisparse {{ {check} }}'
+    compiled = jit.compile_source(source, "index_scores", indexer.defines(80), "sm_80")
+    assert all(cost.smem_bytes <= STATIC_SHARED_BYTES for cost in compiled.resources)
+
+
+def test_selection_and_launcher_agree_on_sizes() -> None:
+    check = f"static_assert(sizeof(Lists) <= {SELECT_SHARED_BYTES} && sizeof(Bitmaps) <= {SELECT_SHARED_BYTES});"
+    source = f'#include "index_select.cuh"\nnamespace hisparse {{ {check} }}'
+    (cost,) = jit.compile_source(source, "index_select", (), "sm_80").resources
+    assert cost.smem_bytes <= SELECT_STATIC_BYTES
+
+
+def test_scratch_is_four_bytes_a_key_and_some_for_each_seat() -> None:
+    assert scratch_bytes(64 * 10_000, 64) == 4 * 640_000 + 64 * (112 * 1024 + 16)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(65, 128), (0, 128), (4, 16), (4, 48), (4, 160)])
+def test_indexers_beyond_the_kernels_are_refused_by_name(heads: int, dim: int) -> None:
+    with pytest.raises(BadInput, match=f"queries={heads if heads in (0, 65) else dim}"):
+        indexer_of(heads, RowFormat("bfloat16", dim, 0, dim), torch.bfloat16)
+
+
+def test_only_hopper_has_its_own_instructions_and_only_where_they_are_written() -> None:
+    def wide(arch: int, *shape: int) -> int:
+        return dict(Indexer(*shape).defines(arch))["WGMMA"]
+
+    assert [wide(arch, 64, 128, 2, 1) for arch in (80, 90, 100, 120)] == [0, 1, 0, 0]
+    assert [wide(90, 32, 128, 2, 2), wide(90, 4, 32, 2, 2), wide(90, 64, 128, 4, 4)] == [1, 0, 0]

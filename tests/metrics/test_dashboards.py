@@ -1,0 +1,193 @@
+"""Dashboards: files as written by the code, over metrics that exist, and run against a real Prometheus and cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import trio
+import yaml
+
+from hisparse.client.client import Client, open_client
+from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
+from metrics.dashboards.grafana import COLUMNS, Dashboard, Panel
+from metrics.names import BY_NAME
+from protocol.errors import BadInput, WrongState
+from protocol.messages import Sampling
+from tests.metrics.test_rules import alerts
+from tests.support.process_rig import ROOT, Place
+from tests.support.prometheus_rig import Server, free_port, program, prometheus, unknown_in, until
+
+PANELS: Final = [(dashboard, panel) for dashboard in DASHBOARDS.values() for panel in dashboard.panels]
+ALL_PANELS: Final = pytest.mark.parametrize(
+    ("dashboard", "panel"), PANELS, ids=[f"{dashboard.uid}: {panel.title}" for dashboard, panel in PANELS]
+)
+#: The scrape interval of the test is half a second.
+WINDOW: Final = "6s"
+#: Metrics of alerts without a sample until there is trouble, or a GPU.
+SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence)_\w+")
+
+
+# ---------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_file_is_what_its_code_writes(name: str) -> None:
+    assert (DIRECTORY / name).read_text() == as_text(DASHBOARDS[name]), "run: python -m metrics.dashboards"
+
+
+def test_no_other_file_is_provisioned() -> None:
+    assert {path.name for path in DIRECTORY.glob("*.json")} == DASHBOARDS.keys()
+
+
+@ALL_PANELS
+def test_a_panel_reads_metrics_that_exist(dashboard: Dashboard, panel: Panel) -> None:
+    for query in panel.queries:
+        assert unknown_in(query.expr) == set()
+        assert set(re.findall(r"\$(\w+)", query.expr)) <= {"__rate_interval", *(it.name for it in dashboard.variables)}
+
+
+@ALL_PANELS
+def test_a_panel_says_what_a_bad_value_looks_like(dashboard: Dashboard, panel: Panel) -> None:
+    shown, bad, rest = panel.description.partition(" Bad: ")
+    assert shown.endswith((".", ")"))
+    assert bad
+    assert rest.endswith(".")
+
+
+@ALL_PANELS
+def test_series_of_a_panel_can_be_told_apart(dashboard: Dashboard, panel: Panel) -> None:
+    if len(panel.queries) > 1:
+        legends = Counter(query.legend for query in panel.queries)
+        assert legends.most_common(1)[0][1] == 1
+        assert "" not in legends
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_fill_the_grid_without_overlap(name: str) -> None:
+    written = json.loads((DIRECTORY / name).read_text())
+    assert len({panel["id"] for panel in written["panels"]}) == len(written["panels"])
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in written["panels"]):
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert place["x"] + place["w"] <= COLUMNS
+        taken |= cells
+
+
+def test_variables_are_labels_that_exist() -> None:
+    for variable in (it for dashboard in DASHBOARDS.values() for it in dashboard.variables):
+        assert variable.label in ("instance", *BY_NAME[variable.metric].labels)
+
+
+def test_grafana_is_given_the_data_source_that_panels_name() -> None:
+    given = yaml.safe_load((ROOT / "metrics" / "provisioning" / "datasources" / "prometheus.yml").read_text())
+    named = {json.dumps(panel["datasource"]["uid"]) for panel in _written() if "datasource" in panel}
+    assert named == {json.dumps(source["uid"]) for source in given["datasources"]}
+
+
+def _written() -> list[dict[str, Any]]:
+    return [panel for name in DASHBOARDS for panel in json.loads((DIRECTORY / name).read_text())["panels"]]
+
+
+# ---------------------------------------------------------------- against a real Prometheus
+
+
+def filled(expr: str) -> str:
+    """`expr` as Grafana sends it when everything is chosen."""
+    return re.sub(r"\$(?!__)\w+", ".*", expr.replace("$__rate_interval", WINDOW))
+
+
+@pytest.mark.process
+async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path: Path) -> None:
+    """A coordinator, a worker and the HTTP front under load, scraped by Prometheus: no expression fails, and each that
+    is not about trouble gives series."""
+    from worker.runners.tiny import write_tiny_checkpoint
+
+    program("prometheus")
+    write_tiny_checkpoint(tmp_path / "model")
+    place = Place(tmp_path, tmp_path / "model")
+    async with place.coordinator() as coordinator, place.worker() as worker, place.http() as http:
+        jobs = {
+            "hisparse-http": [await http.metrics_port()],
+            "hisparse-coordinator": [await coordinator.metrics_port()],
+            "hisparse-worker": [await worker.metrics_port()],
+        }
+        with prometheus(tmp_path, free_port(), jobs) as server:
+            await until(lambda: server.is_up(jobs))
+            await until(lambda: server.query("min(hisparse_link_welcomed) + min(hisparse_http_connected) == 2"))
+            async with load(place), trio.open_nursery() as nursery:
+                nursery.start_soon(_completions, await http.url())
+                wanted = [query.expr for _, panel in PANELS for query in panel.queries if not query.rare]
+                wanted += [f"count({name})" for name in _metrics_of_alerts() if not SILENT.fullmatch(name)]
+                await until(lambda: not without_data(server, wanted), lambda: without_data(server, wanted))
+                for _, panel in PANELS:
+                    for query in panel.queries:
+                        server.query(filled(query.expr))
+                rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
+                assert {rule["name"]: rule["health"] for rule in rules} == {it["alert"]: "ok" for it in alerts()}
+                assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+                nursery.cancel_scope.cancel()
+
+
+def without_data(server: Server, exprs: list[str]) -> list[str]:
+    """Those that give no series, or nothing but 0 / 0."""
+    return [expr for expr in exprs if all(it["value"][1] == "NaN" for it in server.query(filled(expr)))]
+
+
+def _metrics_of_alerts() -> set[str]:
+    return {name for rule in alerts() for name in re.findall(r"\b(?:hisparse|process)_\w+", rule["expr"])}
+
+
+@asynccontextmanager
+async def load(place: Place) -> AsyncIterator[None]:
+    """Requests all the time: some end, one is refused, one is retracted and resumed, again and again."""
+    async with (
+        open_client(place.endpoint("admin"), role="admin", name="load") as client,
+        trio.open_nursery() as nursery,
+    ):
+        for number in range(2):
+            nursery.start_soon(_requests, client, bytes([65 + number]) * 200)
+        nursery.start_soon(_trouble, client)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def _requests(client: Client, prompt: bytes) -> None:
+    while True:
+        stream = await client.submit(list(prompt), Sampling(48, ignore_eos=True))
+        async for _ in stream:
+            pass
+
+
+async def _completions(url: str) -> None:
+    """Answers over HTTP, one after the other."""
+    body = json.dumps({"model": "model", "prompt": "hello", "max_tokens": 20, "stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    while True:
+        await trio.to_thread.run_sync(lambda: urllib.request.urlopen(request, timeout=20).read())
+        await trio.sleep(0.1)
+
+
+async def _trouble(client: Client) -> None:
+    while True:
+        with pytest.raises(BadInput):
+            await client.submit_detached([1] * 100, Sampling(10_000_000))
+        running = [row.request_id for row in (await client.requests()).rows if row.state == "RUNNING"]
+        for request_id in running[:1]:
+            with suppress(WrongState):  # it may have ended meanwhile
+                await client.retract([request_id])
+                await trio.sleep(0.2)
+                await client.resume([request_id])
+        await trio.sleep(0.5)

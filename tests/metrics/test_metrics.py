@@ -1,0 +1,438 @@
+"""Metrics: the table is what is exported, the numbers are those of their owners, and the probes are honest."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+import trio
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from metrics import coordinator as coordinator_module
+from metrics.coordinator import (
+    CoordinatorCollector,
+    CoordinatorSources,
+    CoordinatorView,
+    ask_loop,
+    coordinator_health,
+    coordinator_readiness,
+)
+from metrics.exporter import CONNECTIONS_MAX, Exporter, Health, Probe, serve
+from metrics.families import number
+from metrics.names import BY_NAME, TABLE, Kind, Role, as_markdown, names_of
+from metrics.state import (
+    EXECUTOR_STALE_S,
+    Buckets,
+    CoordinatorCounters,
+    LinkCounters,
+    MemoryUse,
+    SwapTotals,
+    TransferCounters,
+    WorkerCounters,
+)
+from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
+from protocol.errors import ConfigError, InternalError, Unavailable
+from protocol.messages import PoolRow, WorkerCapacity, WorkerRow
+from tests import ROOT
+
+
+def fine() -> Health:
+    return Health(True, "fine")
+
+
+class World:
+    """A worker's numbers and whatever the probes ask for."""
+
+    def __init__(self) -> None:
+        self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, tokens=7)
+        self.counters.swap = SwapTotals((0, 0, 1), row_bytes=100)
+        self.counters.swap.misses += (4, 6)
+        self.counters.swap.spent(64, 1, 0.002)
+        self.link = LinkCounters(welcomed=1, commands=4)
+        self.counters.fence_waits.observe("sampled", 0.5)
+        self.link.drops["lost"] += 2
+        self.stopping = False
+        self.received = TransferCounters(bytes=500, pages=5, revoked_tickets=1)
+        self.sources = WorkerSources(
+            worker="w1",
+            version="0.1.0",
+            seats=8,
+            counters=self.counters,
+            link=self.link,
+            requests=lambda: {"running": 5, "parked": 1},
+            hot_buffers=lambda: {"resident": 4, "4096": 1},
+            memory=lambda: {"chunks": MemoryUse(6, 10, 1024)},
+            unreported_tokens=lambda: 11,
+            reports_in_flight=lambda: 2,
+            stopping=lambda: self.stopping,
+            transfers=lambda: {"receiver": self.received},
+        )
+
+
+CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
+
+
+def worker_row(state: str) -> WorkerRow:
+    return WorkerRow("w1", "n", state, 1, 2, CAPACITY, 1, 1, 1, 1, 5, 10.0, 1, 1, 0.25, 1.0)
+
+
+VIEW = CoordinatorView(
+    requests={"RUNNING": 3, "QUEUED": 1},
+    held=1,
+    pools=(PoolRow("n", 100, 60, 30, 4, 6, 1024, 0, ("w1",)),),
+    workers=(worker_row("connected"), worker_row("draining")),
+    connections={"client": 2},
+    stopping=False,
+)
+
+
+def coordinator_sources(view: Callable[[], CoordinatorView] = lambda: VIEW) -> CoordinatorSources:
+    counters = CoordinatorCounters(submitted=9)
+    counters.retractions["keep", "gpu_pressure"] += 2
+    counters.command_ack_s.observe(0.003)
+    return CoordinatorSources("hisparse", "0.1.0", counters, view)
+
+
+@contextmanager
+def served(*collectors: Collector, healthy: Probe = fine, ready: Probe = fine) -> Iterator[Exporter]:
+    exporter = serve(collectors, healthy=healthy, ready=ready)
+    try:
+        yield exporter
+    finally:
+        exporter.close()
+
+
+def get(exporter: Exporter, path: str, method: str = "GET") -> tuple[int, str]:
+    parts = urlsplit(exporter.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
+    connection.request(method, path)
+    response = connection.getresponse()
+    body = response.read().decode()
+    connection.close()
+    return response.status, body
+
+
+def scrape(exporter: Exporter) -> dict[str, Family]:
+    """Families by the table's names."""
+    status, body = get(exporter, "/metrics")
+    assert status == 200, body
+    families = text_string_to_metric_families(body)
+    return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
+
+
+def values(family: Family) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(
+    ("role", "collector"),
+    [
+        (Role.WORKER, WorkerCollector(World().sources)),
+        (Role.COORDINATOR, CoordinatorCollector(coordinator_sources())),
+    ],
+)
+def test_exported_equals_table(role: Role, collector: Collector) -> None:
+    """Over HTTP: the very names, kinds and labels of the table, each once, and nothing else."""
+    with served(collector) as exporter:
+        families = scrape(exporter)
+    assert families.keys() == names_of(role)
+    for name, family in families.items():
+        metric = BY_NAME[name]
+        assert family.type == metric.kind.value, name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(metric.labels), name
+
+
+def test_table_rows_are_complete_and_follow_the_conventions() -> None:
+    """SGLang #26608: totals are counters."""
+    for metric in TABLE:
+        assert metric.help.endswith("."), metric.name
+        assert metric.question.endswith("?"), metric.name
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.name.endswith("_seconds") <= (metric.unit == "seconds"), metric.name
+
+
+def test_the_documented_table_is_the_table() -> None:
+    page = ROOT / "docs" / "metrics.md"
+    assert page.read_text() == as_markdown(), "run: python -m metrics.names > docs/metrics.md"
+
+
+def test_a_metric_outside_the_table_is_refused() -> None:
+    with pytest.raises(InternalError, match="hisparse_made_up"):
+        number("hisparse_made_up", 1)
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+def test_worker_numbers_are_read_at_scrape_time() -> None:
+    world = World()
+    with served(WorkerCollector(world.sources)) as exporter:
+        before = scrape(exporter)
+        world.counters.hits += 5
+        world.counters.stepped(0.004)
+        after = scrape(exporter)
+    assert values(before["hisparse_worker_hits_total"]) == {(): 30}
+    assert values(after["hisparse_worker_hits_total"]) == {(): 35}
+    assert values(after["hisparse_worker_requests"]) == {("running",): 5, ("parked",): 1}
+    assert values(after["hisparse_worker_copied_bytes_total"])["to_host", "backup"] == 2
+    assert values(after["hisparse_worker_copied_bytes_total"])["to_device", "swap"] == 4 * 200 + 6 * 100
+    assert values(after["hisparse_worker_copy_seconds_total"])["to_device", "swap"] == pytest.approx(64 * 0.002)
+    assert values(after["hisparse_swap_misses_total"]) == {("0",): 4, ("1",): 4, ("2",): 6}
+    assert values(after["hisparse_swap_seconds_total"]) == {
+        ("0", "compute"): 0,
+        ("1", "swap"): pytest.approx(64 * 0.002),
+        ("2", "compute"): 0,
+    }
+    assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
+    assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
+    assert values(after["hisparse_transfer_bytes_total"]) == {("receiver",): 500}
+    assert values(after["hisparse_transfer_ended_early_total"]) == {("receiver",): 1}
+    assert values(after["hisparse_worker_fence_waits_total"]) == {("sampled",): 1}
+    steps = {
+        sample.labels.get("le", sample.name): sample.value for sample in after["hisparse_worker_step_seconds"].samples
+    }
+    assert steps["0.002"] == 0
+    assert steps["0.005"] == steps["+Inf"] == 1
+    assert steps["hisparse_worker_step_seconds_sum"] == pytest.approx(0.004)
+
+
+def test_each_purpose_of_a_copy_has_bytes_and_seconds_of_its_own() -> None:
+    world = World()
+    it = world.counters
+    it.staged_bytes, it.backed_up_bytes, it.preloaded_bytes = 11, 12, 13
+    for seconds, busy in enumerate((it.staging, it.backing_up, it.preloading), 1):
+        busy.spent(seconds)
+    ways = [("to_host", "stage"), ("to_host", "backup"), ("to_device", "preload")]
+    with served(WorkerCollector(world.sources)) as exporter:
+        families = scrape(exporter)
+    copied, spent = (values(families[f"hisparse_worker_{it}_total"]) for it in ("copied_bytes", "copy_seconds"))
+    assert [copied[way] for way in ways] == [11, 12, 13]
+    assert [spent[way] for way in ways] == [1, 2, 3]
+    assert copied.keys() == spent.keys() == {*ways, ("to_device", "swap")}
+
+
+def test_each_number_of_a_transfer_has_its_name() -> None:
+    world = World()
+    world.received = TransferCounters(*range(1, 11))
+    with served(WorkerCollector(world.sources)) as exporter:
+        families = scrape(exporter)
+    told = {name: values(it)["receiver",] for name, it in families.items() if name.startswith("hisparse_transfer_")}
+    assert {name.removeprefix("hisparse_transfer_"): value for name, value in told.items()} == {
+        "bytes_total": 1,
+        "pages_total": 2,
+        "refused_units_total": 3,
+        "ended_early_total": 4 + 5,
+        "shut_out_total": 6,
+        "unreadable_total": 7,
+        "checksum_seconds_total": 8,
+        "open": 9,
+        "in_flight_bytes": 10,
+    }
+
+
+def test_each_wait_of_a_request_has_its_histogram() -> None:
+    sources = coordinator_sources()
+    waits = sources.counters.waits
+    each = {
+        "queue_wait": waits.queue_s,
+        "retract": waits.retract_s,
+        "hand_over": waits.hand_over_s,
+        "resume": waits.resume_s,
+        "time_to_first_token": waits.first_token_s,
+        "inter_token": waits.token_s,
+        "host_page_lifetime": sources.counters.host_page_s,
+        "journal_commit": sources.counters.journal.commit_s,
+    }
+    for seconds, buckets in enumerate(each.values(), 1):
+        buckets.observe(seconds)
+    with served(CoordinatorCollector(sources)) as exporter:
+        families = scrape(exporter)
+    sums = {
+        name: next(it.value for it in families[f"hisparse_{name}_seconds"].samples if it.name.endswith("_sum"))
+        for name in each
+    }
+    assert sums == {name: seconds for seconds, name in enumerate(each, 1)}
+
+
+def test_coordinator_numbers_come_from_one_view() -> None:
+    with served(CoordinatorCollector(coordinator_sources())) as exporter:
+        families = scrape(exporter)
+    assert values(families["hisparse_requests"]) == {("RUNNING",): 3, ("QUEUED",): 1}
+    assert values(families["hisparse_host_pages"]) == {
+        ("n", "free"): 60,
+        ("n", "owned"): 30,
+        ("n", "shared"): 4,
+        ("n", "quarantined"): 6,
+    }
+    assert values(families["hisparse_retractions_total"]) == {("keep", "gpu_pressure"): 2}
+    assert values(families["hisparse_workers"]) == {("connected",): 1, ("draining",): 1}
+
+
+def test_buckets_count_at_most_the_bound() -> None:
+    buckets = Buckets((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        buckets.observe(value)
+    assert buckets.counts == [2, 2, 1]
+    assert buckets.total == 14.0
+
+
+def test_the_step_average_starts_at_the_first_step_and_follows() -> None:
+    counters = WorkerCounters()
+    counters.stepped(0.010)
+    assert counters.step_us == pytest.approx(10_000)
+    for _ in range(200):
+        counters.stepped(0.002)
+    assert counters.step_us == pytest.approx(2_000, rel=0.01)
+
+
+# ---------------------------------------------------------------- the probes
+
+
+def test_a_worker_whose_loop_stands_still_is_unhealthy() -> None:
+    world = World()
+    assert worker_health(world.sources).ok
+    world.counters.beat_at = time.monotonic() - EXECUTOR_STALE_S - 1
+    assert not worker_health(world.sources).ok
+    assert not worker_readiness(world.sources).ok
+    world.counters.beat()
+    assert worker_health(world.sources).ok
+
+
+@pytest.mark.parametrize(("welcomed", "stopping", "ready"), [(1, False, True), (0, False, False), (1, True, False)])
+def test_a_worker_is_ready_when_welcomed_and_staying(welcomed: int, stopping: bool, ready: bool) -> None:
+    world = World()
+    world.link.welcomed, world.stopping = welcomed, stopping
+    assert worker_health(world.sources).ok
+    assert worker_readiness(world.sources).ok == ready
+
+
+def test_probes_answer_503_with_the_reason() -> None:
+    with served(healthy=lambda: Health(False, "executor: hangs"), ready=fine) as exporter:
+        assert get(exporter, "/healthz") == (503, "executor: hangs\n")
+        assert get(exporter, "/readyz") == (200, "fine\n")
+
+
+async def test_the_coordinators_view_is_taken_in_its_loop() -> None:
+    token = trio.lowlevel.current_trio_token()
+    task = trio.lowlevel.current_task
+
+    def look() -> CoordinatorView:
+        task()  # raises outside of the loop's thread
+        return VIEW
+
+    sources = coordinator_sources(lambda: ask_loop(token, look))
+    assert (await trio.to_thread.run_sync(coordinator_health, sources)).ok
+    assert (await trio.to_thread.run_sync(coordinator_readiness, sources)) == Health(True, "workers: 1 connected")
+
+
+async def test_a_loop_that_does_not_turn_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8: the wait for the loop is bounded."""
+    monkeypatch.setattr(coordinator_module, "LOOP_LIMIT_S", 0.05)
+    token = trio.lowlevel.current_trio_token()
+    sources = coordinator_sources(lambda: ask_loop(token, lambda: VIEW))
+    verdicts: list[Health] = []
+    scraper = threading.Thread(target=lambda: verdicts.append(coordinator_health(sources)))
+    scraper.start()
+    scraper.join()  # no checkpoint: the loop stands still
+    assert not verdicts[0].ok
+    assert "not turned" in verdicts[0].detail
+
+
+def test_a_loop_that_ended_is_unhealthy() -> None:
+    async def main() -> trio.lowlevel.TrioToken:
+        return trio.lowlevel.current_trio_token()
+
+    token = trio.run(main)
+    with pytest.raises(Unavailable, match="ended"):
+        ask_loop(token, lambda: VIEW)
+
+
+@pytest.mark.parametrize(
+    ("workers", "stopping", "ready"),
+    [
+        ((worker_row("connected"),), False, True),
+        ((worker_row("drained"),), False, False),
+        ((), False, False),
+        ((worker_row("connected"),), True, False),
+    ],
+)
+def test_a_coordinator_is_ready_with_a_worker_that_takes_work(
+    workers: tuple[WorkerRow, ...], stopping: bool, ready: bool
+) -> None:
+    view = CoordinatorView({}, 0, (), workers, {}, stopping)
+    assert coordinator_readiness(coordinator_sources(lambda: view)).ok == ready
+
+
+# ---------------------------------------------------------------- the server
+
+
+def test_paths_and_methods() -> None:
+    with served() as exporter:
+        assert exporter.host == "127.0.0.1"
+        assert exporter.port > 0
+        assert get(exporter, "/")[0] == 404
+        assert [get(exporter, path, "POST")[0] for path in ("/metrics", "/healthz", "/readyz")] == [405] * 3
+
+
+class FakeBrokenCollector(Collector):
+    def __init__(self) -> None:
+        self.broken = False
+
+    def collect(self) -> Iterator[Family]:
+        if self.broken:
+            raise Unavailable("the event loop has ended")
+        yield number("hisparse_link_welcomed", 1)
+
+
+def test_a_failing_scrape_answers_500_and_the_server_lives() -> None:
+    collector = FakeBrokenCollector()
+    with served(collector) as exporter:
+        collector.broken = True
+        status, body = get(exporter, "/metrics")
+        assert (status, "loop has ended" in body) == (500, True)
+        collector.broken = False
+        assert get(exporter, "/metrics")[0] == 200
+
+
+def test_a_taken_port_is_refused_with_its_remedy() -> None:
+    with served() as exporter, pytest.raises(ConfigError, match="metrics_port"):
+        serve([], healthy=fine, ready=fine, port=exporter.port)
+
+
+def test_idle_peers_hold_a_bounded_number_of_threads() -> None:
+    """I8: past CONNECTIONS_MAX a connection is closed at once, and the slots come back."""
+    with served() as exporter:
+        idle = [socket.create_connection((exporter.host, exporter.port)) for _ in range(CONNECTIONS_MAX)]
+        deadline = time.monotonic() + 5
+        with socket.create_connection((exporter.host, exporter.port)) as one_more:
+            one_more.settimeout(5)
+            assert one_more.recv(1) == b""
+        for peer in idle:
+            peer.close()
+        status = 0
+        while status != 200:
+            assert time.monotonic() < deadline
+            try:
+                status, _ = get(exporter, "/healthz")
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.01)
+
+
+def test_a_coordinator_whose_journal_fails_says_so_and_takes_no_work() -> None:
+    failing = CoordinatorView({}, 0, (), (worker_row("connected"),), {}, False, journal_failing="disk full")
+    sources = coordinator_sources(lambda: failing)
+    assert coordinator_readiness(sources) == Health(False, "journal: disk full")
+    with served(CoordinatorCollector(sources)) as exporter:
+        assert "hisparse_journal_failing 1.0" in get(exporter, "/metrics")[1]

@@ -1,0 +1,37 @@
+"""Fault drills: trouble is caused on real processes, and what the alert waits for holds in a real Prometheus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import drills
+from tests.support.drills import HEADER, SCENES, Play, Sighting, Trouble, as_row, rules, shrunk
+from tests.support.prometheus_rig import program
+
+#: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tests.support.drills`.
+LONG = (drills.hang, drills.waits)
+QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("play", "troubles"), QUICK, ids=[play.__name__ for play, _ in QUICK])
+async def test_each_trouble_is_seen_by_its_alert(play: Play, troubles: tuple[Trouble, ...], tmp_path: Path) -> None:
+    """None of it is there before."""
+    program("prometheus")
+    assert tuple(sighting.trouble for sighting in await play(tmp_path)) == troubles
+
+
+def test_every_alert_has_a_drill() -> None:
+    assert sorted(trouble.alert for _, troubles in SCENES for trouble in troubles) == sorted(rules())
+
+
+def test_windows_are_shrunk_in_proportion() -> None:
+    assert shrunk("rate(a[10m]) > 3 * rate(a[6h] offset 10m)") == "rate(a[10s]) > 3 * rate(a[60s] offset 10s)"
+
+
+def test_what_was_seen_is_a_table() -> None:
+    row = as_row(Sighting(Trouble("HiSparseX", "a cause", "max(x)"), "0", "3", 4.2))
+    assert row == "| HiSparseX | a cause | `max(x)` | 0 | 3 | 4 s |"
+    assert {line.count("|") for line in (*HEADER, row)} == {7}

@@ -1,0 +1,316 @@
+"""OpenAI's own client against real processes: front, coordinator, worker. Deterministic: every text is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import openai
+import pytest
+
+from hisparse.client.client import Client, run_client
+from protocol.errors import NotFound
+from protocol.messages import RequestRow, Sampling
+from tests.processes.test_up import Up, eventually, running
+from tests.support.http_rig import KEY, TEMPLATE, write_chat_model
+from tests.support.process_rig import ROOT
+from tests.support.prometheus_rig import free_port
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+#: Of one answer, on a machine whose cores are busy.
+LIMIT_S: Final = 90.0
+GREEDY: Final[dict[str, Any]] = {"model": "model", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+T = TypeVar("T")
+
+
+@dataclass
+class Site:
+    up: Up
+    keys: Path
+
+    @property
+    def url(self) -> str:
+        return str(self.up.ready["http"]["url"])
+
+    def client(self, url: str = "", key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=key, max_retries=0, timeout=LIMIT_S)
+
+    def text(self, prompt: str, tokens: int) -> str:
+        """The whole answer, and the very same as the coordinator's own client gets."""
+        answer = self.client().completions.create(prompt=prompt, max_tokens=tokens, **GREEDY)
+        assert answer.choices[0].text == self.tokens(prompt.encode(), tokens).decode()
+        return answer.choices[0].text
+
+    def tokens(self, prompt: Sequence[int], tokens: int) -> bytes:
+        async def submit(client: Client) -> list[int]:
+            stream = await client.submit(list(prompt), Sampling(tokens, ignore_eos=True))
+            return (await stream.collect()).tolist()
+
+        return bytes(self.ask(submit))
+
+    def front_pid(self) -> int:
+        """The present one's."""
+        return int(json.loads((self.up.runtime_dir / "ready.json").read_text())["http"]["pid"])
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.client().models.list().data)
+        except (openai.APIConnectionError, openai.InternalServerError):
+            return False
+
+    def ask(self, action: Callable[[Client], Awaitable[T]]) -> T:
+        return run_client(self.up.ready["client_endpoint"], action)
+
+    def row(self, request_id: str) -> RequestRow:
+        async def describe(client: Client) -> RequestRow:
+            return (await client.request(request_id)).row
+
+        return self.ask(describe)
+
+    def rows(self) -> int:
+        async def count(client: Client) -> int:
+            return len((await client.requests()).rows)
+
+        return self.ask(count)
+
+    @contextmanager
+    def another_front(self, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+        """A second `hisparse http` before the same coordinator, and its address."""
+        command = [sys.executable, "-m", "hisparse.cli", "http", "--port", "0", "--api-keys", str(self.keys)]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, "--runtime-dir", str(self.up.runtime_dir)], cwd=ROOT, env=os.environ, stderr=file
+            )
+        try:
+            eventually(lambda: "connected" in log.read_text() and "listening" in log.read_text())
+            found = re.search(r"listening url=(\S+)", log.read_text())
+            assert found is not None
+            yield process, found[1]
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    model = tmp_path_factory.mktemp("checkpoint") / "model"
+    model.mkdir()
+    write_chat_model(model)
+    place = tmp_path_factory.mktemp("up")
+    keys = place / "keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
+    front = ("--http", f"127.0.0.1:{free_port()}", "--api-keys", str(keys))
+    with running(model, place, *front, "--deterministic", "--seats", "8", "--log-level", "warning") as up:
+        yield Site(up, keys)
+
+
+def streamed(stream: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+# ---------------------------------------------------------------- what ordinary clients do
+
+
+def test_a_completion_and_a_chat_are_what_the_model_says(site: Site) -> None:
+    site.text("Once upon a time", 24)
+    messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "héllo 😀"}]
+    answer = site.client().chat.completions.create(messages=messages, max_completion_tokens=16, **GREEDY)
+    prompt = [256, *b"system:be brief\n", 256, *"user:héllo 😀\n".encode(), 256, *b"assistant:"]
+    assert answer.choices[0].message.content == site.tokens(prompt, 16).decode()
+    assert (answer.choices[0].message.role, answer.choices[0].finish_reason) == ("assistant", "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 16)
+    assert "assistant" in TEMPLATE
+
+
+def test_eight_streams_at_once_each_get_their_own_text(site: Site) -> None:
+    prompts = [f"{number}: " + "tell me more " * number for number in range(8)]
+    together = threading.Barrier(len(prompts))
+
+    def stream(prompt: str) -> tuple[str, float, float, Any]:
+        together.wait(LIMIT_S)
+        chunks, first_at, usage = [], 0.0, None
+        options = {"include_usage": True}
+        for chunk in site.client().completions.create(
+            prompt=prompt, max_tokens=32, stream=True, stream_options=options, **GREEDY
+        ):
+            first_at = first_at or time.monotonic()
+            chunks += [choice.text for choice in chunk.choices]
+            usage = chunk.usage or usage
+        return "".join(chunks), first_at, time.monotonic(), usage
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        results = list(pool.map(stream, prompts))
+    assert [text for text, *_ in results] == [site.tokens(prompt.encode(), 32).decode() for prompt in prompts]
+    assert max(first_at for _, first_at, _, _ in results) < min(last_at for _, _, last_at, _ in results)
+    usages = [(usage.prompt_tokens, usage.completion_tokens) for *_, usage in results]
+    assert usages == [(len(prompt), 32) for prompt in prompts]
+
+
+def test_a_stop_string_ends_the_text_before_it(site: Site) -> None:
+    whole = site.text("stop me", 32)
+    stop = whole[9:12]
+    answer = site.client().completions.create(prompt="stop me", max_tokens=32, stop=stop, **GREEDY)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
+    chunks = site.client().completions.create(prompt="stop me", max_tokens=32, stop=[stop], stream=True, **GREEDY)
+    assert streamed(chunks) == whole[: whole.index(stop)]
+
+
+def test_samples_differ_and_a_seed_repeats_them(site: Site) -> None:
+    def sample() -> list[str]:
+        answer = site.client().completions.create(
+            model="model", prompt="draw", max_tokens=24, n=3, seed=11, top_p=0.95, temperature=1.5
+        )
+        return [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+
+    first = sample()
+    assert first == sample()
+    assert len(set(first)) == 3
+
+
+def test_prompts_may_be_many_or_token_ids(site: Site) -> None:
+    answer = site.client().completions.create(prompt=[[72, 105], [66]], max_tokens=6, **GREEDY)
+    assert [choice.text for choice in answer.choices] == [site.tokens(ids, 6).decode() for ids in ([72, 105], [66])]
+
+
+def test_the_model_is_listed(site: Site) -> None:
+    assert [model.id for model in site.client().models.list()] == ["model"]
+    assert site.client().models.retrieve("model").owned_by == "hisparse"
+
+
+@pytest.mark.parametrize(
+    ("request_of", "kind", "code"),
+    [
+        ({"model": "model", "prompt": ""}, openai.BadRequestError, "bad_input"),
+        ({"model": "model", "prompt": "x", "logprobs": 2}, openai.BadRequestError, "bad_input"),
+        ({"model": "model", "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "bad_input"),
+        ({"model": "model", "prompt": "x", "temperature": -1}, openai.BadRequestError, "bad_input"),
+        ({"model": "other", "prompt": "x"}, openai.NotFoundError, "not_found"),
+    ],
+)
+def test_errors_arrive_as_openais(
+    site: Site, request_of: dict[str, Any], kind: type[openai.APIStatusError], code: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        site.client().completions.create(**request_of)
+    assert caught.value.code == code
+    assert caught.value.param
+
+
+def test_a_wrong_key_is_refused(site: Site) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        site.client(key="not-a-key-of-anybody").models.list()
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_leaving_in_the_middle_aborts_the_request_at_the_coordinator(site: Site) -> None:
+    stream = site.client().completions.create(prompt="leave", max_tokens=1_500, stream=True, **GREEDY)
+    request_id = next(iter(stream)).id
+    eventually(lambda: site.row(request_id).state == "RUNNING")
+    stream.close()
+    eventually(lambda: site.row(request_id).state == "ABORTED")
+    assert site.row(request_id).generated_tokens < 1_500
+
+
+def test_a_killed_coordinator_is_a_pause_and_nothing_else(site: Site) -> None:
+    """I5: no character twice, none missing, and no error."""
+    undisturbed = site.text("go on and on", 120)
+    stream = site.client().completions.create(prompt="go on and on", max_tokens=120, stream=True, **GREEDY)
+    pieces = [next(stream).choices[0].text for _ in range(3)]
+    os.kill(site.up.ready["coordinator"]["pid"], signal.SIGKILL)
+    assert "".join(pieces) + streamed(stream) == undisturbed
+
+
+def test_an_id_is_answered_twice_and_generated_once(site: Site) -> None:
+    def answer() -> str:
+        headers = {"X-Request-Id": "order-66"}
+        created = site.client().completions.create(prompt="once", max_tokens=20, extra_headers=headers, **GREEDY)
+        assert created.id == created._request_id == "order-66"
+        return created.choices[0].text
+
+    first = answer()
+    known = site.rows()
+    assert answer() == first
+    assert site.rows() == known
+    with pytest.raises(openai.ConflictError):
+        site.client().completions.create(
+            prompt="another", max_tokens=20, extra_headers={"X-Request-Id": "order-66"}, **GREEDY
+        )
+
+
+def test_what_a_killed_front_was_answering_goes_on_behind_another(site: Site, tmp_path: Path) -> None:
+    """Under the client's own id."""
+    request: dict[str, Any] = {"prompt": "survive", "max_tokens": 80, "extra_headers": {"X-Request-Id": "mine"}}
+    with site.another_front(tmp_path / "front.log") as (process, url):
+        stream = site.client(url).completions.create(stream=True, **request, **GREEDY)
+        next(stream)
+        process.kill()
+        with pytest.raises(openai.APIConnectionError):
+            streamed(stream)
+    answer = site.client().completions.create(**request, **GREEDY)
+    assert answer.choices[0].text == site.tokens(b"survive", 80).decode()
+
+
+def test_a_front_that_is_told_to_stop_finishes_what_it_was_saying(site: Site, tmp_path: Path) -> None:
+    with site.another_front(tmp_path / "front.log") as (process, url):
+        stream = site.client(url).completions.create(prompt="finish", max_tokens=60, stream=True, **GREEDY)
+        first = next(stream).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        assert first + streamed(stream) == site.tokens(b"finish", 60).decode()
+        assert process.wait(30) == 0
+
+
+def test_a_front_that_dies_is_started_again(site: Site) -> None:
+    os.kill(site.front_pid(), signal.SIGKILL)
+    with pytest.raises(openai.APIConnectionError):
+        site.client().models.list()
+    eventually(site.answers)
+    site.text("back again", 8)
+
+
+def test_nothing_is_left_running(site: Site) -> None:
+    async def running(client: Client) -> list[str]:
+        rows = (await client.requests()).rows
+        return [row.request_id for row in rows if row.state not in ("FINISHED", "ABORTED")]
+
+    eventually(lambda: site.ask(running) == [])
+
+
+def test_the_front_has_no_torch(site: Site) -> None:
+    """Not even once it has tokenized."""
+    site.text("tokenize this", 2)
+    maps = Path(f"/proc/{site.front_pid()}/maps").read_text()
+    assert "tokenizers" in maps
+    assert "torch" not in maps
+    code = "import sys, hisparse.http.server; print(*{'torch', 'transformers', 'safetensors'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == ""
+
+
+def test_without_its_packages_the_verb_says_what_to_install() -> None:
+    code = "import sys; sys.modules['hypercorn'] = None; from hisparse.cli import main; main(['http'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 8
+    assert "pip install 'hisparse[http]'" in done.stderr
+
+
+def test_an_unknown_request_stays_unknown(site: Site) -> None:
+    with pytest.raises(NotFound):
+        site.row("nobody-asked")

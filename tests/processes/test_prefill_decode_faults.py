@@ -1,0 +1,199 @@
+"""What may fail between a prefill and a decode node, once each with real processes: outputs stay those of a run that
+nothing disturbs, and every page comes back (I1). Faults are planted by tests/support/faulty_worker.py; the rest is the
+cluster's own doing.
+
+I2: pages go to another owner when nothing can land in them. I5: each output once and whole, or aborted. I8: nothing is
+waited for without end. The books are audited all the time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio
+
+from hisparse.client.client import Client
+from protocol.messages import Sampling
+from protocol.units import pages_for
+from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, write_model
+from tests.support.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
+from tests.worker.transfer.test_transfer_engines import why_absent
+
+pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
+
+#: One token, page borders, and prompts of many pages.
+PROMPTS = mixed_prompts()[:24]
+#: Some 80 pages a node: each has many owners in a run.
+HOST_MEM = "8MiB"
+#: How long what a child has done may take to be in its log.
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What workers that do both say."""
+    directory = tmp_path_factory.mktemp("both")
+
+    async def run() -> list[list[int]]:
+        async with cluster_of_two(crash_config(model, directory, HOST_MEM), directory) as (_, client, _):
+            return await decode_all(client, PROMPTS, "both-")
+
+    return trio.run(run)
+
+
+@pytest.fixture(params=["shared", "nixl"])
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name != "shared" and (reason := why_absent(name)):
+        pytest.skip(reason)
+    return name
+
+
+def faulty(engine: str, *, prefill: Sequence[str] = ("",), decode: str = "") -> list[Spot]:
+    """Workers with their faults, "" for none: some that prefill, w0, w1, ..., and a last one that decodes."""
+    return [
+        *(Spot("prefill", "a", engine, fault=fault) for fault in prefill),
+        Spot("decode", "b", engine, fault=decode),
+    ]
+
+
+async def said(nodes: Nodes, words: str) -> list[str]:
+    """Which children say `words`; waits for one."""
+    with trio.fail_after(LIMIT_S):
+        while not (found := [name for name in nodes.children if words in nodes.said(name)]):  # noqa: ASYNC110
+            await trio.sleep(0.02)
+    return found
+
+
+async def received(nodes: Nodes, metric: str) -> float:
+    """What the decode worker, the last one, has counted."""
+    return (await nodes.samples(f"w{len(nodes.spots) - 1}", f"hisparse_transfer_{metric}_total", "end"))["receiver"]
+
+
+async def test_a_decode_node_that_refuses_is_asked_again(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, decode="refuse")) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        assert await said(nodes, "planted: ticket") == ["w1"]
+        await assert_nothing_leaked(client)
+
+
+async def test_a_transfer_that_times_out_begins_anew(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """I8: some whose tickets are never answered, some whose pages are never acknowledged."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, prefill=["impatient"], decode="mute")) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        assert await said(nodes, "planted: Ready of ticket") == ["w1"]
+        assert await said(nodes, "planted: Checked of ticket") == ["w1"]
+        assert "w0" in await said(nodes, "did not answer within 4 s")
+        assert "w0" in await said(nodes, "not verified within 4 s")
+        await assert_nothing_leaked(client)
+
+
+async def test_a_client_that_aborts_amid_its_transfer_costs_nobody_anything(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, decode="slow")) as (nodes, client):
+        gone = [await client.submit([1 + i] * 640, Sampling(40), request_id=f"gone-{i}") for i in range(3)]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(abort_amid_transfer, client, [stream.request_id for stream in gone])
+            assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        for stream in gone:
+            await stream.collect()
+        assert [stream.ended.outcome for stream in gone if stream.ended] == ["ABORTED"] * 3
+        assert await received(nodes, "ended_early") >= 1
+        await assert_nothing_leaked(client)
+
+
+async def abort_amid_transfer(client: Client, names: list[str]) -> None:
+    left = set(names)
+    while left:
+        for name in list(left):
+            state = (await client.request(name)).row.state
+            assert state != "FINISHED", f"{name} was too quick to be seen on its way"
+            if state == "TRANSFERRING":
+                await client.abort([name])
+                left.remove(name)
+        await trio.sleep(0.005)
+
+
+async def test_what_is_said_twice_happens_once(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """Pages written and verified, tickets begun, stopped and ended, memory released."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, prefill=["twice"], decode="twice")) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        arrived = await received(nodes, "pages")
+        assert 0 < arrived <= sum(pages_for(len(prompt)) for prompt in PROMPTS)  # fewer: some end by their first token
+        await assert_nothing_leaked(client)
+
+
+async def test_corrupted_pages_are_sent_again_and_given_up(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """A page that was spoilt once arrives the second time; a prompt whose pages always are begins anew."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, decode="flip")) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        assert await said(nodes, "spoilt") == ["w1"]
+        assert "w0" in await said(nodes, "wrong checksum 3 times")
+        assert await received(nodes, "refused_units") >= 4
+        await assert_nothing_leaked(client)
+
+
+async def test_a_prefill_worker_that_dies_amid_a_write(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """I2: what is left of it in the network lands nowhere. Its next life serves."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, prefill=["die", ""])) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        await said(nodes, "planted: SIGKILL amid ticket")
+        await nodes.children["w0"].wait()
+        nodes.spots = faulty(engine, prefill=["", ""])
+        nodes.start("w0")
+        await nodes.until_connected(client)
+        assert await decode_all(client, PROMPTS, "again-") == undisturbed
+        await assert_nothing_leaked(client)
+
+
+async def test_a_late_write_lands_in_no_other_request(
+    model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
+) -> None:
+    """I2, SGLang #24578: a prefill worker stops with one write begun and others queued. Its tickets are revoked, its
+    pages at the decode node get other owners, many times over; then it goes on, while others decode.
+
+    Where its endpoint is left open instead, other requests say other things."""
+    config = crash_config(model, tmp_path, HOST_MEM)
+    async with running_nodes(config, tmp_path, faulty(engine, prefill=["halt", ""])) as (nodes, client):
+        assert await decode_all(client, PROMPTS, "far-") == undisturbed
+        await said(nodes, "planted: SIGSTOP amid ticket")
+        with trio.fail_after(LIMIT_S):
+            while engine != "shared" and not await received(nodes, "shut_out"):  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go_on_amid_others, nodes, client)
+            assert await decode_all(client, PROMPTS, "again-") == undisturbed
+        await nodes.until_connected(client)
+        assert await decode_all(client, PROMPTS, "after-") == undisturbed
+        await assert_nothing_leaked(client)
+
+
+async def go_on_amid_others(nodes: Nodes, client: Client) -> None:
+    while sum(row.state == "RUNNING" for row in (await client.requests()).rows) < 4:  # noqa: ASYNC110
+        await trio.sleep(0.005)
+    nodes.children["w0"].signal(signal.SIGCONT)

@@ -1,0 +1,192 @@
+"""The worker as a real process: `hisparse worker` with a tiny checkpoint, driven over ipc.
+
+The tests play the coordinator (tests/support/fakes/listening_coordinator.py): they decide what it never would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from kernels.layout import Geometry
+from protocol.arrays import pack_int32
+from protocol.messages import Admit, Finished, Refused, Released, Sampling, Started
+from protocol.units import pages_for
+from tests import ROOT
+from tests.support.fakes.listening_coordinator import FakeListeningCoordinator
+from tests.support.process_rig import Place
+from worker.pool.host_pool import MappedPool
+from worker.pool.registration import FirstTouch, Piece
+from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, StartInterruptedError, interruptible
+from worker.runners.tiny import write_tiny_checkpoint
+
+PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
+TOKENS = 96
+PAGES = pages_for(len(PROMPT) + TOKENS + 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Place:
+    return Place(tmp_path, model)
+
+
+def admit(placement: int, *, generated: list[int] | None = None, durable: int = 0, max_tokens: int = TOKENS) -> Admit:
+    """A request that holds the first PAGES host pages, managed at the smallest size."""
+    return Admit(
+        placement=placement,
+        request_index=0,
+        request_id=f"r{placement}",
+        prompt=pack_int32(PROMPT),
+        generated=pack_int32(generated or []),
+        durable_tokens=durable,
+        sampling=Sampling(max_tokens, ignore_eos=True),
+        host_pages=pack_int32(range(PAGES)),
+        index_pages=PAGES,
+        slab_pages=0 if durable else pages_for(len(PROMPT)),
+        hot_slots=128,
+        hot_chunks=3,
+    )
+
+
+@pytest.mark.process
+async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) -> None:
+    """I2, I3, I5: stopped in the middle of decoding, all is released and reported and the process exits cleanly; the
+    next one resumes at the durable length and continues with the very tokens of an undisturbed run."""
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
+            await coordinator.greet()
+            coordinator.command(admit(1))
+            assert await coordinator.hear(Finished) == Finished(1, "length", TOKENS)
+            await coordinator.hear(Released)
+            undisturbed, coordinator.tokens = coordinator.tokens, []
+            assert len(undisturbed) == TOKENS
+
+            coordinator.command(admit(2))
+            await coordinator.hear(Started)
+            await coordinator.hear_tokens(8)
+            process.signal(signal.SIGTERM)
+            released = await coordinator.hear(Released)
+            assert isinstance(released, Released)
+            published = list(coordinator.tokens)
+            assert len(PROMPT) <= released.durable_tokens <= len(PROMPT) + len(published) - 1
+            code, log = await process.exit()
+            assert code == EXIT_CLEAN, log
+            assert "stopped" in log
+        assert place.pool.exists()
+        assert published == undisturbed[: len(published)]
+        assert len(published) < TOKENS
+
+        async with place.worker("--stream-backend", "simulated") as process:
+            coordinator.restart()
+            await coordinator.greet()
+            coordinator.command(admit(3, generated=published, durable=released.durable_tokens))
+            await coordinator.hear(Finished)
+            assert [*published, *coordinator.tokens] == undisturbed
+            process.signal(signal.SIGINT)
+            assert (await process.exit())[0] == EXIT_CLEAN
+
+
+@pytest.mark.process
+async def test_a_second_signal_exits_at_once(place: Place) -> None:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
+            await coordinator.greet()
+            coordinator.acknowledges = False  # the first signal waits for the last report's acknowledgement
+            coordinator.command(admit(1))
+            await coordinator.hear_tokens(1)
+            process.signal(signal.SIGTERM)
+            await coordinator.hear(Released)
+            process.signal(signal.SIGTERM)
+            with trio.fail_after(1.0):
+                code, log = await process.exit()
+        assert code == EXIT_INTERRUPTED, log
+        assert place.pool.exists()
+
+
+@pytest.mark.process
+async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) -> None:
+    """A coordinator that admits twice breaks an invariant of the executor: exit code 70 and one log line."""
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
+            await coordinator.greet()
+            coordinator.command(admit(1), admit(1))
+            code, log = await process.exit()
+    assert code == EXIT_DEFECT, log
+    (line,) = [line for line in log.splitlines() if "critical" in line]
+    assert "admitted twice" in line
+
+
+STUCK = """
+import sys, threading
+from protocol.config import load
+from worker import process
+
+class Stuck:
+    def __init__(self, config, halted):
+        threading.Thread(target=threading.Event().wait).start()  # as a thread that waits for the device
+
+    def run(self):
+        return process.EXIT_CLEAN
+
+    def close(self):
+        return False
+
+process.Worker = Stuck
+sys.exit(process.run_worker(load(flags={"worker.model": "any"})))
+"""
+
+
+@pytest.mark.process
+async def test_a_thread_that_hangs_does_not_hold_the_process(tmp_path: Path) -> None:
+    """I8: the end of the interpreter would wait for it without bound."""
+    with trio.fail_after(60.0):
+        done = await trio.run_process([sys.executable, "-c", STUCK], check=False, cwd=ROOT)
+    assert done.returncode == EXIT_DEFECT
+
+
+@pytest.mark.process
+async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) -> None:
+    with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
+        async with place.worker() as process:
+            await coordinator.greet()
+            coordinator.say(Refused("config", "another model than the group's", "start with the same --model"))
+            code, log = await process.exit()
+    assert code == 8, log
+    assert "start with the same --model" in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_pool_is_touched_ends_the_start_and_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Answered within a piece, however many are left; a file half made is no pool and takes no room."""
+    monkeypatch.setattr(FirstTouch, "__call__", _touch_slowly)
+    monkeypatch.setattr("worker.pool.host_pool.TOUCH_BYTES", 1)
+    geometry = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
+    before, handler = threading.active_count(), signal.getsignal(number)
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    began = time.monotonic()
+    with pytest.raises(StartInterruptedError), interruptible() as halted:
+        MappedPool.open(tmp_path / "n.pool", geometry, 1_000, halted=halted)
+    assert time.monotonic() - began < 5.0  # all of it would take 50 s
+    assert (tmp_path / "n.pool").stat().st_size == 0
+    assert threading.active_count() <= before + 1
+    assert signal.getsignal(number) is handler
+
+
+def _touch_slowly(self: FirstTouch, piece: Piece) -> None:
+    time.sleep(0.1)

@@ -1,0 +1,258 @@
+"""`hisparse up`: real processes that start together, stop together and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.hisparse.test_http_tls import ask, certificate_of, write_pair
+from tests.support.prometheus_rig import free_port
+from worker.runners.tiny import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+HISPARSE = [sys.executable, "-m", "hisparse.cli"]
+START_LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
+    return path
+
+
+class Up:
+    """A running `hisparse up`, and what it said of itself in its ready file."""
+
+    def __init__(self, process: subprocess.Popen[str], runtime_dir: Path, ready: dict[str, Any]) -> None:
+        self.process = process
+        self.runtime_dir = runtime_dir
+        self.ready = ready
+        self.pids = [ready["coordinator"]["pid"], *(worker["pid"] for worker in ready["workers"])]
+
+    def hisparse(self, *args: str) -> subprocess.CompletedProcess[str]:
+        command = [*HISPARSE, *args, "--runtime-dir", str(self.runtime_dir)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def until(self, text: str) -> str:
+        """What it has said since the last time, up to the line with `text`."""
+        assert self.process.stderr is not None
+        said = ""
+        while text not in said:
+            line = self.process.stderr.readline()
+            assert line, f"it never said {text!r} but {said}"
+            said += line
+        return said
+
+    def submit_endless(self) -> str:
+        """A request that takes much longer than the test; its id once it decodes."""
+        name = self.hisparse("submit", "go on and on", "-n", "4000", "--ignore-eos", "--detach").stdout.strip()
+        eventually(
+            lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
+        )
+        return name
+
+    def left_behind(self) -> list[str]:
+        """Processes and files that should be gone."""
+        alive = [str(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
+
+
+def eventually(condition: Callable[[], Any], limit_s: float = START_LIMIT_S) -> None:
+    give_up_at = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+
+
+def command_for(model: Path, runtime_dir: Path, *args: str) -> list[str]:
+    sizes = ("--host-mem", "64MiB", "--device-mem", "32MiB", "--hot-size-classes", "64,128", "--threads", "1")
+    return [*HISPARSE, "up", "--model", str(model), "--runtime-dir", str(runtime_dir), *sizes, *args]
+
+
+@contextmanager
+def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
+    ready_file = runtime_dir / "ready.json"
+    command = command_for(model, runtime_dir, "--ready-file", str(ready_file), *args)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: ready_file.exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
+        yield Up(process, runtime_dir, json.loads(ready_file.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "-n", "2", "--deadline", "90") as up:
+        assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
+        assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
+        outputs = [json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout) for _ in range(2)]
+        assert outputs[0]["tokens"] == outputs[1]["tokens"]
+        assert outputs[0]["generated_tokens"] == 12
+        second = subprocess.run(command_for(model, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 4
+        assert "already running there" in second.stderr
+        command = [*HISPARSE, "submit", "to be finished", "-n", "600", "--ignore-eos", "-o", "jsonl"]
+        follower = subprocess.Popen(
+            [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert follower.stdout is not None
+        follower.stdout.readline()
+        up.process.send_signal(signal.SIGINT)
+        last = follower.communicate(timeout=90)[0].splitlines()[-1]
+        assert json.loads(last)["generated_tokens"] == 600  # drained, not dropped
+        assert up.process.wait(30) == 0
+        assert up.left_behind() == []
+
+
+def test_a_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as up:
+        up.submit_endless()
+        up.process.send_signal(signal.SIGINT)
+        up.until("draining for up to 30 s")
+        assert up.process.poll() is None  # the request may go on until the deadline
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(10) == 130
+        assert up.left_behind() == []
+
+
+def test_the_deadline_ends_what_does_not_finish(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--deadline", "1") as up:
+        up.submit_endless()
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(20) == 0
+        assert up.left_behind() == []
+
+
+def test_hisparse_stop_ends_it_cleanly_and_one_worker_less_does_not(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "-n", "2") as up:
+        psutil.Process(up.ready["workers"][0]["pid"]).kill()
+        output = json.loads(up.hisparse("submit", "hello", "-n", "4", "-o", "json").stdout)
+        assert output["outcome"] == "FINISHED"
+        assert up.hisparse("stop").returncode == 0
+        _, stderr = up.process.communicate(timeout=30)
+        assert up.process.returncode == 0
+        assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
+        assert up.left_behind() == []
+
+
+def generated(up: Up, name: str) -> int:
+    return int(json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"])
+
+
+def pid_of(up: Up, role: str) -> int:
+    """As the ready file has it now."""
+    ready = json.loads((up.runtime_dir / "ready.json").read_text())
+    pid = int((ready["coordinator"] if role == "coordinator" else ready["workers"][0])["pid"])
+    if pid not in up.pids:
+        up.pids.append(pid)
+    return pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
+    model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2, I5: a stopped worker is declared down, killed, and its exit proved; either way nothing is prefilled again."""
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
+    with running(model, tmp_path) as up:
+        name, first = up.submit_endless(), pid_of(up, "worker")
+        eventually(lambda: generated(up, name) > 100)
+        before = generated(up, name)
+        psutil.Process(first).send_signal(number)
+        eventually(lambda: pid_of(up, "worker") != first)
+        eventually(lambda: generated(up, name) > before + 100)
+        history = json.loads(up.hisparse("request", name, "-o", "json").stdout)["history"]
+        assert [line["event"] for line in history].count("staged") == 1, history
+        up.process.send_signal(signal.SIGINT)
+        stderr = up.until("draining for up to")
+        up.process.send_signal(signal.SIGINT)
+        stderr += up.process.communicate(timeout=30)[1]
+        assert ("w0 hangs; killed" in stderr) == (number is signal.SIGSTOP)
+        assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
+        assert up.left_behind() == []
+
+
+def test_a_coordinator_that_was_killed_is_restarted_and_takes_its_requests_up_again(
+    model: Path, tmp_path: Path
+) -> None:
+    """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
+    with running(model, tmp_path) as up:
+        name, first = up.submit_endless(), pid_of(up, "coordinator")
+        eventually(lambda: generated(up, name) > 100)
+        before = generated(up, name)
+        psutil.Process(first).kill()
+        eventually(lambda: pid_of(up, "coordinator") != first)
+        eventually(lambda: up.hisparse("workers").returncode == 0)
+        eventually(lambda: generated(up, name) > before + 100)
+        assert up.hisparse("audit").returncode == 0
+        assert up.hisparse("abort", name).returncode == 0
+        assert up.hisparse("stop").returncode == 0
+        _, stderr = up.process.communicate(timeout=30)
+        assert up.process.returncode == 0
+        assert "coordinator killed by SIGKILL; restarted in 0.5 s" in stderr
+        assert "w0 killed" not in stderr
+        assert up.left_behind() == []
+
+
+def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as up:
+        up.process.kill()
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids), 30)
+
+
+def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    command = command_for(model, tmp_path, "--host-mem", "1KiB")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 8
+    assert "worker.host_mem=1024: one host page needs" in done.stderr
+    assert "process=w0: exited with 8 during start" in done.stderr
+    assert "Loading weights" not in done.stderr
+    assert list(tmp_path.glob("*.pool")) == []
+
+
+def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, tmp_path: Path) -> None:
+    (cert, key), port = write_pair(tmp_path), free_port()
+    front = ("--http", f"127.0.0.1:{port}", "--tls-cert", cert, "--tls-key", key)
+    with running(model, tmp_path, *front) as up:
+        assert up.ready["http"]["url"] == f"https://127.0.0.1:{port}"
+        assert ask(port, cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
+
+
+def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
+    cert, other_key = write_pair(tmp_path)[0], write_pair(tmp_path, "other")[1]
+    front = ("--http", f"127.0.0.1:{free_port()}", "--tls-cert", cert)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for path, args, code, complaint in (
+            (tmp_path / "none", (), 8, "no readable checkpoint"),
+            (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: somebody listens there already"),
+            (model, front, 8, "http.tls_key_file=: a certificate and its key are named together or not at all"),
+            (model, (*front, "--tls-key", "none"), 8, "http.tls_key_file=none: cannot be read: No such file"),
+            (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
+            (model, (*front[:2], "--api-keys", "none"), 8, "http.api_keys_file=none: cannot be read: No such file"),
+            (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
+            (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
+        ):
+            command = command_for(path, tmp_path / "run", *args)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert (done.returncode, complaint in done.stderr) == (code, True), done.stderr
+            assert done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "run").exists()

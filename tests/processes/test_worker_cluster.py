@@ -1,0 +1,117 @@
+"""A real worker under a real coordinator over ipc: leaving and returning amid a request, probes, metrics."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from hisparse.client.client import Client, open_client
+from metrics.names import Role, names_of
+from protocol.errors import Unavailable
+from protocol.messages import Sampling
+from tests.support.process_rig import Place, Process
+from worker.process import EXIT_CLEAN
+from worker.runners.tiny import write_tiny_checkpoint
+
+PROMPT = list((b"What a worker has published, no coordinator asks for twice. " * 8)[:400])
+TOKENS = 300
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path)
+    return path
+
+
+async def until_served(client: Client) -> None:
+    while not any(row.state == "connected" for row in await client.workers()):  # noqa: ASYNC110
+        await trio.sleep(0.1)
+
+
+async def numbers(process: Process) -> dict[str, float]:
+    """Families by the table's names, each summed over its samples (buckets left out)."""
+    status, body = await process.get("/metrics")
+    assert status == 200, body
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(body):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        sums[name] = sum(sample.value for sample in family.samples if not sample.name.endswith("_bucket"))
+    return sums
+
+
+async def connected(place: Place) -> None:
+    while True:
+        try:
+            async with open_client(place.endpoint("client"), reconnect_limit_s=0):
+                return
+        except Unavailable:
+            await trio.sleep(0.05)
+
+
+async def test_a_worker_leaves_and_its_successor_finishes_what_it_began(tmp_path: Path, model: Path) -> None:
+    """I2, I5: SIGTERM in the middle of a request stops the worker cleanly; the request waits, and another process of
+    the same pool continues it without repeating, losing or changing a token."""
+    place = Place(tmp_path, model)
+    sampling = Sampling(TOKENS, ignore_eos=True)
+    async with place.coordinator() as coordinator:
+        await connected(place)
+        assert (await coordinator.get("/healthz"))[0] == 200
+        assert (await coordinator.get("/readyz"))[0] == 503  # nobody to work for it
+        async with open_client(place.endpoint("admin"), role="admin") as client:
+            async with place.worker() as worker:
+                await until_served(client)
+                assert (await worker.get("/readyz")) == (200, "link: welcomed\n")
+                assert (await coordinator.get("/readyz"))[0] == 200
+                undisturbed = (await (await client.submit(PROMPT, sampling)).collect()).tolist()
+                assert len(undisturbed) == TOKENS
+
+                stream = await client.submit(PROMPT, sampling, request_id="moved")
+                received = (await anext(stream)).tolist()
+                while len(received) < 20:
+                    received += (await anext(stream)).tolist()
+                worker.signal(signal.SIGTERM)
+                code, log = await worker.exit()
+                assert code == EXIT_CLEAN, log
+            assert place.pool.exists()
+            row = (await client.request("moved")).row
+            assert row.state in ("QUEUED", "RETRACTED"), row
+            assert row.durable_tokens >= len(PROMPT)
+            assert (await coordinator.get("/readyz"))[0] == 503
+
+            async with place.worker("--stream-backend", "simulated") as worker:
+                async for tokens in stream:
+                    received += tokens.tolist()
+                assert received == undisturbed
+                await check_numbers(coordinator, worker, len(received) + len(undisturbed))
+                (pool,) = await client.pools()
+                assert (pool.free, pool.owned, pool.quarantined) == (pool.host_pages, 0, 0)
+                worker.signal(signal.SIGINT)
+                assert (await worker.exit())[0] == EXIT_CLEAN
+        coordinator.signal(signal.SIGTERM)
+        assert (await coordinator.exit())[0] == EXIT_CLEAN
+
+
+async def check_numbers(coordinator: Process, worker: Process, tokens: int) -> None:
+    """What both processes export is the table, and adds up."""
+    ours, theirs = await numbers(coordinator), await numbers(worker)
+    assert ours.keys() == names_of(Role.COORDINATOR)
+    assert theirs.keys() == names_of(Role.WORKER)
+    assert ours["hisparse_tokens_total"] == tokens
+    assert ours["hisparse_submitted_total"] == ours["hisparse_ended_total"] == 2
+    assert ours["hisparse_admissions_total"] == 3
+    assert ours["hisparse_prompt_tokens_total"] == 2 * len(PROMPT)
+    assert ours["hisparse_commands_total"] > 0
+    assert ours["hisparse_command_ack_seconds"] > 0
+    assert 0 < theirs["hisparse_worker_tokens_total"] < TOKENS
+    assert theirs["hisparse_worker_hits_total"] > 0
+    assert theirs["hisparse_worker_steps_total"] > 0
+    assert theirs["hisparse_worker_prompt_tokens_total"] == 0  # resumed, not prefilled
+    assert theirs["hisparse_worker_copied_bytes_total"] > 0
+    assert theirs["hisparse_worker_admitted_total"] == theirs["hisparse_worker_released_total"] == 1

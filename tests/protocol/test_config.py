@@ -1,0 +1,200 @@
+"""Settings: precedence of the sources, resolution of defaults, and refusals that name field, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.byte_sizes import parse_size
+from protocol.config import HostFacts, build, load, resolve, to_environ
+from protocol.errors import ConfigError
+from protocol.settings import Config
+
+FACTS = HostFacts(hostname="node7", pid=42, uid=1000)
+
+
+def built(
+    table: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+    flags: dict[str, object] | None = None,
+) -> Config:
+    return build(table or {}, environ or {}, flags or {}, FACTS, file_name="hisparse.toml")
+
+
+def refusal(**sources: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        built(**sources)
+    return caught.value
+
+
+def test_later_sources_override_earlier_ones() -> None:
+    table = {"worker": {"seats": 3, "tail_slots": 4, "lookahead_steps": 0}}
+    config = built(
+        table,
+        {"HISPARSE_WORKER_SEATS": "5", "HISPARSE_WORKER_TAIL_SLOTS": "6"},
+        {"worker.seats": 7, "worker.tail_slots": None},
+    )
+    assert (config.worker.seats, config.worker.tail_slots, config.worker.lookahead_steps) == (7, 6, 0)
+
+
+def test_text_is_parsed_to_the_type_of_the_field() -> None:
+    config = built(
+        environ={
+            "HISPARSE_WORKER_DETERMINISTIC": "true",
+            "HISPARSE_WORKER_HOT_SIZE_CLASSES": "128,256 512",
+            "HISPARSE_COORDINATOR_FLUSH_INTERVAL_MS": "2.5",
+            "OTHER_WORKER_SEATS": "not ours",
+        }
+    )
+    assert config.worker.deterministic is True
+    assert config.worker.hot_size_classes == (128, 256, 512)
+    assert config.coordinator.flush_interval_ms == 2.5
+
+
+def test_defaults_that_depend_on_the_machine_are_filled_in_once() -> None:
+    config = built()
+    assert config.cluster.runtime_dir == "/tmp/hisparse-1000"
+    assert config.cluster.client_endpoint == "ipc:///tmp/hisparse-1000/client.sock"
+    assert config.worker.name == "node7-42"
+    assert config.worker.pool_dir == config.cluster.runtime_dir
+    assert config.worker.stream_backend == "inline"
+    assert resolve(config, HostFacts("elsewhere", 1, 2)) == config
+
+
+def test_the_runtime_directory_prefers_xdg() -> None:
+    facts = HostFacts("node7", 42, 1000, xdg_runtime_dir="/run/user/1000")
+    assert build({}, {}, {}, facts).cluster.runtime_dir == "/run/user/1000/hisparse"
+
+
+def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
+    """One directory per cluster, and none for a user who named one."""
+    flags = {"worker.device": "cuda:1", "cluster.runtime_dir": "/run/user/1/hisparse"}
+    worker = built(flags=flags).worker
+    assert (worker.stream_backend, worker.pool_dir) == ("cuda", "/dev/shm/hisparse-run-user-1-hisparse")
+    assert built(flags=flags | {"cluster.runtime_dir": "/tmp/b"}).worker.pool_dir == "/dev/shm/hisparse-tmp-b"
+    assert built(flags=flags | {"worker.pool_dir": "/data"}).worker.pool_dir == "/data"
+
+
+@pytest.mark.parametrize(
+    ("sources", "field", "value", "remedy"),
+    [
+        ({"table": {"wroker": {}}}, "wroker", "{}", "did you mean worker?"),
+        ({"table": {"worker": {"seets": 1}}}, "worker.seets", "1", "did you mean seats?"),
+        ({"table": {"worker": 3}}, "worker", "3", "write [worker] in hisparse.toml"),
+        ({"environ": {"HISPARSE_WORKER_SEETS": "1"}}, "HISPARSE_WORKER_SEETS", "1", "did you mean seats?"),
+        ({"environ": {"HISPARSE_DEBUG": "1"}}, "HISPARSE_DEBUG", "1", "known here"),
+        ({"environ": {"HISPARSE_WORKER_SEATS": "many"}}, "worker.seats", "many", "HISPARSE_WORKER_SEATS"),
+        ({"table": {"worker": {"seats": 1.5}}}, "worker.seats", "1.5", "hisparse.toml"),
+        ({"flags": {"worker.seets": 1}}, "worker.seets", "1", "did you mean seats?"),
+        ({"flags": {"worker.device_mem": "lots"}}, "worker.device_mem", "lots", "GiB"),
+        ({"flags": {"worker.host_mem": "0"}}, "worker.host_mem", "0", "size"),
+        ({"flags": {"worker.hot_size_classes": (256, 128)}}, "worker.hot_size_classes", "(256, 128)", "sort"),
+        ({"flags": {"worker.hot_size_classes": (100,)}}, "worker.hot_size_classes", "100", "whole chunks"),
+        ({"flags": {"worker.hot_size_classes": ()}}, "worker.hot_size_classes", "()", "at least one"),
+        ({"flags": {"worker.tail_slots": 17}}, "worker.tail_slots", "17", "1 to 16"),
+        ({"flags": {"worker.lookahead_steps": 2}}, "worker.lookahead_steps", "2", "0 to 1"),
+        ({"flags": {"worker.stream_backend": "cuda"}}, "worker.stream_backend", "cuda", "inline"),
+        (
+            {"flags": {"worker.device": "cuda", "worker.stream_backend": "simulated"}},
+            "worker.stream_backend",
+            "simulated",
+            "empty",
+        ),
+        ({"flags": {"worker.device_mem": "auto"}}, "worker.device_mem", "auto", "GiB"),
+        ({"flags": {"worker.device": "tpu"}}, "worker.device", "tpu", "cuda"),
+        ({"flags": {"worker.device": "cuda:x"}}, "worker.device", "cuda:x", "cuda:N"),
+        ({"flags": {"worker.device": "cuda:"}}, "worker.device", "cuda:", "cuda:N"),
+        ({"flags": {"worker.report_interval_ms": float("inf")}}, "worker.report_interval_ms", "inf", "positive"),
+        ({"flags": {"worker.report_interval_ms": float("nan")}}, "worker.report_interval_ms", "nan", "positive"),
+        ({"flags": {"http.reattach_grace_s": float("inf")}}, "http.reattach_grace_s", "inf", "0 or more"),
+        ({"flags": {"http.tls_cert_file": "c.pem"}}, "http.tls_key_file", "", "http.tls_cert_file"),
+        ({"flags": {"worker.name": "a b"}}, "worker.name", "a b", "another"),
+        ({"flags": {"worker.metrics_port": 65_536}}, "worker.metrics_port", "65536", "-1 for none"),
+        ({"flags": {"cluster.log_level": "loud"}}, "cluster.log_level", "loud", "warning"),
+        ({"flags": {"cluster.client_endpoint": "udp://x"}}, "cluster.client_endpoint", "udp://x", "tcp://"),
+        ({"flags": {"cluster.worker_endpoint": "tcp://h:1"}}, "cluster.worker_endpoint", "tcp://h:1", "insecure"),
+        (
+            {"flags": {"cluster.worker_endpoint": "tcp://h:65536", "cluster.insecure": True}},
+            "cluster.worker_endpoint",
+            "tcp://h:65536",
+            "0 to 65535",
+        ),
+        (
+            {"flags": {"cluster.worker_endpoint": "tcp://h", "cluster.insecure": True}},
+            "cluster.worker_endpoint",
+            "tcp://h",
+            "tcp://host:port",
+        ),
+        ({"flags": {"cluster.runtime_dir": "/" + "x" * 100}}, "cluster.client_endpoint", None, "shorter"),
+        (
+            {"flags": {f"cluster.{name}_endpoint": "ipc:///same" for name in ("client", "admin")}},
+            "cluster.admin_endpoint",
+            "ipc:///same",
+            "its own",
+        ),
+        ({"flags": {"cluster.insecure": True, "cluster.keys_dir": "/k"}}, "cluster.insecure", "True", "leave one out"),
+        ({"flags": {"worker.transfer": "pigeon"}}, "worker.transfer", "pigeon", "nixl"),
+        ({"flags": {"worker.transfer": "nixl"}}, "worker.transfer_address", "", "tcp://"),
+        ({"flags": {"worker.role": "encode"}}, "worker.role", "encode", "prefill"),
+        ({"flags": {"cluster.speak_as": "worker"}}, "cluster.speak_as", "worker", "admin"),
+        ({"flags": {"coordinator.queue_max": 20_000}}, "coordinator.queue_max", "20000", "live_requests_max"),
+        ({"flags": {"coordinator.heartbeat_limit_s": 1.0}}, "coordinator.heartbeat_limit_s", "1.0", "heartbeat"),
+    ],
+)
+def test_a_refusal_names_field_value_and_remedy(
+    sources: dict[str, Any], field: str, value: str | None, remedy: str
+) -> None:
+    error = refusal(**sources)
+    assert error.field == field
+    assert value is None or error.value == value
+    assert remedy in error.remedy
+
+
+def test_a_file_that_cannot_be_read_or_parsed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "absent.toml", environ={})
+    bad = tmp_path / "bad.toml"
+    bad.write_text("seats = = 3")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load(bad, environ={})
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "hisparse.toml"
+    path.write_text("[worker]\nseats = 11\n")
+    assert load(environ={"HISPARSE_CONFIG": str(path)}).worker.seats == 11
+
+
+def test_the_place_of_compiled_kernels_is_no_setting() -> None:
+    assert load(environ={"HISPARSE_KERNEL_CACHE": "/var/cache/kernels"}) == load(environ={})
+
+
+def test_children_receive_every_setting_unchanged() -> None:
+    config = built(
+        flags={"worker.deterministic": True, "worker.hot_size_classes": (192,), "coordinator.flush_interval_ms": 0.1}
+    )
+    elsewhere = HostFacts("other", 1, 2, xdg_runtime_dir="/run/user/2")
+    assert build({}, to_environ(config), {}, elsewhere) == config
+
+
+@given(st.integers(0, 2**50))
+def test_a_plain_number_is_bytes(count: int) -> None:
+    assert parse_size(str(count), "f") == count
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2_000_000_000), ("3M", 3 << 20), ("7B", 7)]
+)
+def test_sizes_with_units(text: str, size: int) -> None:
+    assert parse_size(text, "f") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XiB", "1e9", "0x10"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size(text, "worker.host_mem")
+    assert caught.value.field == "worker.host_mem"

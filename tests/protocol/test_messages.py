@@ -1,0 +1,112 @@
+"""The wire: tags that no rename changes, and what a peer of another protocol version is told."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from protocol import messages
+from protocol.errors import ProtocolError
+from protocol.transport.frames import read_frame
+
+UNIONS = (
+    messages.AdminMessage,
+    messages.GatewayMessage,
+    messages.WorkerMessage,
+    messages.CoordinatorMessage,
+    messages.Command,
+    messages.Event,
+)
+#: Tags of protocol version 2. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
+TAGS = {
+    "abort_requests",
+    "accepted",
+    "acknowledge_outputs",
+    "admit",
+    "attach",
+    "audit",
+    "audit_rows",
+    "audit_workers",
+    "commands",
+    "counters",
+    "delivery",
+    "describe_request",
+    "detach",
+    "done",
+    "drain_workers",
+    "ended",
+    "exited",
+    "failure",
+    "faulted",
+    "fetch_tokenizer",
+    "finished",
+    "grant",
+    "heartbeat",
+    "hello",
+    "inventory",
+    "list_pools",
+    "list_requests",
+    "list_workers",
+    "parked",
+    "pool_rows",
+    "receive",
+    "refused",
+    "release_quarantine",
+    "released",
+    "replay_commands",
+    "replay_reports",
+    "report",
+    "report_ack",
+    "request_detail",
+    "request_rows",
+    "resize",
+    "resize_requests",
+    "resized",
+    "resume_requests",
+    "retract_requests",
+    "staged",
+    "started",
+    "stop",
+    "stop_coordinator",
+    "submit",
+    "tokenizer_chunk",
+    "tokenizer_data",
+    "undrain_workers",
+    "welcome",
+    "withdraw",
+    "worker_hello",
+    "worker_rows",
+    "worker_welcome",
+}
+
+
+def tag_of(kind: type[msgspec.Struct]) -> str:
+    return str(kind.__struct_config__.tag)
+
+
+def test_tags_are_those_of_this_protocol_version() -> None:
+    assert messages.PROTOCOL_VERSION == 2
+    assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
+
+
+def test_tags_of_a_union_are_unique() -> None:
+    for union in UNIONS:
+        kinds = get_args(union)
+        assert len({tag_of(kind) for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("tag", ["Hello", "hello", "WorkerHello", "worker_hello"])
+def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
+    frame = msgspec.msgpack.encode([tag, 1, "client", "name", "a field that this version does not know"])
+    decode = messages.decode_worker if "orker" in tag else messages.decode_client
+    with pytest.raises(ProtocolError, match="speaks protocol 1, this end 2") as caught:
+        read_frame(decode, frame, 1000, "peer")
+    assert (caught.value.field, caught.value.value) == ("protocol", "1")
+
+
+@pytest.mark.parametrize("content", [["Hello", 2], ["Hello", "1"], ["submit", 1], [7], [], {}, None])
+def test_other_bytes_are_refused_as_no_message(content: object) -> None:
+    with pytest.raises(ProtocolError, match="no message of a peer"):
+        read_frame(messages.decode_client, msgspec.msgpack.encode(content), 1000, "peer")

@@ -1,0 +1,239 @@
+"""Text as it comes, and stop strings, against a search of the full text. No cut into tokens may matter."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from protocol.text import (
+    PENDING_TOKENS_MAX,
+    ByteTokenizer,
+    JsonTokenizer,
+    StopMatcher,
+    StopState,
+    Tokenizer,
+    make_tokenizer,
+    read_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> bytes:
+    """A byte-level BPE tokenizer without merges: each byte is one token, so any character may be split."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<eos>"])
+    return library.to_str().encode()
+
+
+class FakePieces:
+    """A tokenizer whose token i is the i-th piece of one output: any cut of any bytes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(self._pieces[token] for token in tokens))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def decoded(pieces: Sequence[bytes], tokens: int) -> str:
+    """What a client makes of the first `tokens` tokens when no more come."""
+    detokenizer = FakePieces(pieces)
+    return detokenizer.push(range(tokens)) + detokenizer.finish()
+
+
+def naive_cut(text: str, stops: Sequence[str]) -> int | None:
+    """Where the output ends: before the stop string completed first, the longest of those that end together."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return end - max(map(len, found))
+    return None
+
+
+pieces_of = st.lists(
+    st.one_of(
+        st.text("abé€🦀", min_size=1, max_size=3).map(str.encode),
+        st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\xa6\x80", b"\xff", b"a", b"b", b""]),
+    ),
+    max_size=24,
+)
+stops_of = st.lists(st.text("abé€🦀", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(pieces_of, stops_of, st.integers(1, 4))
+@settings(max_examples=400, deadline=None)
+def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str], step: int) -> None:
+    matcher, before = StopMatcher(stops, FakePieces(pieces)), StopState(0)
+    text = FakePieces(pieces).push(range(len(pieces)))  # decided text; an open end is not part of it
+    cut = naive_cut(text, stops)
+    for start in range(0, len(pieces), step):
+        state = matcher.push(range(start, min(start + step, len(pieces))))
+        assert before.publishable <= state.publishable <= start + step
+        if not before.finished:
+            before = state
+        assert state == before  # nothing changes once finished
+    assert before.finished == (cut is not None)
+    if cut is None:
+        assert text.startswith(decoded(pieces, before.publishable))
+        assert before.tail_text == ""
+    else:
+        assert decoded(pieces, before.publishable) + before.tail_text == text[:cut]
+
+
+@given(pieces_of, stops_of)
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_held_longer_than_a_stop_string_may_begin(pieces: list[bytes], stops: list[str]) -> None:
+    matcher, detokenizer = StopMatcher(stops, FakePieces(pieces)), FakePieces(pieces)
+    text, borders = "", [(0, 0)]
+    for token in range(len(pieces)):
+        text += detokenizer.push([token])
+        if not detokenizer.pending:
+            borders.append((len(text), token + 1))
+        state = matcher.push([token])
+        if state.finished:
+            return
+        held = max((n for n in range(1, len(text) + 1) if any(s.startswith(text[-n:]) for s in stops)), default=0)
+        assert state.publishable == max(token for length, token in borders if length <= len(text) - held)
+
+
+@given(st.text("abé€🦀", max_size=20), stops_of)
+@settings(max_examples=100, deadline=None)
+def test_one_byte_per_token_stops_at_the_same_text(text: str, stops: list[str]) -> None:
+    ids = ByteTokenizer().encode(text)
+    state = StopMatcher(stops, ByteTokenizer().detokenizer()).push(ids)
+    cut = naive_cut(text, stops)
+    assert state.finished == (cut is not None)
+    if cut is not None:
+        assert bytes(ids[: state.publishable]).decode() + state.tail_text == text[:cut]
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    assert StopMatcher((), ByteTokenizer().detokenizer()).push(b"a\xe2") == StopState(2)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one character"):
+        StopMatcher(["a", ""], ByteTokenizer().detokenizer())
+
+
+def test_tokens_without_text_are_held_for_a_bounded_time() -> None:
+    """I8: a tokenizer that never decides must not hold an output for ever."""
+
+    class FakeSilent:
+        pending = True
+
+        def push(self, tokens: Sequence[int]) -> str:
+            return ""
+
+        def finish(self) -> str:
+            return ""
+
+    published = [
+        matcher.push([token]).publishable for matcher in [StopMatcher(["x"], FakeSilent())] for token in range(40)
+    ]
+    assert all(token + 1 - count < PENDING_TOKENS_MAX for token, count in enumerate(published))
+
+
+def test_memory_is_bounded_by_the_stop_strings() -> None:
+    matcher = StopMatcher(["abcd"], ByteTokenizer().detokenizer())
+    matcher.push(b"xyzabc" * 2_000)
+    assert len(matcher._window) <= 4
+    assert len(matcher._borders) <= 5
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], step: int) -> str:
+    stream = tokenizer.detokenizer()
+    return "".join(stream.push(ids[i : i + step]) for i in range(0, len(ids), step)) + stream.finish()
+
+
+@given(st.text(), st.integers(1, 7))
+def test_bytes_come_back_as_text_however_they_are_cut(text: str, step: int) -> None:
+    assert streamed(ByteTokenizer(), ByteTokenizer().encode(text), step) == text
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 100])
+def test_a_json_tokenizer_streams_whole_characters(tokenizer_json: bytes, step: int) -> None:
+    text = "naïve café – 東京 🦀 done"
+    tokenizer = make_tokenizer("json", tokenizer_json)
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert streamed(tokenizer, ids, step) == text
+
+
+def test_a_json_tokenizer_stops_inside_a_character_run(tokenizer_json: bytes) -> None:
+    tokenizer = JsonTokenizer(tokenizer_json)
+    ids = tokenizer.encode("ab 東京 🦀 done")
+    state = StopMatcher(["京 🦀"], tokenizer.detokenizer()).push(ids)
+    assert state.finished
+    assert streamed(tokenizer, ids[: state.publishable], 1) + state.tail_text == "ab 東"
+
+
+def test_no_half_character_is_shown_before_its_other_half(tokenizer_json: bytes) -> None:
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(tokenizer_json)):
+        stream = tokenizer.detokenizer()
+        shown = [(stream.push([token]), stream.pending) for token in tokenizer.encode("é")]
+        assert shown == [("", True), ("é", False)]
+
+
+def test_an_output_that_ends_inside_a_character_shows_it(tokenizer_json: bytes) -> None:
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(tokenizer_json)):
+        assert streamed(tokenizer, tokenizer.encode("aé")[:-1], 1) == "a\ufffd"
+
+
+def test_special_ids_have_no_text(tokenizer_json: bytes) -> None:
+    assert streamed(ByteTokenizer(), [104, 256, 105, 999], 1) == "hi"
+    library = JsonTokenizer(tokenizer_json)
+    assert streamed(library, [*library.encode("hi"), 256], 1) == "hi"
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown kind"):
+        make_tokenizer("sentencepiece")
+    with pytest.raises(ConfigError, match="unreadable"):
+        make_tokenizer("json", b"{}")
+
+
+def test_a_checkpoint_without_tokenizer_speaks_bytes(tmp_path: Path) -> None:
+    file = read_tokenizer(tmp_path)
+    assert (file.kind, file.data, file.hash) == ("bytes", b"", "")
+
+
+def test_a_checkpoint_names_its_tokenizer_and_template(tmp_path: Path, tokenizer_json: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
+    file = read_tokenizer(tmp_path)
+    assert (file.kind, file.data, file.chat_template) == ("json", tokenizer_json, "{{ x }}")
+    assert len(file.hash) == 64
+    (tmp_path / "chat_template.jinja").write_text("{{ y }}")
+    assert read_tokenizer(tmp_path).chat_template == "{{ y }}"
+
+
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, tokenizer_json: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tokenizer(tmp_path)

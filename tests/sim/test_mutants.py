@@ -1,0 +1,56 @@
+"""Planted protocol bugs: nobody notices them while nothing goes wrong; under faults a named invariant does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count, islice
+
+import pytest
+
+from protocol.messages import PREFILL
+from tests.sim.cluster import Shape
+from tests.sim.mutants import MUTANTS
+from tests.sim.run import simulate
+from tests.sim.trace import Violation
+
+#: Undisturbed seeds that a mutant must pass.
+CALM_SEEDS = 3
+#: Seeds under faults by which it must be caught.
+SEEDS_MAX = 200
+#: A seed on which a bug shows as nothing but requests that wait for ever does not count as having caught it.
+TIME_LIMIT = "did not end within"
+#: Of a prompt that is handed over within a node, which few clusters do.
+OF_NEIGHBOURS = {"take_the_prompt_of_a_worker_that_may_live"}
+
+pytestmark = [pytest.mark.sim, pytest.mark.mutation]
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 12
+
+
+def seeds_of(name: str) -> Iterator[int]:
+    """Where what the bug is about can happen at all."""
+    if name not in OF_NEIGHBOURS:
+        return iter(range(SEEDS_MAX))
+    return islice(filter(has_neighbours, count()), SEEDS_MAX)
+
+
+def has_neighbours(seed: int) -> bool:
+    """Whether one worker of that seed's cluster prefills for another one of its node, and for nobody else."""
+    shape = Shape.draw(random.Random(f"{seed} shape"), roomy=False)
+    prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
+    decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]
+    return any(shape.workers[one] == shape.workers[other] for one in prefilling for other in decoding)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_caught_by_an_invariant(name: str) -> None:
+    """SGLang #36591, #24578: pages of who is retracted or aborted, given away before their worker says Released."""
+    plant = MUTANTS[name]
+    for seed in range(CALM_SEEDS):
+        assert simulate(seed, faults=False, mutant=plant()).violation is None
+    broken = (simulate(seed, mutant=plant()).violation for seed in seeds_of(name))
+    violation = next((it for it in broken if it is not None and TIME_LIMIT not in str(it)), None)
+    assert isinstance(violation, Violation), f"caught by {violation!r}"

@@ -1,0 +1,82 @@
+"""The simulated cluster: many seeds hold every invariant; one seed is one run, in any process.
+
+`make sim SEEDS=N` runs more of them; docs/testing.md tells what is simulated and how to read a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from tests.sim.__main__ import main
+from tests.sim.mutants import MUTANTS
+from tests.sim.run import simulate
+from tests.sim.trace import TAIL_LINES
+
+#: Seeds of one run of the suite, half of them in each of two processes.
+SEEDS = 1_000
+#: Faults that a seed must average: fewer would show little.
+FAULTS_MIN = 20.0
+#: Aim: 250 ms a seed on one core. Time on a shared machine is no test; this bound catches what is ten times too slow.
+SEEDS_LIMIT_S = 1_500
+
+pytestmark = pytest.mark.sim
+
+
+def start(*options: str, hash_seed: str = "0") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.sim", *options]
+    environ = os.environ | {"PYTHONHASHSEED": hash_seed}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.timeout(SEEDS_LIMIT_S)
+def test_a_thousand_seeds_break_no_invariant() -> None:
+    """I1 to I5, I7 and I8 after each event, and every output against the oracle."""
+    half = SEEDS // 2
+    processes = [start("--seeds", str(half), "--start", str(first)) for first in (0, half)]
+    outputs = [process.communicate()[0] for process in processes]
+    faults: list[float] = []
+    for process, output in zip(processes, outputs, strict=True):
+        summary = re.search(
+            r"^(\d+) seeds from \d+: ([\d.]+) faults a seed, .* (\d+) violations$", output, re.MULTILINE
+        )
+        assert summary is not None, output[-4000:]
+        assert (process.returncode, summary[1], summary[3]) == (0, str(half), "0"), output[-20_000:]
+        faults.append(float(summary[2]))
+    assert sum(faults) / len(faults) >= FAULTS_MIN
+
+
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    """Whatever the order of hashes is there."""
+    first, second = (start("--seed", "3", "-v", hash_seed=seed).communicate()[0].splitlines() for seed in "12")
+    assert len(first) > 300
+    assert first[:-1] == second[:-1]
+    digest = re.compile(r"trace ([0-9a-f]{16})$")
+    assert digest.findall(first[-1]) == digest.findall(second[-1]) != []
+
+
+def test_seeds_differ() -> None:
+    assert simulate(1).trace.digest() != simulate(2).trace.digest()
+
+
+def test_a_broken_invariant_is_shown_with_its_seed_and_the_last_events(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant is run in the place of the real thing."""
+    monkeypatch.setattr("tests.sim.__main__.simulate", lambda seed, faults: simulate(seed, mutant=broken()))
+    broken = MUTANTS["attach_from_the_beginning"]
+    monkeypatch.setattr(sys, "argv", ["tests.sim", "--seeds", "5"])
+    assert main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("---- seed"))
+    shown = lines[lines.index(head) + 1 :]
+    verdict = next(place for place, line in enumerate(shown) if line.startswith("---- seed"))
+    assert 0 < verdict <= TAIL_LINES
+    assert re.match(r"---- seed \d: I5: I5: r\d+ is delivered from position 0, \d+ comes next", shown[verdict])
+    assert re.match(r"---- replay it with: python -m tests.sim --seed \d -v", shown[verdict + 1])
+    assert re.match(r"5 seeds from 0: .* [1-5] violations$", lines[-1])

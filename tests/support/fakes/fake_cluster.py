@@ -1,0 +1,318 @@
+"""The decisions of the coordinator without any actor: dispatch, life cycles, ledgers, and workers that obey late.
+
+Commands and events wait in a queue per direction and worker, so a test chooses every crossing. What an actor would do
+is done here in the plainest way; what is checked is what must hold whatever the order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coordinator.memory import changes
+from coordinator.memory.changes import apply
+from coordinator.memory.ledger import NO_PAGES, Ledger
+from coordinator.scheduling import decisions
+from coordinator.scheduling.decisions import Cause
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.events import (
+    Admitted,
+    Ending,
+    HotBufferResized,
+    LinkStats,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestOrder,
+)
+from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
+from protocol import messages
+from protocol.sizing import misfit
+from tests.support.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
+
+AHEAD_TOKENS = 96
+
+
+def capacity(role: str = messages.BOTH, **counts: int) -> messages.WorkerCapacity:
+    """A small worker: 3 or 5 chunks make a managed hot buffer."""
+    defaults = {"seats": 3, "hot_chunks": 14, "index_pages": 26, "slab_pages": 8, "host_pages": 32}
+    return messages.WorkerCapacity(
+        **(defaults | counts),
+        page_bytes=1024,
+        hot_size_classes=(128, 256),
+        tail_slots=4,
+        overshoot_tokens=2,
+        pool_path="pool",
+        role=role,
+    )
+
+
+MODEL = messages.ModelInfo("fingerprint", "tiny", 8192, 1000, 4, 128, (0,), "bytes", "")
+
+
+@dataclass
+class FakePort:
+    """What a worker is sent, until it looks."""
+
+    downlink: deque[messages.Command] = field(default_factory=deque)
+
+    def send(self, command: messages.Command) -> None:
+        self.downlink.append(command)
+
+    def stats(self) -> LinkStats:
+        return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
+
+
+@dataclass
+class FakeLive:
+    """A request: its real life cycle, and what the token log would know."""
+
+    state: RequestState
+    sampling: messages.Sampling
+    prompt: bytes
+    tokens: list[int] = field(default_factory=list)
+    placement: int = 0
+    durable: int = 0
+    endings: list[Ending] = field(default_factory=list)
+
+
+class FakeCluster:
+    def __init__(self, seed: int, nodes: tuple[str, ...] = ("n0",), host_pages: int = 32) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.ledgers = {node: Ledger(host_pages) for node in nodes}
+        self.pools = {node: FakePool(host_pages) for node in nodes}
+        self.dispatch = Dispatch(self.ledgers, AHEAD_TOKENS)
+        self.live: dict[int, FakeLive] = {}
+        self.workers: dict[str, FakeWorker] = {}
+        self.ports: dict[str, FakePort] = {}
+        self.uplinks: dict[str, deque[object]] = {}
+        self.zombies: list[FakeWorker] = []
+        self.epochs: dict[str, int] = {}
+        self.retracted: list[tuple[RequestEntry, Cause]] = []
+
+    # ---------------------------------------------------------------- workers
+
+    def add_worker(self, name: str, node: str, role: str = messages.BOTH, **counts: int) -> None:
+        self.epochs[name] = self.epochs.get(name, 0) + 1
+        epoch, size = self.epochs[name], capacity(role, host_pages=self.ledgers[node].pages_total, **counts)
+        uplink: deque[object] = deque()
+        fake = FakeWorker(
+            name, node, epoch, size, self.pools[node], uplink.append, lambda *said: uplink.append(said), self.rng
+        )
+        self.workers[name], self.ports[name], self.uplinks[name] = fake, FakePort(), uplink
+        worker = WorkerEntry(name, node, epoch, size, MODEL, self.ports[name])
+        self.take(self.dispatch.worker_up(worker))
+
+    def lose_worker(self, name: str, *, proved: bool) -> None:
+        """Its link is cut; unless `proved`, the process works on what it has."""
+        fake = self.workers.pop(name)
+        self.ports.pop(name)
+        self.uplinks.pop(name)
+        fake.emit, fake.report = _nobody, _nobody
+        if not proved:
+            self.zombies.append(fake)
+        for entry in self.dispatch.placement_table.on(name):
+            entry.generated = len(self.live[entry.request_index].tokens)
+        self.take(
+            self.dispatch.worker_down(self.dispatch.placement_table.workers[name], proved_exit=proved, died=proved)
+        )
+
+    def prove_exit(self, zombie: FakeWorker) -> None:
+        self.zombies.remove(zombie)
+        self.take(self.dispatch.worker_exited(zombie.name, zombie.epoch))
+
+    def obey_next(self, name: str) -> None:
+        if self.ports[name].downlink:
+            self.workers[name].obey(self.ports[name].downlink.popleft())
+
+    def hear_next(self, name: str) -> None:
+        if self.uplinks[name]:
+            said = self.uplinks[name].popleft()
+            if isinstance(said, tuple):
+                self._append(*said)
+            else:
+                self._route(said)
+
+    def _append(self, request_index: int, placement: int, start: int, tokens: list[int], durable: int) -> None:
+        live = self.live.get(request_index)
+        if live is None or live.placement != placement:
+            return
+        assert start <= len(live.tokens), "I5: a gap"
+        live.tokens += tokens[len(live.tokens) - start :]
+        live.durable = max(live.durable, durable)
+        entry = self.dispatch.placement_table.entries[request_index]
+        if entry.pages * 64 - entry.prompt_tokens - len(live.tokens) < AHEAD_TOKENS:
+            self.dispatch.starve(entry)
+
+    def _route(self, event: object) -> None:
+        for request_index, live in self.live.items():
+            if live.state.placement == event.placement:  # type: ignore[attr-defined]
+                return self.tell(request_index, event)  # type: ignore[arg-type]
+        return None
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        request_index: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        *,
+        full: bool = False,
+        prefill_mode: str = messages.AUTO,
+    ) -> None:
+        """`full`: it will use all of its `max_tokens`."""
+        request_id = f"r{request_index}" + "!" * full
+        self.dispatch.placement_table.add(request_index, priority, prompt_tokens, max_tokens, prefill_mode)
+        self.live[request_index] = FakeLive(
+            RequestState(request_id, request_index, prompt_tokens, now=self.now),
+            messages.Sampling(max_tokens=max_tokens),
+            np.arange(prompt_tokens, dtype=np.int32).tobytes(),
+        )
+        self.dispatch.dirty = True
+
+    def entry(self, request_index: int) -> RequestEntry:
+        return self.dispatch.placement_table.entries[request_index]
+
+    def tell(self, request_index: int, event: RequestOrder | WorkerEvent) -> None:
+        live = self.live[request_index]
+        for action in live.state.handle(event, Rows(len(live.tokens), live.durable), self.now):
+            self._perform(live, action)
+
+    def _perform(self, live: FakeLive, action: Action) -> None:
+        match action:
+            case Ending():
+                live.endings.append(action)
+            case PlacementProgressed():
+                self.take(self.dispatch.progressed(action))
+            case HotBufferResized():
+                self.take(self.dispatch.resized(action))
+            case PlacementEnded():
+                live.placement = 0
+                self.take(self.dispatch.departed(action, len(live.tokens)))
+            case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
+                if live.state.worker in self.ports:
+                    self.ports[live.state.worker].send(action)
+            case _:
+                self.dispatch.closed(live.state.request_index)
+
+    def take(self, heard: Effects) -> None:
+        for step in heard.steps:
+            apply(self.ledgers[step.node], step.change)
+        for tell in heard.tells:
+            self.tell(tell.request_index, tell.event)
+
+    # ---------------------------------------------------------------- decisions
+
+    def settle(self, *, tick: bool = False) -> list[decisions.Decision]:
+        """Plan, apply, tell; returns the decisions, each checked against the rules of rank."""
+        for entry in self.dispatch.placement_table.in_view():
+            entry.generated = len(self.live[entry.request_index].tokens)
+        best = min(
+            (entry.rank for entry in self.dispatch.placement_table.entries.values() if not entry.held), default=None
+        )
+        plan = self.dispatch.plan(self.now, tick=tick)
+        for decision in plan:
+            self._carry_out(decision)
+            if isinstance(decision, decisions.RetractDecision):
+                self.retracted.append((decision.entry, decision.cause))
+                memory = decision.cause in decisions.DISPLACING
+                assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
+        self._check_order(plan)
+        return plan
+
+    def _carry_out(self, decision: decisions.Decision) -> None:
+        step = self.dispatch.step(decision)
+        pages = apply(self.ledgers[step.node], step.change) if step else NO_PAGES
+        if not isinstance(decision, decisions.AdmitDecision):
+            tell = self.dispatch.told(decision, pages)
+            return self.tell(tell.request_index, tell.event)
+        entry, live = decision.entry, self.live[decision.entry.request_index]
+        assert isinstance(step, tuple)
+        assert isinstance(step.change, changes.Reserve)
+        live.placement, live.durable = decision.placement, decision.durable_tokens
+        generated = np.array(live.tokens, dtype=np.int32).tobytes()
+        command = messages.Admit(
+            decision.placement,
+            entry.request_index,
+            live.state.request_id,
+            live.prompt,
+            generated,
+            decision.durable_tokens,
+            live.sampling,
+            pages.tobytes(),
+            decision.memory.index_pages,
+            decision.memory.slab_pages,
+            decision.hot_size.hot_slots,
+            decision.hot_size.hot_chunks,
+            decision.first_token,
+        )
+        return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
+
+    def _check_order(self, plan: list[decisions.Decision]) -> None:
+        """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
+        waiting = [self.dispatch.placement_table.by_rank[rank] for rank in self.dispatch.placement_table.waiting]
+        for decision in plan:
+            if isinstance(decision, decisions.AdmitDecision):
+                worker = decision.worker
+                for entry in waiting:
+                    could = not entry.pages or entry.node == worker.node
+                    could = could and not misfit(entry.length, worker.capacity, worker.name)
+                    assert not (could and entry.rank < decision.entry.rank), "overtaken"
+
+    # ---------------------------------------------------------------- to the end
+
+    def drain_worker(self, name: str, drain: WorkerDrain | None) -> None:
+        self.dispatch.drain(self.dispatch.placement_table.workers[name], drain)
+
+    def round(self) -> None:
+        """Every link delivers, every admission advances once, the Scheduler decides."""
+        self.now += 1.0
+        for name, worker in list(self.workers.items()):
+            while self.ports[name].downlink:
+                self.obey_next(name)
+            for placement in list(worker.runs):
+                worker.advance(placement)
+            while self.uplinks[name]:
+                self.hear_next(name)
+        self.settle(tick=True)
+        self.check_invariants()
+
+    def unfinished(self) -> list[int]:
+        return [
+            request_index
+            for request_index, live in self.live.items()
+            if live.state.state not in TERMINAL and not live.state.held
+        ]
+
+    def check_invariants(self) -> None:
+        for ledger in self.ledgers.values():
+            ledger.check_invariants()
+        self.dispatch.placement_table.check_invariants(self.ledgers.__getitem__)
+        for request_index, live in self.live.items():
+            live.state.check_invariants()
+            assert len(live.endings) == (live.state.state in TERMINAL), "I5: ends exactly once"
+            assert live.tokens == [token_of(live.state.request_id, i) for i in range(len(live.tokens))], "I5"
+            if live.state.state == "FINISHED":
+                assert len(live.tokens) == output_tokens(live.state.request_id, live.sampling.max_tokens)
+            assert (request_index in self.dispatch.placement_table.entries) == (live.state.state not in TERMINAL)
+
+    def check_nothing_leaked(self) -> None:
+        """All is over and every worker's exit proved: every page and chunk is free."""
+        for ledger in self.ledgers.values():
+            assert ledger.holdings_count == 0
+            assert ledger.pages_free == ledger.pages_total
+        for name, worker in self.workers.items():
+            budget = self.ledgers[worker.node].budget(name)
+            assert budget.hot_chunks_free == worker.capacity.hot_chunks
+            assert budget.seats_free == worker.capacity.seats
+
+
+def _nobody(*_: object) -> None:
+    """A cut link."""

@@ -1,0 +1,340 @@
+"""A network, two senders and one receiver of pages under one seed, for the cores of worker/transfer.
+
+Messages are lost, doubled and reordered; checksums are taken late; processes die with writes under way. Where senders
+write, writes land at any moment, and again until the engine says that they have ended, unless their endpoint is
+destroyed; failed ones land all the same. Where the receiver fetches, it copies when it takes the checksum, from a dead
+sender whatever is there by then. Every page has an owner, and what lands in a page of somebody else is the defect
+looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
+from worker.transfer.receiving import Action as ReceiverAction
+from worker.transfer.receiving import Admit, Check, Receiving, ShutOut
+from worker.transfer.receiving import Say as ReceiverSay
+from worker.transfer.receiving import Tell as ReceiverTell
+from worker.transfer.sender_actions import Action as SenderAction
+from worker.transfer.sender_actions import Connect, Disconnect, Post
+from worker.transfer.sender_actions import Say as SenderSay
+from worker.transfer.sender_actions import Tell as SenderTell
+from worker.transfer.sending import Sending
+from worker.transfer.wire import Ready, ReceiverMessage, SenderMessage
+
+LAYOUT: Final = Layout(64, 600, 2, 4, 0, 1, 1, "model")
+PART_ENDS: Final = ((600,), (300, 600), (100, 200, 600))
+HOST_PAGES: Final = 12
+WINDOW_UNITS: Final = 4
+WINDOW_BYTES: Final = 1_500
+PEER: Final = "the receiver"
+LIFE: Final = 77
+#: Parts of pages that are ready at one time, and go in any order.
+SHUFFLED: Final = 6
+#: Simulated seconds between two events.
+STEP_S: Final = 0.05
+
+
+@dataclass(eq=False)
+class FakeSender:
+    """One life of a process."""
+
+    name: str
+    core: Sending
+    is_alive: bool = True
+    failed: set[int] = field(default_factory=set)
+    delivered: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Write:
+    sender: FakeSender
+    post: Post
+    endpoint_life: object
+    is_corrupt: bool
+    has_landed: bool = False
+    has_ended: bool = False
+
+
+class FakeTransferWorld:
+    """One seed. `run` is chaos, `settle` a fair network to the end; both check what must hold after every event."""
+
+    def __init__(self, seed: int, *, fetches: bool) -> None:
+        self.random = Random(seed)
+        self.fetches = fetches
+        self.now = 0.0
+        self.receiver = Receiving(LAYOUT, HOST_PAGES, LIFE, fetches=fetches)
+        self.senders: list[FakeSender] = []
+        self.to_receiver: list[tuple[str, SenderMessage]] = []
+        self.to_senders: list[tuple[str, ReceiverMessage]] = []
+        self.writes: list[Write] = []
+        self.checks: list[Check] = []
+        self.endpoints: dict[str, object] = {}
+        self.lives: dict[int, object] = {}
+        self.owner: dict[int, str] = {}  # page -> who may write to it; absent: free
+        self.memory: dict[tuple[int, int], str] = {}  # page, unit's part -> what lies there
+        self.tickets: dict[int, tuple[FakeSender, tuple[int, ...], int]] = {}  # sender, pages, parts
+        self.arrived: dict[int, set[int]] = {}
+        self.over: dict[int, str] = {}  # ticket -> arrived or revoked, at the receiver
+        self.unsent: list[tuple[int, int, int]] = []  # ticket, index, part
+        self.corruption = 0.0
+        for name in ("a/1", "b/1"):
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        core = Sending(LAYOUT, HOST_PAGES, {"fake": b"here"}, window_bytes=WINDOW_BYTES, window_units=WINDOW_UNITS)
+        self.senders.append(FakeSender(name, core))
+
+    # ---------------------------------------------------------------- chaos
+
+    def run(self, events: int) -> None:
+        commands = {
+            self._open: 3,
+            self._send: 8,
+            self._hear: 20,
+            self._land: 10,
+            self._end_write: 10,
+            self._check: 10,
+            self._tick: 4,
+            self._revoke: 1,
+            self._cancel: 1,
+            self._exit: 0.3,
+        }
+        self.corruption = self.random.choice((0.0, 0.1, 0.5))
+        self.loss = self.random.choice((0.0, 0.1, 0.3))
+        for _ in range(events):
+            self.now += STEP_S * self.random.random()
+            self.random.choices(list(commands), list(commands.values()))[0]()
+            self._check_invariants()
+
+    def settle(self) -> None:
+        """Lose nothing more, and prove every exit, until all tickets are over on both sides."""
+        self.corruption = self.loss = 0.0
+        living = {sender.name for sender in self._alive()}
+        for number, (sender, _, _) in self.tickets.items():
+            if not sender.is_alive:
+                self._perform(self.receiver.revoke(number, "its sender is dead", self.now))
+                if sender.name not in living:
+                    self._perform(self.receiver.sender_exited(sender.name))
+        for turn in range(5_000):
+            for ticket in [t for s in self._alive() for t in s.failed] if turn % 50 == 0 else []:
+                self._perform(self.receiver.revoke(ticket, "its sender failed", self.now))
+            if not self.receiver.open_tickets and not any(s.core.open_tickets for s in self._alive()):
+                break
+            self.now += STEP_S
+            self._send()
+            self._land()
+            for _ in range(4):
+                self._hear()
+                self._end_write()
+                self._check()
+            self._tick()
+            self._check_invariants()
+        for write in self.writes:  # whatever can still land does so now
+            if not write.has_landed and self._may_land(write):
+                self._store(write)
+        self._check_invariants()
+
+    # ---------------------------------------------------------------- commands
+
+    def _alive(self) -> list[FakeSender]:
+        return [sender for sender in self.senders if sender.is_alive]
+
+    def _open(self) -> None:
+        free = [page for page in range(HOST_PAGES) if page not in self.owner]
+        if len(free) < 3 or not self._alive():
+            return
+        ticket, sender = len(self.tickets), self.random.choice(self._alive())
+        pages = tuple(self.random.sample(free, self.random.randint(1, 3)))
+        ends = self.random.choice(PART_ENDS)
+        self.tickets[ticket] = (sender, pages, len(ends))
+        self.arrived[ticket] = set()
+        for page in pages:
+            self.owner[page] = f"ticket {ticket}"
+            for part in range(3):
+                self.memory[page, part] = "old"
+        description = Description(1, "fake", "receiver", PEER, LIFE, b"", LAYOUT).encode()
+        self._perform(self.receiver.open(ticket, pages))
+        self._act(sender, sender.core.open(ticket, description, len(pages), ends, self.now))
+        self.unsent += [(ticket, index, part) for index in range(len(pages)) for part in range(len(ends))]
+
+    def _send(self) -> None:
+        if self.unsent:
+            ticket, index, part = self.unsent.pop(self.random.randrange(min(len(self.unsent), SHUFFLED)))
+            sender = self.tickets[ticket][0]
+            if sender.is_alive:
+                self._act(sender, sender.core.send(ticket, index, index, part, self.now))
+
+    def _hear(self) -> None:
+        mine = self.random.random() < 0.5
+        if mine and self.to_receiver:
+            name, message = self._pick(self.to_receiver)
+            self._perform(self.receiver.heard(name, message, self.now))
+        elif not mine and self.to_senders:
+            name, answer = self._pick(self.to_senders)
+            for sender in [sender for sender in self._alive() if sender.name == name]:
+                self._act(sender, sender.core.heard(PEER, answer, self.now))
+
+    def _pick(self, queue: list[tuple[str, SenderMessage]] | list[tuple[str, ReceiverMessage]]) -> tuple[str, object]:
+        at = self.random.randrange(len(queue))
+        return queue[at] if self.random.random() < self.loss / 2 else queue.pop(at)  # doubled, or once
+
+    def _land(self) -> None:
+        flying = [w for w in self.writes if not (w.has_landed and w.has_ended) and self._may_land(w)]
+        if flying:
+            self._store(self.random.choice(flying))
+
+    def _may_land(self, write: Write) -> bool:
+        return not self.fetches and self.endpoints.get(write.sender.name) is write.endpoint_life
+
+    def _store(self, write: Write) -> None:
+        write.has_landed = True
+        post = write.post
+        part = post.unit % self.tickets[post.ticket][2]
+        owner = self.owner.get(post.target)
+        assert owner == f"ticket {post.ticket}", f"I2: {post} landed in a page of {owner}"
+        self.memory[post.target, part] = "corrupt" if write.is_corrupt else f"{post.ticket}:{post.unit}"
+
+    def _end_write(self) -> None:
+        open_writes = [w for w in self.writes if not w.has_ended and w.sender.is_alive]
+        if not open_writes:
+            return
+        write = self.random.choice(open_writes)
+        sender = write.sender
+        is_cut = self.endpoints.get(sender.name) is not write.endpoint_life
+        if not self.fetches and (is_cut or (self.corruption and self.random.random() < 0.02)):
+            write.has_ended = True
+            self._act(sender, sender.core.written(write.post, 0, "broken", self.now))
+        elif write.has_landed or self.fetches:
+            write.has_ended = True
+            checksum = hash(f"{write.post.ticket}:{write.post.unit}")
+            self._act(sender, sender.core.written(write.post, checksum, "", self.now))
+
+    def _check(self) -> None:
+        if self.checks:
+            self._take(self.checks.pop(self.random.randrange(len(self.checks))))
+
+    def _take(self, check: Check) -> None:
+        part = check.unit % self.tickets[check.ticket][2]
+        if self.fetches:
+            owner = self.owner.get(check.page)
+            assert owner == f"ticket {check.ticket}", f"I2: {check} was copied to a page of {owner}"
+            is_corrupt = self.random.random() < self.corruption or not self.tickets[check.ticket][0].is_alive
+            self.memory[check.page, part] = "corrupt" if is_corrupt else f"{check.ticket}:{check.unit}"
+        found = hash(self.memory[check.page, part])
+        self._perform(self.receiver.checked(check, found == check.checksum))
+
+    def _tick(self) -> None:
+        self._perform(self.receiver.tick(self.now))
+        for sender in self._alive():
+            self._act(sender, sender.core.tick(self.now))
+
+    def _revoke(self) -> None:
+        if self.tickets:
+            self._perform(self.receiver.revoke(self.random.choice(list(self.tickets)), "aborted", self.now))
+
+    def _cancel(self) -> None:
+        if self.tickets:
+            ticket = self.random.choice(list(self.tickets))
+            sender = self.tickets[ticket][0]
+            if sender.is_alive:
+                self._act(sender, sender.core.cancel(ticket, "cancelled", self.now))
+
+    def _exit(self) -> None:
+        """A sender dies. Another one starts: under its name if its exit was proved, which processes of containers have
+        in every life, else under a name of its own."""
+        if not self._alive():
+            return
+        dead = self.random.choice(self._alive())
+        dead.is_alive = False
+        if self.random.random() < 0.5:
+            self._perform(self.receiver.sender_exited(dead.name))
+            self._start(dead.name)
+        else:
+            self._start(f"{dead.name[0]}/{len(self.senders)}")
+
+    # ---------------------------------------------------------------- actions
+
+    def _act(self, sender: FakeSender, actions: Sequence[SenderAction]) -> None:
+        for action in actions:
+            match action:
+                case SenderSay(_, message):
+                    if self.random.random() >= self.loss:
+                        self.to_receiver.append((sender.name, message))
+                case Post():
+                    life = self.lives[action.endpoint]
+                    self.writes.append(Write(sender, action, life, self.random.random() < self.corruption))
+                case Disconnect():
+                    for write in self.writes:  # the engine forgets them; their bytes are on the way all the same
+                        write.has_ended |= write.sender is sender and write.post.endpoint == action.endpoint
+                case SenderTell(Delivered(ticket, index)):
+                    assert (ticket, index) not in sender.delivered
+                    assert index in self.arrived[ticket]
+                    sender.delivered.add((ticket, index))
+                case SenderTell(Failed(ticket, _)):
+                    assert ticket not in sender.failed
+                    sender.failed.add(ticket)
+                case Connect():
+                    pass
+
+    def _perform(self, actions: Sequence[ReceiverAction]) -> None:
+        for action in actions:
+            match action:
+                case ReceiverSay(sender, message):
+                    if isinstance(message, Ready):
+                        self.lives[message.endpoint] = self.endpoints[sender]
+                    if self.random.random() >= self.loss:
+                        self.to_senders.append((sender, message))
+                case Admit(sender, place):
+                    assert place == b"here"
+                    self.endpoints[sender] = object()
+                    self._perform(self.receiver.admitted(sender, b"blob"))
+                case ShutOut(sender):
+                    mine = [check for check in self.checks if check.sender == sender]
+                    self.checks = [check for check in self.checks if check.sender != sender]
+                    for check in mine:
+                        self._take(check)
+                    del self.endpoints[sender]
+                    self._perform(self.receiver.shut_out(sender))
+                case Check():
+                    self.checks.append(action)
+                case ReceiverTell(event):
+                    self._told(event)
+
+    def _told(self, event: Arrived | Revoked) -> None:
+        match event:
+            case Arrived(ticket, index):
+                _, pages, parts = self.tickets[ticket]
+                assert ticket not in self.over
+                assert index not in self.arrived[ticket]
+                self.arrived[ticket].add(index)
+                units = range(index * parts, (index + 1) * parts)
+                held = [self.memory[pages[index], unit % parts] for unit in units]
+                assert held == [f"{ticket}:{unit}" for unit in units], f"page {index} of {ticket} lacks a part: {held}"
+                if len(self.arrived[ticket]) == len(pages):
+                    self._give_away(ticket, "arrived")
+            case Revoked(ticket, _):
+                self._give_away(ticket, "revoked")
+
+    def _give_away(self, ticket: int, why: str) -> None:
+        """The pages go to another owner: a request that decodes on, or the next ticket."""
+        assert ticket not in self.over
+        self.over[ticket] = why
+        for page in self.tickets[ticket][1]:
+            if self.random.random() < 0.5:
+                del self.owner[page]
+            else:
+                self.owner[page] = f"a request after ticket {ticket}"
+                if self.random.random() < 0.7:
+                    del self.owner[page]
+
+    def _check_invariants(self) -> None:
+        for sender in self._alive():
+            units, size = sender.core.in_flight
+            assert 0 <= units <= WINDOW_UNITS
+            assert 0 <= size <= WINDOW_BYTES
+            assert (units == 0) == (size == 0)

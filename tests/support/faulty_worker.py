@@ -1,0 +1,153 @@
+"""`hisparse worker` with a fault of page transfer: python -m tests.support.faulty_worker FAULT worker ...
+
+| fault     | in a worker that | what goes wrong                                                                  |
+|-----------|------------------|----------------------------------------------------------------------------------|
+| refuse    | decodes          | REFUSED tickets are refused, though there is room                                |
+| mute      | decodes          | MUTED tickets are never answered, and of MUTED others no page is acknowledged    |
+| impatient | prefills         | gives up after LIMIT_S what others give 30 s                                     |
+| slow      | decodes          | each page takes PAGE_S to be checked                                             |
+| flip      | decodes          | every page of its first ticket is spoilt each time it comes, one page of its next |
+| twice     | does either      | every word about transfers, and every Released, is said twice                    |
+| halt      | prefills         | the process stops (SIGSTOP) with its first write begun                           |
+| die       | prefills         | likewise by SIGKILL                                                              |
+
+It says "planted" when a fault takes effect. Everything else is the worker's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from protocol.errors import CapacityError
+from worker.loop.reporting import Reporter
+from worker.transfer import sending
+from worker.transfer.checksum import checksum
+from worker.transfer.control import ReceiverControl, SenderControl
+from worker.transfer.engines.network import NetworkSource, NetworkTarget
+from worker.transfer.engines.shared import SharedSource, SharedTarget
+from worker.transfer.receiver import PageReceiver
+from worker.transfer.receiving import Check
+from worker.transfer.wire import Checked, Ready, ReceiverMessage
+
+REFUSED: Final = 3
+#: Some of those requests end with their first token, and nobody waits for a word.
+MUTED: Final = 6
+LIMIT_S: Final = 4.0
+PAGE_S: Final = 0.2
+TARGETS: Final = (SharedTarget, NetworkTarget)
+SOURCES: Final = (SharedSource, NetworkSource)
+
+
+def say(what: str) -> None:
+    print(f"planted: {what}", file=sys.stderr, flush=True)
+
+
+def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper(whole, self, ...)` called in place of a method, whose own code is `whole`."""
+    whole = getattr(owner, name)
+    setattr(owner, name, lambda self, *args, **more: wrapper(partial(whole, self), self, *args, **more))
+
+
+def refuse() -> None:
+    left = [REFUSED]
+
+    def opened(whole: Callable[..., None], _: PageReceiver, ticket: int, pages: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            say(f"ticket {ticket} refused")
+            raise CapacityError("planted", field="ticket", value=ticket)
+        whole(ticket, pages)
+
+    around(PageReceiver, "open", opened)
+
+
+def mute() -> None:
+    unsaid: dict[type, set[int]] = {Ready: set(), Checked: set()}
+
+    def sent(whole: Callable[..., None], _: ReceiverControl, sender: str, message: ReceiverMessage) -> None:
+        tickets = unsaid.get(type(message), set())
+        if len(tickets) < MUTED and not any(message.ticket in others for others in unsaid.values()):
+            tickets.add(message.ticket)
+        if message.ticket in tickets:
+            say(f"{type(message).__name__} of ticket {message.ticket} not said")
+        else:
+            whole(sender, message)
+
+    around(ReceiverControl, "send", sent)
+
+
+def impatient() -> None:
+    sending.BEGIN_LIMIT_S = sending.CHECK_LIMIT_S = LIMIT_S  # type: ignore[misc]
+
+
+def slow() -> None:
+    def taken(whole: Callable[[Check], int], _: Any, check: Check) -> int:
+        time.sleep(PAGE_S)
+        return whole(check)
+
+    for target in TARGETS:
+        around(target, "take", taken)
+
+
+def flip() -> None:
+    tickets: dict[int, int] = {}  # ticket -> pages left to spoil
+
+    def taken(whole: Callable[[Check], int], target: Any, check: Check) -> int:
+        digest = whole(check)
+        left = tickets.setdefault(check.ticket, (1 << 30, 1, 0)[min(2, len(tickets))])
+        if not left:
+            return digest
+        tickets[check.ticket] -= 1
+        pool = target._pages if isinstance(target, SharedTarget) else target._pool.pages
+        page = pool[check.page, check.offset : check.offset + check.length]
+        page[3::4] ^= 0x40  # exponents of float32: rows that nobody would take for others
+        say(f"page {check.page} of ticket {check.ticket} spoilt")
+        return checksum(page)
+
+    for target in TARGETS:
+        around(target, "take", taken)
+
+
+def twice() -> None:
+    def doubled(whole: Callable[..., None], _: Any, *args: Any, **more: Any) -> None:
+        for _ in range(2):
+            whole(*args, **more)
+
+    say("everything twice")
+    for control in (ReceiverControl, SenderControl):
+        around(control, "send", doubled)
+    around(Reporter, "released", doubled)
+
+
+def strike(number: signal.Signals) -> None:
+    struck: list[int] = []
+
+    def posted(whole: Callable[..., None], _: Any, post: Any) -> None:
+        whole(post)
+        if not struck:
+            struck.append(post.ticket)
+            say(f"{number.name} amid ticket {post.ticket}")
+            os.kill(os.getpid(), number)
+
+    for source in SOURCES:
+        around(source, "post", posted)
+
+
+FAULTS: Final[dict[str, Callable[[], None]]] = {
+    **{fault.__name__: fault for fault in (refuse, mute, impatient, slow, flip, twice)},
+    "halt": partial(strike, signal.SIGSTOP),
+    "die": partial(strike, signal.SIGKILL),
+}
+
+
+if __name__ == "__main__":
+    from hisparse.cli import main
+
+    FAULTS[sys.argv.pop(1)]()
+    sys.exit(main())

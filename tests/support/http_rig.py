@@ -1,0 +1,182 @@
+"""The HTTP front for tests: called as ASGI has it, over a real gateway; and a checkpoint that can chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+import trio.testing
+
+from hisparse.client.client import open_client
+from hisparse.http.api_keys import ApiKeys
+from hisparse.http.front import Front
+from hisparse.http.link import CoordinatorLink
+from hisparse.http.outputs import FollowedOutputs
+from metrics.http import HttpSources, scrape
+from metrics.state import HttpCounters
+from protocol.settings import HttpSettings
+from tests.support.gateway_rig import GatewayRig, running
+from worker.runners.tiny import BOS, EOS, write_tiny_checkpoint
+
+#: Each turn as <bos>role:text, then what the assistant is to continue.
+TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
+    "{{ bos_token }}{{ message.role }}:{{ message.content }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}assistant:{{ mood }}{% endif %}"
+)
+KEY: Final = "a-key-of-thirty-two-characters-0"
+#: What a test waits for at most, on one machine with others.
+LIMIT_S: Final = 10.0
+
+
+def byte_tokenizer_json() -> bytes:
+    """A tokenizer.json in which id i is byte i, as the tiny checkpoint has it: any character may be cut."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    library = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    assert (library.token_to_id("<bos>"), library.token_to_id("<eos>")) == (BOS, EOS)
+    return library.to_str().encode()
+
+
+def write_chat_model(path: Path) -> Path:
+    """A tiny checkpoint with a tokenizer.json and a chat template."""
+    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048)
+    (path / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    eos = {"__type": "AddedToken", "content": "<eos>"}
+    settings = {"bos_token": "<bos>", "eos_token": eos, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+class Peer:
+    """A client of the front: one request, as hypercorn would hand it over; what is answered gathers in it."""
+
+    def __init__(self, method: str, path: str, headers: Mapping[str, str], queue_messages: int) -> None:
+        names = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"type": "http", "method": method, "path": path, "headers": names}
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.complete = trio.Event()
+        self._over = False
+        self._changed = trio.Event()
+        self._messages, self._receive = trio.open_memory_channel[dict[str, Any]](queue_messages)
+
+    async def say(self, body: bytes, *, more: bool = False) -> None:
+        """As hypercorn: what comes after the answer is dropped."""
+        if not self._over:
+            await self._messages.send({"type": "http.request", "body": body, "more_body": more})
+
+    async def leave(self) -> None:
+        await self._messages.send({"type": "http.disconnect"})
+
+    async def receive(self) -> dict[str, Any]:
+        return await self._receive.receive()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """As hypercorn: it takes a while, and after the last message the application is told of its own end."""
+        await trio.testing.wait_all_tasks_blocked()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message["body"]
+        self._changed.set()
+        self._changed = trio.Event()
+        if not message.get("more_body", message["type"] == "http.response.start"):
+            self._over = True
+            await self.leave()
+            self.complete.set()
+
+    async def until(self, text: str) -> None:
+        """Wait until the body so far contains `text`."""
+        with trio.fail_after(LIMIT_S):
+            while text not in self.body.decode():
+                await self._changed.wait()
+
+    async def answer(self) -> Any:
+        """The whole answer, decoded."""
+        with trio.fail_after(LIMIT_S):
+            await self.complete.wait()
+        return msgspec.json.decode(self.body)
+
+    async def events(self) -> list[Any]:
+        """The events of the whole stream; the last is "[DONE]" when all went well."""
+        with trio.fail_after(LIMIT_S):
+            await self.complete.wait()
+        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class FrontRig:
+    """A front over `gateway`'s sockets. A peer's task is cancelled with the rig's nursery."""
+
+    def __init__(self, gateway: GatewayRig, nursery: trio.Nursery, settings: HttpSettings, keys: ApiKeys) -> None:
+        self.gateway = gateway
+        self.counters = HttpCounters()
+        self.link = CoordinatorLink(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
+        self.outputs = FollowedOutputs(nursery, self.link, self.counters)
+        self.stopping = False
+        self.sources = HttpSources(
+            "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
+        )
+        self.front = Front(settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources))
+        self._nursery = nursery
+
+    def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:
+        peer = Peer(method, path, headers or {}, queue_messages)
+        self._nursery.start_soon(self.front, peer.scope, peer.receive, peer.send)
+        return peer
+
+    async def post(self, path: str, body: object, **headers: str) -> Peer:
+        peer = self.open("POST", path, {name.replace("_", "-"): value for name, value in headers.items()})
+        await peer.say(body if isinstance(body, bytes) else msgspec.json.encode(body))
+        return peer
+
+    async def complete(self, body: object, **headers: str) -> Peer:
+        return await self.post("/v1/completions", body, **headers)
+
+    async def submitted(self, count: int) -> list[str]:
+        """Ids at the coordinator, once there are that many."""
+        with trio.fail_after(LIMIT_S):
+            while len(self.gateway.scheduler.request_indices) < count:  # noqa: ASYNC110
+                await trio.sleep(0.005)
+        return list(self.gateway.scheduler.request_indices)
+
+    def speak(self, request_id: str, text: str | bytes) -> None:
+        self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
+
+    def aborted(self) -> list[str]:
+        return [
+            request_id
+            for command, ids, *_ in self.gateway.scheduler.commands
+            if command == "abort"
+            for request_id in ids
+        ]
+
+
+@asynccontextmanager
+async def front_rig(
+    directory: Path, settings: HttpSettings | None = None, keys: tuple[str, ...] = ()
+) -> AsyncIterator[FrontRig]:
+    async with running(GatewayRig(directory)) as gateway, trio.open_nursery() as nursery:
+        rig = FrontRig(gateway, nursery, settings or HttpSettings(), ApiKeys(keys))
+        nursery.start_soon(rig.link.run)
+        with trio.fail_after(LIMIT_S):
+            while not rig.link.connected:  # noqa: ASYNC110
+                await trio.sleep(0.005)
+        yield rig
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,326 @@
+"""A rig that drives the kernels through whole lives of requests and checks every byte against naive models.
+
+Truth is a function: the row of (layer, owner, position) is a hash. Host pages hold poison until a backup wrote them,
+and the backup of a step runs as late as the fences allow (T steps), so a read before it shows as wrong bytes (I3).
+Page, chunk and index-page numbers are drawn apart, so that one used for another shows too. Offsets in host pages are
+computed here from the diagram in kernels/layout.py, not by its code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+
+from kernels.begin_step import begin_step
+from kernels.copy_rows import copy_rows_to_host
+from kernels.integrity import check_state
+from kernels.layout import Geometry
+from kernels.rows import gather_rows, write_index_keys, write_new_rows
+from kernels.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
+from kernels.swap_in import replay_misses, swap_in
+from tests.support.naive_hot_buffer import NaiveHotBuffer
+
+POISON = 0xEE
+
+
+@lru_cache(maxsize=1 << 16)
+def row_bytes_of(kind: str, layer: int, owner: int, position: int, size: int) -> bytes:
+    """What the row (kind "row") or index key (kind "key") of a token must be."""
+    seed = f"{kind} {layer} {owner} {position}".encode()
+    return b"".join(hashlib.blake2b(seed + bytes([part])).digest() for part in range(-(-size // 64)))[:size]
+
+
+class Request:
+    """One admission: its place, its pages and one naive buffer per group."""
+
+    def __init__(self, owner: int, seat: int, length: int) -> None:
+        self.owner = owner
+        self.seat = seat
+        self.length = length
+        self.pages: dict[int, tuple[int, int]] = {}  # page of the context -> (index page, host page)
+        self.chunks: list[int] = []
+        self.naive: list[NaiveHotBuffer] = []
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        groups: tuple[int, ...] = (0, 0, 1),
+        row_bytes: int = 24,
+        split: int = 0,
+        index_row_bytes: int = 8,
+        seats: int = 3,
+        batch: int = 4,
+        tail_slots: int = 2,
+        topk: int = 4,
+        chunks: int = 48,
+        pages: int = 48,
+        max_pages: int = 16,
+        max_chunks: int = 16,
+        seed: int = 0,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
+        self.host = torch.full((pages, self.geometry.page_bytes), POISON, dtype=torch.uint8)
+        self.state = DeviceState.allocate(
+            self.geometry,
+            seats=seats,
+            chunks=chunks,
+            index_pages=pages,
+            max_pages=max_pages,
+            max_chunks=max_chunks,
+            max_slab_pages=max_pages,
+            tail_slots=tail_slots,
+            host=self.host,
+        )
+        self.state.rows.fill_(0xDD)
+        self.state.slot_of.random_(-5, 5)  # what earlier owners left
+        self.state.slot_token.random_(0, 5)
+        self.state.stamp.random_(0, 5)
+        self.batch = StepBatch.allocate(batch, self.geometry.groups)
+        self.plans = [BackupPlan.allocate(batch, self.geometry.groups) for _ in range(tail_slots)]
+        self.miss_plan = MissPlan.allocate(batch, topk)
+        self.free = {
+            name: self._shuffled(size) for name, size in (("chunk", chunks), ("index", pages), ("host", pages))
+        }
+        self.steps = 0
+        self.owners = 0
+        self.requests: dict[int, Request] = {}
+
+    def _shuffled(self, size: int) -> list[int]:
+        numbers = list(range(size))
+        self.random.shuffle(numbers)
+        return numbers
+
+    # -- naive memory --------------------------------------------------------------------------------------------------
+
+    def row_places(self, begin: int, rows: int, row: int) -> torch.Tensor:
+        """Where the bytes of one of `rows` rows lie that begin at byte `begin`: one plane after the other."""
+        places = []
+        for plane in self.geometry.planes:
+            places.append(begin + row * plane + torch.arange(plane))
+            begin += rows * plane
+        return torch.cat(places)
+
+    def host_place(self, kind: str, layer: int, page: int, token: int) -> tuple[int, torch.Tensor]:
+        """Where a row of `layer`, or a key of group `layer`, lies in the pool."""
+        rows, key = 64 * self.geometry.row_bytes, self.geometry.index_row_bytes
+        if kind == "row":
+            return page, self.row_places(layer * rows, 64, token % 64)
+        return page, self.geometry.layers * rows + (layer * 64 + token % 64) * key + torch.arange(key)
+
+    def read_row(self, layer: int, row: int) -> torch.Tensor:
+        """Bytes at a device row, all planes."""
+        arena = self.state.rows[layer]
+        return arena.flatten()[self.row_places(0, len(arena), row)]
+
+    def write_host(self, request: Request, positions: Iterable[int]) -> None:
+        """Make rows and keys of `positions` durable without any kernel."""
+        for position in positions:
+            page = request.pages[position // 64][1]
+            for kind, layers in (("row", self.geometry.layers), ("key", self.geometry.groups)):
+                for layer in range(layers):
+                    self.host[self.host_place(kind, layer, page, position)] = self.truth(kind, layer, request, position)
+
+    def read_host(self, kind: str, layer: int, request: Request, position: int) -> torch.Tensor:
+        return self.host[self.host_place(kind, layer, request.pages[position // 64][1], position)]
+
+    def truth(self, kind: str, layer: int, request: Request, position: int) -> torch.Tensor:
+        size = self.geometry.row_bytes if kind == "row" else self.geometry.index_row_bytes
+        return torch.frombuffer(bytearray(row_bytes_of(kind, layer, request.owner, position, size)), dtype=torch.uint8)
+
+    def check_host(self) -> None:
+        """All rows and keys are durable and right once the backups are done (I3)."""
+        self.finish_backups()
+        for request in self.requests.values():
+            for position in (p for p in range(request.length) if p // 64 in request.pages):
+                for kind, layers in (("row", self.geometry.layers), ("key", self.geometry.groups)):
+                    for layer in range(layers):
+                        got = self.read_host(kind, layer, request, position)
+                        assert torch.equal(got, self.truth(kind, layer, request, position)), (kind, layer, position)
+
+    # -- lives ---------------------------------------------------------------------------------------------------------
+
+    def open(self, seat: int, length: int, hot_slots: int, preload: bool = False, first_page: int = 0) -> Request:
+        """A request of `length` durable tokens. Pages below `first_page` but the first are not granted (sparse)."""
+        self.owners += 1
+        request = self.requests[seat] = Request(self.owners, seat, length)
+        for page in {0, *range(first_page, -(-length // 64))} if length else set():
+            self.grant(request, page)
+        self.write_host(request, [p for p in range(length) if p // 64 in request.pages])
+        self.set_mode(request, hot_slots, preload)
+        return request
+
+    def grant(self, request: Request, page: int) -> None:
+        request.pages[page] = self.free["index"].pop(), self.free["host"].pop()
+        self.state.index_table[request.seat, page], self.state.host_table[request.seat, page] = request.pages[page]
+
+    def set_mode(self, request: Request, hot_slots: int, preload: bool = False) -> None:
+        """Set the hot buffer up anew: resident (0), or managed, empty or with the newest rows that fit."""
+        self.finish_backups()
+        self.free["chunk"] += request.chunks
+        request.chunks = []
+        pages = -(-request.length // 64)
+        first = max(0, pages - hot_slots // 64) * 64 if hot_slots else 0
+        first, tokens = (first, request.length - first) if first < request.length and preload else (0, 0)
+        self.take_chunks(request, -(-hot_slots // 64) + 1 if hot_slots else pages)
+        self.copy_in(request, range(first, first + tokens) if hot_slots else range(request.length), first)
+        if hot_slots:
+            init_managed(self.state, request.seat, hot_slots, first, tokens)
+        else:
+            init_resident(self.state, request.seat)
+        tail = self.state.tail_slots
+        request.naive = [
+            NaiveHotBuffer(hot_slots, tail, first, tokens if hot_slots else 0) for _ in range(self.geometry.groups)
+        ]
+
+    def take_chunks(self, request: Request, count: int) -> None:
+        """Take chunks up to `count`, or free those beyond."""
+        while len(request.chunks) < count:
+            request.chunks.append(self.free["chunk"].pop())
+        while len(request.chunks) > count:
+            self.free["chunk"].insert(0, request.chunks.pop())
+        self.state.chunk_table[request.seat] = -1
+        self.state.chunk_table[request.seat, :count] = torch.tensor(request.chunks, dtype=torch.int32)
+
+    def copy_in(self, request: Request, positions: range, base: int) -> None:
+        """Write rows of `positions` into slots position-base without any kernel."""
+        for position in positions:
+            row = request.chunks[(position - base) // 64] * 64 + (position - base) % 64
+            for layer in range(self.geometry.layers):
+                arena = self.state.rows[layer]
+                arena.view(-1)[self.row_places(0, len(arena), row)] = self.truth("row", layer, request, position)
+
+    def resize(self, request: Request, hot_slots: int) -> None:
+        """Shrink or grow a managed buffer."""
+        self.finish_backups()
+        old = request.naive[0].hot_slots
+        chunks = -(-hot_slots // 64) + 1
+        if hot_slots > old:
+            self.take_chunks(request, chunks)
+            grow_managed(self.state, request.seat, old, hot_slots)
+        else:
+            shrink_managed(self.state, request.seat, old, hot_slots)
+            self.take_chunks(request, chunks)
+        for naive in request.naive:
+            (naive.grow if hot_slots > old else naive.shrink)(hot_slots)
+
+    def close(self, request: Request) -> None:
+        self.finish_backups()
+        clear_seat(self.state, request.seat)
+        self.free["chunk"] += request.chunks
+        for index, host in request.pages.values():
+            self.free["index"].append(index)
+            self.free["host"].append(host)
+            self.host[host] = POISON
+        del self.requests[request.seat]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, requests: list[Request]) -> None:
+        """begin_step for `requests` in this order, with garbage in the padded rows; checks its outputs."""
+        plan = self.plans[self.steps % self.state.tail_slots]
+        copy_rows_to_host(self.state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
+        self.steps += 1
+        for request in requests:
+            request.length += 1
+            if (request.length - 1) // 64 not in request.pages:
+                self.grant(request, (request.length - 1) // 64)
+            if not request.naive[0].hot_slots:
+                self.take_chunks(request, -(-request.length // 64))
+        self.batch.seats.random_(-2, self.state.seats + 2)
+        self.batch.lengths.random_(-2, 200)
+        for row, request in enumerate(requests):
+            self.batch.seats[row], self.batch.lengths[row] = request.seat, request.length
+        self.batch.num_real.fill_(len(requests))
+        begin_step(self.state, self.batch, plan)
+        assert (self.batch.new_rows[:, len(requests) :] == -1).all()
+        assert (plan.host_page[len(requests) :] == -1).all()
+        self._write_new(requests)
+
+    def _write_new(self, requests: list[Request]) -> None:
+        size = self.batch.seats.shape[0]
+        for layer in range(self.geometry.layers):
+            rows = torch.zeros(size, self.geometry.row_bytes, dtype=torch.uint8)
+            for row, request in enumerate(requests):
+                rows[row] = self.truth("row", layer, request, request.length - 1)
+            for plane, part in enumerate(rows.split(self.geometry.planes, dim=1)):
+                write_new_rows(self.state, layer, self.batch, part.contiguous(), plane)
+        for group in range(self.geometry.groups):
+            keys = torch.zeros(size, self.geometry.index_row_bytes, dtype=torch.uint8)
+            for row, request in enumerate(requests):
+                keys[row] = self.truth("key", group, request, request.length - 1)
+                request.naive[group].begin(request.length - 1)
+            write_index_keys(self.state, group, self.batch, keys)
+
+    def finish_backups(self) -> None:
+        """All backups that may still be in flight, oldest first; then nothing is."""
+        for age in range(self.state.tail_slots):
+            plan = self.plans[(self.steps + age) % self.state.tail_slots]
+            copy_rows_to_host(self.state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
+            plan.host_page.fill_(-1)
+
+    def swap_in(self, group: int, requests: list[Request], topk: list[list[int]]) -> torch.Tensor:
+        """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output."""
+        size, k = self.batch.seats.shape[0], self.geometry.topk
+        table = torch.randint(-9, 99, (size, k), dtype=torch.int32)
+        table[: len(requests)] = torch.tensor(topk, dtype=torch.int32).view(len(requests), k)
+        out = torch.full((size, k), 12345, dtype=torch.int32)
+        before = self.state.hits.clone(), self.state.misses.clone(), self.state.tripwires.clone()
+        held = [self.held(group, request) for request in requests]
+        swap_in(self.state, group, table, self.batch, out, self.miss_plan)
+        layers = self.geometry.layers_of_group(group)
+        for layer in layers[1:]:
+            replay_misses(self.state, layer, self.miss_plan)
+        wanted = [r.naive[group].resolve(t, r.length) for r, t in zip(requests, topk, strict=True)]
+        assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
+        for request, want, had in zip(requests, wanted, held, strict=True):
+            assert had - self.held(group, request) == want.evicted
+            assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == want.hits
+            assert int(self.state.misses[group, request.seat] - before[1][group, request.seat]) == len(want.misses)
+        assert int((self.state.tripwires - before[2])[0]) == sum(w.out_of_range for w in wanted)
+        assert self.state.tripwires[1:].sum() == 0
+        assert (out[len(requests) :] == -1).all(), "I6: padded rows are -1"
+        for layer in layers:
+            planes = [gather_rows(self.state, layer, out, plane) for plane in range(len(self.geometry.planes))]
+            self._check_bytes(layer, torch.cat(planes, dim=-1), out, requests, [w.tokens for w in wanted])
+        return out
+
+    def held(self, group: int, request: Request) -> set[int]:
+        """Tokens that the device tables place in the request's slots."""
+        slots = range(len(request.naive[group].slots))
+        rows = [request.chunks[slot // 64] * 64 + slot % 64 for slot in slots]
+        return set(self.state.slot_token[group, rows].tolist()) - {-1}
+
+    def _check_bytes(
+        self, layer: int, got: torch.Tensor, out: torch.Tensor, requests: list[Request], tokens: list[list[int | None]]
+    ) -> None:
+        for row, (request, wanted) in enumerate(zip(requests, tokens, strict=True)):
+            for column, token in enumerate(wanted):
+                where = f"layer {layer}, row {row}, entry {column}, token {token}"
+                assert (int(out[row, column]) == -1) == (token is None), f"I6: {where}"
+                size = self.geometry.row_bytes
+                want = bytes(size) if token is None else row_bytes_of("row", layer, request.owner, token, size)
+                assert bytes(got[row, column].numpy()) == want, f"I3: {where}"
+        assert not got[len(requests) :].any()
+
+    def check(self) -> None:
+        """Tables consistent in themselves, and equal to the naive buffers."""
+        for request in self.requests.values():
+            check_state(self.state, request.seat, request.length)
+            for group, naive in enumerate(request.naive):
+                assert int(self.state.now[request.seat]) == naive.now
+                rows = [request.chunks[n // 64] * 64 + n % 64 for n in range(len(naive.slots))]
+                assert self.state.slot_token[group, rows].tolist() == [
+                    -1 if slot.token is None else slot.token for slot in naive.slots
+                ]
+                if naive.slots:
+                    assert self.state.stamp[group, rows].tolist() == [slot.used for slot in naive.slots]
+                tail = [-1 if slot is None else slot for slot in naive.tail] if naive.slots else [-1] * naive.tail_slots
+                assert self.state.tail[group, request.seat].tolist() == tail

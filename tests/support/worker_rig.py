@@ -1,0 +1,127 @@
+"""An executor, turned by hand, with a small coordinator around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from kernels.integrity import check_state
+from protocol.messages import Faulted
+from protocol.settings import WorkerSettings
+from protocol.text import make_tokenizer
+from tests.support.fakes.coordinator import FakeCoordinator
+from tests.support.fakes.hash_runner import FakeRunner
+from worker.device.sizing import size_worker
+from worker.loop.batch import Status
+from worker.loop.decode import Decoder, StepTokens
+from worker.loop.executor import Executor
+from worker.loop.inputs import host_tensor
+from worker.runners.base import Runner
+from worker.streams import InlineStreams, Streams, make_streams
+from worker.streams.cuda import CudaStreams
+
+Logits = dict[tuple[int, int], torch.Tensor]
+
+SETTINGS = WorkerSettings(
+    seats=4,
+    hot_size_classes=(64, 128, 192),
+    tail_slots=3,
+    prefill_chunk_tokens=32,
+    layer_group="1KiB",
+    context_max_tokens=512,
+    slab_tokens=512,
+    host_mem="512KiB",
+    device_mem="256KiB",
+)
+#: Turns after which nothing will happen any more.
+TURNS_MAX = 200_000
+
+
+class Rig:
+    """One executor, turned by hand; on a GPU when its streams are. With `keep_logits`, `logits` has those of every step
+    by sampling seed and position of the token drawn."""
+
+    def __init__(
+        self,
+        streams: Streams | None = None,
+        settings: WorkerSettings = SETTINGS,
+        *,
+        runner: Runner | None = None,
+        host: torch.Tensor | None = None,
+        ahead_tokens: int = 8,
+        keep_logits: bool = False,
+    ) -> None:
+        self.runner = runner = runner or FakeRunner()
+        self.streams = streams or make_streams("inline")
+        device = "cuda" if isinstance(self.streams, CudaStreams) else "cpu"
+        self.settings = settings = msgspec.structs.replace(settings, device=device)
+        self.sizing = size_worker(settings, runner.geometry, runner.info)
+        capacity = self.sizing.capacity
+        shape = (capacity.host_pages, capacity.page_bytes)
+        self.host = host_tensor(*shape, dtype=torch.uint8, device=device) if host is None else host
+        self.coordinator = FakeCoordinator(self.sizing, ahead_tokens=ahead_tokens)
+        self.executor = Executor(
+            runner,
+            settings,
+            self.sizing,
+            self.streams,
+            self.host,
+            make_tokenizer("bytes"),
+            self.coordinator,
+            keep_logits=keep_logits,
+        )
+        self.coordinator.submit = self.executor.submit
+        self.logits: Logits = {}
+        if keep_logits:
+            self._keep_logits(self.executor._decoder)
+
+    def turn(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            self.executor.turn()
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(TURNS_MAX):
+            if condition():
+                return
+            self.executor.turn()
+        raise AssertionError(f"nothing more happens: {self.coordinator.lives}")
+
+    def run(self) -> None:
+        self.run_until(lambda: self.executor.idle)
+
+    def _keep_logits(self, decoder: Decoder) -> None:
+        read = decoder.read
+
+        def read_and_keep() -> StepTokens:
+            step = read()
+            for request, position, logits in zip(step.requests, step.positions, step.logits, strict=True):
+                self.logits[request.sampling.seed, position + 1] = logits.clone()
+            return step
+
+        decoder.read = read_and_keep  # type: ignore[method-assign]
+
+    def wrong(self) -> list[int]:
+        """Numbers of the requests whose tokens are not the oracle's, as far as they went; none may have faulted."""
+        assert not [event for event in self.coordinator.events if isinstance(event, Faulted)]
+        groups, bad = self.runner.geometry.group_of_layer, []
+        for life in self.coordinator.lives:
+            expected = life.expected(groups, self.settings.prefill_chunk_tokens)
+            whole = life.outcome == "length"
+            if life.tokens != (expected if whole else expected[: len(life.tokens)]):
+                bad.append(life.number)
+        return bad
+
+    def check(self) -> None:
+        """No tripwire, tables that agree with themselves, memory held exactly once (I1, I3, I6)."""
+        self.executor.check_invariants()
+        assert not self.executor.state.tripwires.any()
+        if isinstance(self.streams, InlineStreams):  # other streams may not have run what the host launched
+            for request in self.executor.held():
+                if request.status in (Status.RUNNING, Status.PARKED):
+                    check_state(self.executor.state, request.seat, request.position)
+
+    def check_end(self) -> None:
+        self.check()
+        self.coordinator.check_nothing_leaked()

@@ -1,0 +1,289 @@
+"""What fits: `hisparse size`, and the cut of device memory for a length of context, at real dimensions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.memory.ledger import Ledger
+from hisparse.cli import main
+from kernels.layout import Geometry
+from protocol.byte_sizes import parse_size
+from protocol.config import HostFacts, build
+from protocol.config_checks import SEATS_MAX
+from protocol.errors import CapacityError, ConfigError
+from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
+from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
+from protocol.units import managed_chunks, pages_for
+from tests import ROOT
+from worker.device.capacity import Plan, plan
+from worker.device.sizing import Sizing, size_worker
+from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
+
+FP8_ROW, FP8_KEY, BF16_ROW, BF16_KEY = 656, 132, 1152, 256
+LAYERS = 61
+BIG = WorkerSettings(device_mem="30GB", host_mem="1TB", kv_dtype="fp8", seats=1024)
+
+
+def deepseek(kind: str = "fp8") -> Geometry:
+    row, key = (FP8_ROW, FP8_KEY) if kind == "fp8" else (BF16_ROW, BF16_KEY)
+    return Geometry(LAYERS, row, tuple(range(LAYERS)), key, topk=2048)
+
+
+def info(context: int = 163_840) -> ModelInfo:
+    return ModelInfo("f", "m", context, 1000, LAYERS, 2048, (), "bytes", "")
+
+
+def sized(geometry: Geometry | None = None, **changes: object) -> Sizing:
+    return size_worker(msgspec.structs.replace(BIG, **changes), geometry or deepseek(), info())
+
+
+def planned(context: int, workers: int = 1, **changes: object) -> Plan:
+    return plan(msgspec.structs.replace(BIG, **changes), deepseek(), info(), context, workers)
+
+
+# ---------------------------------------------------------------- the share of index pages
+
+
+def index_share(sizing: Sizing, geometry: Geometry) -> float:
+    index = sizing.capacity.index_pages * geometry.index_page_bytes
+    return index / (index + sizing.capacity.hot_chunks * geometry.chunk_bytes)
+
+
+def test_without_a_target_index_pages_take_half() -> None:
+    assert index_share(sized(), deepseek()) == pytest.approx(0.5, abs=0.001)
+
+
+@pytest.mark.parametrize(("context", "percent"), [(32_768, 61), (131_072, 86)])
+def test_the_share_follows_from_rows_and_length(context: int, percent: int) -> None:
+    """The percentages that worker/device/sizing.py names."""
+    assert round(100 * index_share(sized(context_target_tokens=context), deepseek())) == percent
+
+
+@pytest.mark.parametrize("context", [2_000, 4_096, 32_768, 131_072, 163_840])
+@pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
+def test_index_pages_and_hot_chunks_run_out_together(context: int, kind: str) -> None:
+    """Neither keeps room for a request of the target's length that the other has none for."""
+    geometry = deepseek(kind)
+    capacity = sized(geometry, context_target_tokens=context).capacity
+    pages = pages_for(context + capacity.overshoot_tokens)
+    chunks = min(managed_chunks(4096), pages)
+    assert capacity.index_pages // pages == capacity.hot_chunks // chunks > 0
+
+
+def test_a_target_lets_more_requests_in_than_halves() -> None:
+    pages = pages_for(131_072 + 1)
+    aimed, halves = sized(context_target_tokens=131_072).capacity, sized().capacity
+    assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
+
+
+@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 64, 64)), (0, (126, 10, 83))])
+def test_a_worker_says_at_start_how_many_requests_it_holds(target: int, counts: tuple[int, int, int]) -> None:
+    """Of the length aimed at, or of the longest."""
+    text = "\n".join(sized(context_target_tokens=target, slab_tokens=32_768).report())
+    host, index, chunks = counts
+    length = f"requests of {target or 163_840} tokens"
+    assert f"{length}: {host} by host pages, {index} by index pages, {chunks} by hot chunks" in text
+
+
+def test_a_target_beyond_the_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match="contexts end at 65536 tokens") as caught:
+        sized(context_max_tokens=65_536, context_target_tokens=65_537)
+    assert caught.value.field == "worker.context_target_tokens"
+
+
+# ---------------------------------------------------------------- what a plan says is what a worker has
+
+
+@given(
+    context=st.integers(100, 163_840),
+    workers=st.integers(1, 8),
+    device_gb=st.integers(8, 120),
+    host_gb=st.integers(100, 2_000),
+    kind=st.sampled_from(["fp8", "bfloat16"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
+    context: int, workers: int, device_gb: int, host_gb: int, kind: str
+) -> None:
+    """A real ledger of the node takes the whole batch at its longest on each worker, and, seats aside, not one more on
+    all of them. SGLang #24039: what is exposed is what admission finds."""
+    geometry = deepseek(kind)
+    wanted = msgspec.structs.replace(BIG, device_mem=f"{device_gb}GB", host_mem=f"{host_gb}GB", kv_dtype=kind)
+    try:
+        found = plan(wanted, geometry, info(), context, workers)
+    except (ConfigError, CapacityError):
+        return  # not one fits
+    assert found.settings.seats == found.recommended.batch
+    capacity = size_worker(found.settings, geometry, info()).capacity
+    pages = page_limit(Length(1, 0, context - 1), capacity)
+    each = Memory(pages, hot_sizes_for(pages, capacity)[0].hot_chunks, pages)
+    ledger = Ledger(capacity.host_pages)
+    for worker in range(workers):
+        ledger.add_worker(f"w{worker}", 1, capacity)
+        for number in range(found.recommended.batch):
+            ledger.reserve(1 + worker * SEATS_MAX + number, f"w{worker}", each)
+    short = [ledger.shortfall(f"w{worker}", each, seat=False) for worker in range(workers)]
+    assert all(short) or found.recommended.by_host * workers < found.requests_by_host, "hosts' pages share out evenly"
+
+
+def test_the_largest_hot_buffer_that_costs_no_place_is_chosen() -> None:
+    scarce = planned(131_072, workers=8, host_mem="500GB")
+    assert scarce.recommended.batch == scarce.requests_by_host // 8 == 9
+    assert scarce.recommended.hot_slots == 32_768
+    assert {choice.batch for choice in scarce.choices} == {9}, "host memory is what ends every choice"
+    plenty = planned(131_072, workers=1)
+    assert plenty.recommended.hot_slots == 4096, "each larger one costs requests"
+    assert [choice.batch for choice in plenty.choices] == sorted((c.batch for c in plenty.choices), reverse=True)
+
+
+def test_a_worker_that_only_decodes_spends_no_memory_on_prompts() -> None:
+    """Its slab is one page, whatever `slab_tokens` the prefill workers are given with the same settings."""
+    capacity = sized(role="decode", slab_tokens=131_072).capacity
+    assert capacity.slab_pages == 1
+    alone, both = planned(131_072, role="decode"), planned(131_072)
+    assert alone.prompt_max_tokens == 0
+    assert alone.recommended.batch > both.recommended.batch + 3
+    assert both.prompt_max_tokens == 131_072
+
+
+def test_hot_buffers_too_large_for_even_one_request_are_left_out() -> None:
+    small = planned(131_072, role="decode", device_mem="2.5GB")
+    assert [choice.hot_slots for choice in small.choices] == [4096, 8192, 16_384]
+    assert min(choice.batch for choice in small.choices) == 1
+
+
+def test_larger_classes_than_the_context_are_left_out() -> None:
+    assert [choice.hot_slots for choice in planned(6_000).choices] == [4096, 0]
+    assert [choice.hot_slots for choice in planned(2_000).choices] == [0]
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(CapacityError, match="needs 2049 host pages, pool has 1625") as caught:
+        planned(131_072, host_mem="5GB")
+    assert caught.value.field == "context"
+
+
+# ---------------------------------------------------------------- config.json
+
+
+@pytest.fixture(scope="module")
+def config_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3.2's published dimensions, as the model library's own class writes them."""
+    from transformers import DeepseekV32Config
+
+    path = tmp_path_factory.mktemp("deepseek") / "config.json"
+    DeepseekV32Config(dtype="bfloat16").to_json_file(path)
+    return path
+
+
+def test_dimensions_are_those_of_the_published_model(config_json: Path) -> None:
+    dimensions = read_dimensions(config_json)
+    assert geometry_of(dimensions, "fp8") == deepseek()
+    assert geometry_of(dimensions, "bfloat16") == deepseek("bfloat16")
+    assert anonymous_info(dimensions, "m").context_max_tokens == 163_840
+    assert read_dimensions(config_json.parent).index_topk == 2048
+
+
+def test_layers_that_share_a_selection_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    """The file may leave the pattern to the library, which makes index groups of it."""
+    from transformers import GlmMoeDsaConfig
+
+    config = GlmMoeDsaConfig(num_hidden_layers=8, index_topk_freq=4)
+    fields = config.to_dict()
+    for name in ("indexer_types", "layer_types", "mlp_layer_types"):
+        del fields[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"index_topk_freq": 4}))
+    geometry = geometry_of(read_dimensions(tmp_path), "fp8")
+    assert geometry.group_of_layer == geometry_of(config, "fp8").group_of_layer
+    assert geometry.groups < 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no readable configuration"),
+        ('{"model_type": "llama"}', "model_type llama is not served"),
+        ('{"model_type": "deepseek_v32", "num_hidden_layers": 61}', "has no kv_lora_rank, no qk_rope_head_dim"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_dimensions(file)
+    assert caught.value.remedy
+
+
+# ---------------------------------------------------------------- the command
+
+
+def size(config_json: Path, *args: str) -> str:
+    result = CliRunner().invoke(main, ["size", "--config", str(config_json), *args])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+ISSUED = ("--host-mem", "1TB", "--gpu-mem", "30GB", "--context", "131072")
+
+
+def test_it_prints_one_object(config_json: Path) -> None:
+    found = json.loads(size(config_json, *ISSUED, "--workers", "8", "--kv-dtype", "fp8", "--json"))
+    assert found["host_bytes_per_token"] == LAYERS * (FP8_ROW + FP8_KEY) == 48_068
+    assert found["requests_by_host"] == parse_size("1TB", "") // (64 * 48_068) // 2049 == 158
+    assert found["recommended"]["batch"] == 19
+    assert found["resident"] == 4
+    assert found["settings"]["seats"] == 19
+
+
+def test_printed_settings_start_such_a_worker(config_json: Path) -> None:
+    text = size(config_json, *ISSUED, "--kv-dtype", "fp8")
+    table = tomllib.loads(text[text.index("[worker]") :])
+    settings = build(table, {}, {"worker.device": "cuda"}, HostFacts("h", 1, 1)).worker
+    assert size_worker(settings, deepseek(), info()).capacity.seats == settings.seats == 19
+
+
+def test_it_needs_no_torch(config_json: Path) -> None:
+    code = (
+        "import sys; from hisparse.cli import main\n"
+        f"main(['size', '--config', {str(config_json)!r}, *{ISSUED!r}], standalone_mode=False)\n"
+        "print([m for m in ('torch', 'transformers', 'zmq', 'trio') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_worked_example_is_what_the_command_prints(config_json: Path) -> None:
+    """docs/operations.md shows it word for word."""
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    command, _, rest = guide.split("$ hisparse size --config config.json ")[1].partition("\n")
+    shown = rest.split("```")[0]
+    printed = size(config_json, *command.replace("\\", "").split())
+    assert [line.rstrip() for line in printed.splitlines()] == shown.rstrip("\n").splitlines()
+
+
+def test_the_example_is_told_in_the_figures_of_the_command(config_json: Path) -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    found = json.loads(size(config_json, *ISSUED, "--workers", "8", "--kv-dtype", "fp8", "--json"))
+    small, larger = found["choices"][:2]
+    batch, resident = small["batch"], found["resident"]
+    assert f"So {batch} requests of 128k tokens decode on each GPU where {resident} would fit" in guide
+    assert f"{8 * batch} on the node instead of\n{8 * resident}" in guide
+    assert (small["by_host"], small["by_index_pages"], batch - larger["batch"]) == (batch, batch, 2)
+    loaded = 0.1 * batch * found["miss_bytes_per_step"]
+    assert (
+        f"{loaded / 1e6:.0f} MB: {1e3 * loaded / 55e9:.1f} ms of the link; at 50 %, {5e3 * loaded / 55e9:.0f} ms"
+        in guide
+    )
+    short = json.loads(size(config_json, *ISSUED, "--kv-dtype", "fp8", "--slab-tokens", "32768", "--json"))
+    assert f"{(found['slab_bytes'] - short['slab_bytes']) / 2**30:.1f} GiB go to index pages" in guide

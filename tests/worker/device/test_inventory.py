@@ -1,0 +1,80 @@
+"""What an executor says it holds is what it was given, at every step boundary of lives that are moved about."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from protocol.arrays import unpack_int32, unpack_int64
+from protocol.inventory import LEAVING, digest_of
+from protocol.messages import Audit, Inventory
+from tests.support.fakes.coordinator import Life
+from tests.support.worker_rig import Rig
+from worker.streams import make_streams
+
+TURNS = 1_500
+
+
+def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]]:
+    """By admission: pages, their digest, index pages, chunks (None while they change) and whether it has a slab."""
+    return {
+        life.placement: (
+            len(life.host_pages),
+            digest_of(np.array(life.host_pages, dtype=np.int32)),
+            life.index_pages,
+            None if life.resizing else life.hot_chunks,
+            life.slab_pages > 0,
+        )
+        for life in lives
+        if life.placement
+    }
+
+
+def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None, bool]]) -> object:
+    columns = zip(
+        unpack_int64(inventory.placements, "placements").tolist(),
+        unpack_int32(inventory.host_pages, "host_pages").tolist(),
+        unpack_int64(inventory.digests, "digests").tolist(),
+        unpack_int32(inventory.index_pages, "index_pages").tolist(),
+        unpack_int32(inventory.hot_chunks, "hot_chunks").tolist(),
+        unpack_int32(inventory.slab_pages, "slab_pages").tolist(),
+        strict=True,
+    )
+    rows = {}
+    for placement, pages, digest, index, chunks, slab in columns:
+        given_pages, given_digest, _, given_chunks, _ = before.get(placement, (0, 0, 0, 0, False))
+        is_untold = digest == LEAVING and pages == given_pages  # ids are not told of one that leaves
+        told = given_digest if is_untold else digest
+        rows[placement] = (pages, told, index, None if given_chunks is None else chunks, slab > 0)
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["inline", "simulated"])
+@pytest.mark.parametrize("seed", range(2))
+def test_an_inventory_is_what_was_given_and_what_is_free_is_the_rest(seed: int, backend: str) -> None:
+    """I1, I2."""
+    rng, rig = random.Random(seed), Rig(make_streams(backend, seed))
+    coordinator, capacity = rig.coordinator, rig.sizing.capacity
+    for number in range(9):
+        coordinator.create(number, rng.randint(5, 200), rng.randint(5, 60), seed=number)
+    heard = 0
+    for turn in range(TURNS):
+        for life in coordinator.lives:
+            if not life.outcome and not life.placement and rng.random() < 0.1:
+                coordinator.admit(life, rng.choice((0, 64, 128, 192)))
+            elif life.here and life.tokens and rng.random() < 0.01:
+                coordinator.withdraw(life, rng.choice(("keep", "drop")))
+        before = given(coordinator.lives)
+        rig.executor.submit(Audit(turn))
+        rig.turn()
+        (inventory,) = [it for it in coordinator.events if isinstance(it, Inventory) and it.number == turn]
+        assert said(inventory, before) == before
+        assert inventory.seats_free + len(before) == capacity.seats
+        assert inventory.chunks_held + inventory.chunks_free == capacity.hot_chunks + capacity.slab_pages
+        heard += bool(before)
+        if all(life.outcome for life in coordinator.lives):
+            break
+    assert heard > 50
+    assert not rig.wrong()

@@ -1,0 +1,155 @@
+"""The executor with the real model classes: no hot size, mode, order of streams or retraction shows in tokens or
+logits, and tokens are those of the library's own generate() (docs/architecture.md, how correctness is shown)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import worker.oracle
+from protocol.settings import WorkerSettings
+from tests.support.fakes.coordinator import Life
+from tests.support.worker_rig import Logits, Rig
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.streams import Streams, make_streams
+from worker.streams.cuda import CudaStreams
+
+TOPK = 32
+NEW_TOKENS = 20
+#: Where generate()'s two best logits are closer, either token is right (fp32, logits of order 5).
+TIE_BOUND = 1e-3
+SETTINGS = WorkerSettings(
+    seats=4,
+    hot_size_classes=(64, 128, 256),
+    tail_slots=3,
+    prefill_chunk_tokens=128,
+    context_max_tokens=1_024,
+    slab_tokens=1_024,
+    host_mem="32MiB",
+    device_mem="32MiB",
+    deterministic=True,
+)
+TEXT = Path(worker.oracle.__file__).read_bytes()
+PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, request.param, index_topk=TOPK, context_max_tokens=2_048)
+    return path
+
+
+@cache
+def runner_of(path: Path, device: str, dtype: str) -> TransformersRunner:
+    return TransformersRunner.load(path, device=device, dtype=dtype, deterministic_rows=SETTINGS.seats)
+
+
+def start(
+    path: Path, streams: Streams | None = None, settings: WorkerSettings = SETTINGS, dtype: str = "float32"
+) -> tuple[Rig, list[Life]]:
+    """Where the streams are: on a GPU or here."""
+    device = "cuda" if isinstance(streams, CudaStreams) else "cpu"
+    rig = Rig(streams, settings, runner=runner_of(path, device, dtype), keep_logits=True)
+    lives = []
+    for number, prompt in enumerate(PROMPTS):
+        life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number)
+        life.prompt = tuple(prompt)
+        lives.append(life)
+    return rig, lives
+
+
+def run(
+    path: Path,
+    sizes: tuple[int, ...],
+    streams: Streams | None = None,
+    settings: WorkerSettings = SETTINGS,
+    dtype: str = "float32",
+) -> tuple[list[list[int]], Logits, int]:
+    rig, lives = start(path, streams, settings, dtype)
+    for life, hot_slots in zip(lives, sizes, strict=True):
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in lives], rig.logits, sum(life.misses for life in lives)
+
+
+def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logits]:
+    """One request is retracted (keep, then drop) and resumed, others are resized both ways."""
+    rig, lives = start(path, streams)
+    for life, hot_slots in zip(lives, (64, 0, 128), strict=True):
+        assert rig.coordinator.admit(life, hot_slots)
+    for leaving, hot_slots, tokens in (("keep", 0, 5), ("drop", 64, 11)):
+        rig.run_until(lambda tokens=tokens: len(lives[0].tokens) >= tokens)  # type: ignore[misc]
+        rig.coordinator.withdraw(lives[0], leaving)
+        rig.coordinator.resize(lives[1], 64 - hot_slots)
+        rig.coordinator.resize(lives[2], hot_slots)
+        rig.run_until(lambda: not lives[0].placement)
+        assert rig.coordinator.admit(lives[0], hot_slots)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in lives], rig.logits
+
+
+def library_agrees(path: Path, tokens: list[list[int]]) -> int:
+    """How many tokens the library's generate(), in a process of its own, says too; after a tie of its two best logits
+    within rounding, the rest of a request is not compared."""
+    job = {
+        "model": str(path),
+        "prompts": [{"tokens": list(prompt), "max_new_tokens": NEW_TOKENS} for prompt in PROMPTS],
+        "ignore_eos": True,
+    }
+    command = [sys.executable, "-P", worker.oracle.__file__]
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200
+    )
+    compared = 0
+    for ours, answer in zip(tokens, map(json.loads, done.stdout.splitlines()), strict=True):
+        for token, theirs, gap in zip(ours, answer["tokens"], answer["gaps"], strict=True):
+            if token != theirs:
+                assert gap < TIE_BOUND
+                break
+            compared += 1
+    return compared
+
+
+@cache
+def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
+    return run(path, (0, 0, 0))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 128, 128), (256, 256, 256), (128, 0, 64)], ids=str)
+def test_hot_sizes_give_the_same_tokens_and_bits(checkpoint: Path, sizes: tuple[int, ...]) -> None:
+    tokens, logits, misses = run(checkpoint, sizes)
+    assert misses > 0
+    assert tokens == resident(checkpoint)[0]
+    assert logits.keys() == resident(checkpoint)[1].keys()
+    assert all(torch.equal(logits[step], resident(checkpoint)[1][step]) for step in logits)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_neither_streams_nor_operators_show(checkpoint: Path, seed: int) -> None:
+    tokens, logits = run_moved_about(checkpoint, make_streams("simulated", seed))
+    assert tokens == resident(checkpoint)[0]
+    assert all(torch.equal(values, resident(checkpoint)[1][step]) for step, values in logits.items())
+
+
+def test_tokens_are_those_of_the_model_library(checkpoint: Path) -> None:
+    """SGLang #27258, vLLM #57019: two runs of ours could be wrong alike."""
+    assert library_agrees(checkpoint, resident(checkpoint)[0]) > 2 * NEW_TOKENS

@@ -1,0 +1,358 @@
+"""Touching and registering in pieces, and whose pool file is whose: stale ones go, used ones never."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import lcm
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.listener.endpoint_lock import EndpointLock
+from kernels.layout import Geometry
+from protocol.config import HostFacts, build
+from protocol.errors import CapacityError, ConfigError, Unavailable
+from protocol.settings import Config
+from tests import ROOT
+from worker.pool import file, registration
+from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, reclaim_stale, remove_pool
+from worker.pool.host_pool import MappedPool
+from worker.pool.registration import OS_PAGE_BYTES, FirstTouch, Piece, cut, in_threads, registration_bytes
+from worker.pool.start import open_pool, size_pool
+
+GEOMETRY = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
+PAGES = 40
+
+
+@dataclass
+class FakeRegistrar:
+    """Registrations by address; `fail_at` refuses the n-th."""
+
+    fail_at: int = -1
+    calls: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def register(self, address: int, length: int) -> None:
+        with self.lock:
+            self.calls += 1
+            if self.calls == self.fail_at:
+                raise ConfigError("refused")
+            assert not any(at < address + length and address < at + size for at, size in self.held.items())
+            self.held[address] = length
+
+    def unregister(self, address: int) -> None:
+        with self.lock:
+            del self.held[address]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces as small as they get, so that a pool of a few pages has many."""
+    monkeypatch.setattr("worker.pool.host_pool.registration_bytes", lambda total, threads: 1)
+    monkeypatch.setattr("worker.pool.host_pool.TOUCH_BYTES", 1)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@given(pages=st.integers(1, 3_000), page_bytes=st.integers(1, 20_000), piece_bytes=st.integers(1, 50_000_000))
+def test_pieces_cover_all_pages_and_end_at_both_kinds_of_border(pages: int, page_bytes: int, piece_bytes: int) -> None:
+    """No copy of whole pages crosses two registrations. SGLang #36798."""
+    pieces = cut(pages, page_bytes, piece_bytes)
+    unit = lcm(page_bytes, OS_PAGE_BYTES)
+    assert sum(piece.length for piece in pieces) == pages * page_bytes
+    assert [piece.offset for piece in pieces[1:]] == [piece.offset + piece.length for piece in pieces[:-1]]
+    assert pieces[0].offset == 0
+    assert all(piece.offset % unit == 0 for piece in pieces)
+    assert all(piece.length <= max(piece_bytes, unit) for piece in pieces)
+
+
+def test_registrations_stay_far_below_the_size_that_fails() -> None:
+    """SGLang #36798: at 512 GiB."""
+    assert registration_bytes(4 << 40, 16) == 1 << 30
+    assert registration_bytes(8 << 30, 16) == 512 << 20
+    assert registration_bytes(1 << 20, 16) == 256 << 20
+
+
+def test_the_first_failure_ends_it_and_leaves_no_thread() -> None:
+    done: list[int] = []
+
+    def action(piece: Piece) -> None:
+        if piece.offset == 3:
+            raise CapacityError("full")
+        time.sleep(0.01)
+        done.append(piece.offset)
+
+    before = threading.active_count()
+    with pytest.raises(CapacityError, match="full"):
+        in_threads([Piece(i, 1) for i in range(1_000)], action, threading.Event(), threads=4)
+    assert len(done) < 100
+    assert threading.active_count() == before
+
+
+def test_halted_stops_at_the_next_piece() -> None:
+    halted, done = threading.Event(), []
+
+    def action(piece: Piece) -> None:
+        done.append(piece)
+        if len(done) == 5:
+            halted.set()
+
+    with pytest.raises(Unavailable, match="stopped"):
+        in_threads([Piece(i, 1) for i in range(1_000)], action, halted, threads=2)
+    assert 5 <= len(done) <= 7
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -> None:
+    """SGLang #36798: pinned and let go in pieces."""
+    pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar()
+    pool.register(registrar, threading.Event())
+    begin, end = pool.pages.data_ptr(), pool.pages.data_ptr() + pool.pages.numel()
+    assert len(registrar.held) > 3
+    assert min(registrar.held) == begin
+    assert sum(registrar.held.values()) >= end - begin
+    pool.pages[PAGES - 1, 5] = 7
+    pool.close()
+    assert not registrar.held
+    assert MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES).pages[PAGES - 1, 5] == 7
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_refused_registration_undoes_the_others(tmp_path: Path) -> None:
+    pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar(fail_at=4)
+    with pytest.raises(ConfigError, match="refused"):
+        pool.register(registrar, threading.Event())
+    assert registrar.calls >= 4
+    assert not registrar.held
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("row_bytes", [24, 7])
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_every_byte_is_allocated_at_creation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool, row_bytes: int
+) -> None:
+    if old_kernel:
+        monkeypatch.setattr(registration, "MADV_POPULATE_WRITE", 9_999)
+    geometry = replace(GEOMETRY, row_bytes=row_bytes)
+    pool = MappedPool.open(tmp_path / "n.pool", geometry, PAGES)
+    assert pool.pages.shape == (PAGES, geometry.page_bytes)
+    assert pool.path.stat().st_blocks * 512 >= PAGES * geometry.page_bytes
+
+
+def test_no_room_empties_the_file_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: FirstTouch, piece: Piece) -> None:
+        raise registration._no_room(28)
+
+    path = tmp_path / "n.pool"
+    with monkeypatch.context() as patch:
+        patch.setattr(FirstTouch, "__call__", full)
+        with pytest.raises(CapacityError, match=r"host_mem=ENOSPC.*no room left.*lower worker\.host_mem"):
+            MappedPool.open(path, GEOMETRY, PAGES)
+    assert path.stat().st_size == 0
+    assert MappedPool.open(path, GEOMETRY, PAGES).created
+
+
+# ---------------------------------------------------------------- whose file it is
+
+
+def config_for(pool_dir: Path, node: str = "n0", host_mem: str = "1MiB", runtime: str = "run") -> Config:
+    flags: dict[str, object] = {
+        "cluster.runtime_dir": str(pool_dir / runtime),
+        "worker.pool_dir": str(pool_dir),
+        "worker.node": node,
+        "worker.host_mem": host_mem,
+    }
+    return build({}, {}, flags, HostFacts("host", 1, os.getuid()))
+
+
+def start(config: Config) -> MappedPool:
+    sized = size_pool(config, GEOMETRY, "m")
+    pages = int(sized.worker.host_mem) // GEOMETRY.page_bytes
+    return open_pool(sized, GEOMETRY, pages, "m", threading.Event())
+
+
+def leave_stale_pool(pool_dir: Path, node: str) -> Path:
+    start(config_for(pool_dir, node, runtime=f"run-{node}")).close()
+    return pool_dir / f"{node}.pool"
+
+
+def test_the_pool_of_a_dead_cluster_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    stale = leave_stale_pool(tmp_path, "dead")
+    (tmp_path / "notes.pool").write_text("not one of ours")
+    pool = start(config_for(tmp_path))
+    assert not stale.exists()
+    assert (tmp_path / "notes.pool").exists()
+    assert (tmp_path / "n0.pool").stat().st_mode & 0o777 == 0o600
+    pool.close()
+
+
+def test_a_pool_in_use_is_never_removed(tmp_path: Path) -> None:
+    used, kept, served = (start(config_for(tmp_path, name, runtime=name)) for name in ("used", "kept", "served"))
+    descriptor = keep_pool(kept.path)
+    kept.close()
+    served.close()
+    lock = EndpointLock(f"ipc://{tmp_path}/served/worker.sock")  # its coordinator lives; its workers do not
+    assert reclaim_stale(tmp_path, keep=tmp_path / "n0.pool") == []
+    assert descriptor is not None
+    os.close(descriptor)
+    lock.release()
+    used.close()
+    assert {it.path.stem for it in reclaim_stale(tmp_path, keep=used.path)} == {"kept", "served"}
+    assert used.path.exists()
+
+
+def test_stale_pools_in_directories_of_dead_clusters_are_found_too(tmp_path: Path) -> None:
+    mine, dead, alive, other = (tmp_path / name for name in ("hisparse-a", "hisparse-b", "hisparse-c", "elsewhere"))
+    for directory in (dead, alive, other):
+        leave_stale_pool(directory, "n")
+    lock = EndpointLock(f"ipc://{alive}/run-n/worker.sock")
+    pool = start(config_for(mine))
+    assert not (dead / "n.pool").exists()
+    assert (alive / "n.pool").exists()
+    assert (other / "n.pool").exists()
+    lock.release()
+    pool.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "n0.pool").touch()
+    os.chown(tmp_path / "n0.pool", 4_711, -1)
+    with pytest.raises(ConfigError, match=r"pool_dir=.*the file there is user 4711's"):
+        start(config_for(tmp_path))
+
+
+def test_the_owner_is_recorded(tmp_path: Path) -> None:
+    stale = leave_stale_pool(tmp_path, "dead")
+    (found,) = reclaim_stale(tmp_path, keep=tmp_path / "n0.pool")
+    assert found.path == stale
+    assert found.owner == {
+        "cluster": "hisparse",
+        "node": "dead",
+        "worker_endpoint": f"ipc://{tmp_path}/run-dead/worker.sock",
+        "pid": os.getpid(),
+    }
+
+
+def test_a_user_that_was_killed_does_not_count(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tests.worker.pool.test_pool_start import config_for, start\n"
+        "pool = start(config_for(Path(sys.argv[1]), 'killed', runtime='gone'))\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    assert reclaim_stale(tmp_path, keep=tmp_path / "n0.pool") == []
+    child.kill()
+    child.communicate()
+    assert [it.path.stem for it in reclaim_stale(tmp_path, keep=tmp_path / "n0.pool")] == ["killed"]
+
+
+def test_a_misfit_that_nobody_uses_is_created_anew_and_has_another_id(tmp_path: Path) -> None:
+    first = start(config_for(tmp_path))
+    first.pages[0, 0] = 9
+    first.close()
+    again = start(config_for(tmp_path))
+    assert (again.created, again.pool_id, int(again.pages[0, 0])) == (False, first.pool_id, 9)
+    again.close()
+    larger = start(config_for(tmp_path, host_mem="2MiB"))
+    assert larger.created
+    assert larger.pool_id != first.pool_id
+    assert not larger.pages.any()
+
+
+def test_two_clusters_never_share_a_pool(tmp_path: Path) -> None:
+    """I1: page ids of one ledger mean nothing to another. While it is used or its coordinator lives, it is refused;
+    then it is created anew."""
+    first = start(config_for(tmp_path, runtime="one"))
+    with pytest.raises(ConfigError, match=r"pool_dir=.*belongs to the cluster at ipc://.*one/worker\.sock"):
+        start(config_for(tmp_path, runtime="two"))
+    first.close()
+    lock = EndpointLock(f"ipc://{tmp_path}/one/worker.sock")
+    with pytest.raises(ConfigError, match="belongs to the cluster at"):
+        start(config_for(tmp_path, runtime="two"))
+    lock.release()
+    second = start(config_for(tmp_path, runtime="two"))
+    assert second.created
+    assert second.pool_id != first.pool_id
+
+
+def test_auto_takes_the_size_of_the_pool_that_is_there(tmp_path: Path) -> None:
+    first = start(config_for(tmp_path))
+    second = start(config_for(tmp_path, host_mem="auto"))
+    assert second.pages.shape == first.pages.shape
+    assert not second.created
+
+
+def test_who_waits_for_a_creator_that_dies_creates_it(tmp_path: Path) -> None:
+    path, wanted = tmp_path / "n.pool", Header.of(GEOMETRY, PAGES, "m", {})
+    creator = open_pool_file(path, wanted, threading.Event())
+    assert creator.found is None
+    threading.Timer(0.2, os.close, (creator.descriptor,)).start()
+    began = time.monotonic()
+    assert MappedPool.open(path, GEOMETRY, PAGES, "m").created
+    assert time.monotonic() - began >= 0.2
+
+
+def test_waiting_for_a_creator_ends_when_halted(tmp_path: Path) -> None:
+    path, wanted, halted = tmp_path / "n.pool", Header.of(GEOMETRY, PAGES, "m", {}), threading.Event()
+    creator = open_pool_file(path, wanted, halted)
+    threading.Timer(0.1, halted.set).start()
+    with pytest.raises(Unavailable, match="stopped while it waited"):
+        open_pool_file(path, wanted, halted)
+    os.close(creator.descriptor)
+
+
+def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "TRUNCATE_BYTES", 100_000)
+    sizes: list[int] = []
+    real = os.ftruncate
+
+    def note(descriptor: int, size: int) -> None:
+        sizes.append(size)
+        real(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", note)
+    pool = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES)
+    pool.pages[0, 0] = 3
+    sizes.clear()
+    remove_pool(pool.path)
+    assert not pool.path.exists()
+    assert sizes == []
+    assert pool.pages[0, 0] == 3
+    other = MappedPool.open(tmp_path / "m.pool", GEOMETRY, PAGES)
+    other.close()
+    sizes.clear()
+    remove_pool(other.path)
+    assert sizes[-1] == 0
+    steps = [4096 + PAGES * GEOMETRY.page_bytes, *sizes]
+    assert len(sizes) > 1
+    assert all(0 < before - after <= 100_000 for before, after in pairwise(steps))
+    remove_pool(other.path)  # nothing to do
+
+
+def test_a_torn_header_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "n.pool"
+    header = Header.of(GEOMETRY, PAGES, "m", {"pid": 1})
+    with path.open("w+b") as file:
+        header.write(file.fileno())
+        assert Header.read(file.fileno()) == header
+        assert find_pool(path, header) == header
+        os.pwrite(file.fileno(), b"\xff", file.OWNER_AT)
+        assert Header.read(file.fileno()) is None

@@ -1,0 +1,122 @@
+"""KV in another dtype than the model's: the same bits for any hot buffer, and attention over what is really kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import worker.oracle
+from kernels.rows import read_slab_rows
+from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
+from protocol.units import PAGE_TOKENS
+from tests.support.runner_rig import Rig
+from worker.runners.checkpoint import geometry_of
+from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner, load_runner
+
+TOPK, TOKENS, ROWS = 32, 12, 3
+TEXT = Path(worker.oracle.__file__).read_bytes()
+#: Largest error of attended latents of order 1 in float32: of sums over at most TOPK rows.
+BOUND = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, request.param, index_topk=TOPK)
+    return path
+
+
+@cache
+def runner_of(path: Path, kv_dtype: str) -> TransformersRunner:
+    settings = WorkerSettings(model=str(path), kv_dtype=kv_dtype, seats=ROWS, deterministic=True)
+    return load_runner(settings)
+
+
+def run(runner: TransformersRunner, hot_slots: int) -> tuple[Rig, Tensor]:
+    """Logits [TOKENS, vocab] of one request."""
+    rig = Rig(runner, seats=1, context_tokens=400, seed=hot_slots)
+    logits = [rig.open(0, TEXT[:300], hot_slots=hot_slots)[1]]
+    logits += [rig.decode([0], rows=ROWS)[1][0] for _ in range(TOKENS - 1)]
+    return rig, torch.stack(logits)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_hot_sizes_give_the_same_bits(checkpoint: Path, kv_dtype: str) -> None:
+    runner = runner_of(checkpoint, kv_dtype)
+    _, expected = run(runner, 0)
+    for hot_slots in (32, 96):
+        rig, logits = run(runner, hot_slots)
+        assert torch.equal(logits, expected)
+        assert rig.hit_rate() < 0.9
+    _, full = run(runner_of(checkpoint, "float32"), 0)
+    assert not torch.equal(expected, full)
+    assert float((expected - full).abs().median()) < 0.1  # of order 5; sharp attention magnifies rounding
+
+
+def test_attention_is_over_the_bytes_in_host_memory(checkpoint: Path) -> None:
+    """The last layer's latents, from host rows that are read here by hand: e4m3 by its definition, not by a library."""
+    runner = runner_of(checkpoint, "fp8")
+    rig, _ = run(runner, 64)
+    scratch, layer = runner._scratch[ROWS], runner.geometry.layers - 1
+    latents, length = scratch.latents[0], rig.lengths[0]
+    rows = torch.stack([host_row(rig, layer, position) for position in range(length)])
+    chosen = rows[scratch.topk[0][scratch.topk[0] >= 0].long()]
+    scores = scratch.queries[0].double() @ chosen.T * runner._layers[layer].attention.scaling
+    expected = scores.softmax(-1) @ chosen[:, :64]
+    assert float((latents.double() - expected).abs().max()) < BOUND
+
+
+def host_row(rig: Rig, layer: int, position: int) -> Tensor:
+    """float64[80]: 64 codes, one scale and 16 rope values of 2 bytes, where kernels/layout.py says that they lie."""
+    page = rig.state.host[int(rig.state.host_table[0, position // PAGE_TOKENS])]
+    start = layer * PAGE_TOKENS * 100 + position % PAGE_TOKENS * 100
+    row = page[start : start + 100]
+    codes = [int(code) for code in row[:64]]
+    values = [e4m3(code) * float(row[64:68].clone().view(torch.float32)) for code in codes]
+    return torch.tensor(values + row[68:].clone().view(torch.bfloat16).double().tolist(), dtype=torch.float64)
+
+
+def e4m3(code: int) -> float:
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -size if sign else size
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
+def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str) -> None:
+    """Gathered, as on a GPU, and expanded; a near-tie in the indexer may fall the other way in fp8."""
+    expanded = runner_of(checkpoint, kv_dtype)
+    gathered = TransformersRunner(expanded._layers.model, expanded.info, expanded.geometry, gathered_prefill=True)
+    (theirs, _), (ours, _) = run(expanded, 0), run(gathered, 0)
+    rows = [slab_rows(rig) for rig in (theirs, ours)]
+    near = (rows[0] - rows[1]).abs().amax(-1) < (1e-4 if kv_dtype == "float32" else 0.5)
+    assert int((~near).sum()) < len(near.flatten()) / 100
+
+
+def slab_rows(rig: Rig) -> Tensor:
+    """float32[layers, 300, 80] of the prompt."""
+    rows = [read_slab_rows(rig.state, layer, 0, 300) for layer in range(rig.runner.geometry.layers)]
+    return rig.runner._layers.rows.decode(torch.stack(rows))  # type: ignore[attr-defined]
+
+
+def test_what_does_not_fit_is_refused_at_start() -> None:
+    config = tiny_config("glm-5", TOPK, 1_024)
+    config.index_head_dim = 48
+    with pytest.raises(ConfigError, match=r"worker\.kv_dtype.*index_head_dim 48"):
+        geometry_of(config, "fp8")
+    assert geometry_of(config, "bfloat16").index_row_bytes == 96

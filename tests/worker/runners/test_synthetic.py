@@ -1,0 +1,61 @@
+"""Models with random weights for benchmarks: the families' own dimensions, dense, served by the real runner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.state import StepBatch
+from protocol.errors import ConfigError
+from tests.support.runner_rig import Rig
+from worker.runners.synthetic import synthetic_config, synthetic_runner
+from worker.runners.tiny import FAMILIES
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+def test_dimensions_are_those_of_the_families() -> None:
+    deepseek, glm = (synthetic_config(family, 6) for family in FAMILIES)
+    assert (deepseek.num_attention_heads, deepseek.kv_lora_rank, deepseek.index_topk) == (128, 512, 2048)
+    assert (glm.num_attention_heads, glm.hidden_size) == (64, 6144)
+    assert glm.indexer_types == ["full", "shared", "shared", "shared", "full", "shared"]
+    assert set(deepseek.mlp_layer_types) == set(glm.mlp_layer_types) == {"dense"}
+    with pytest.raises(ConfigError, match="family"):
+        synthetic_config("llama", 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_decode_and_a_generator_may_stand_in_for_the_indexer(family: str) -> None:
+    """after_index_topk sees the indexer's selection of each group and replaces it before swap-in."""
+    prompt, seen = list(range(90)), []
+
+    def oldest(group: int, batch: StepBatch, topk: torch.Tensor) -> None:
+        seen.append((group, topk[0].tolist()))
+        topk[0] = torch.arange(topk.shape[1])
+
+    config = synthetic_config(family, 5, **SMALL)
+    plain, replaced = (synthetic_runner(config, device="cpu", after_index_topk=hook) for hook in (None, oldest))
+    rigs = [Rig(runner, seats=1, context_tokens=200) for runner in (plain, replaced)]
+    tokens = [rig.open(0, prompt, hot_slots=32)[0] for rig in rigs]
+    assert tokens[0] == tokens[1]
+    logits = [rig.decode([0])[1] for rig in rigs]
+    assert not torch.equal(*logits)
+    assert [group for group, _ in seen] == list(range(plain.geometry.groups))
+    assert all(topk == sorted(topk) and len(set(topk)) == 16 for _, topk in seen)
+    rigs[1].decode([0])
+    assert rigs[1].hit_rate() == 0.5  # the same oldest tokens twice

@@ -1,0 +1,179 @@
+"""The rules of a capture, and what runners launch held to them without a GPU: a graph is replayed with other inputs, so
+nothing that a step depends on may be read when it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.worker_rig import Rig
+from tests.worker.loop import test_worker_model as model
+from tests.worker.loop.test_worker_executor import resident, run_mixed
+from worker.loop.executor import Executor
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
+from worker.streams.capture import Capture
+
+
+class CapturingStreams(InlineStreams):
+    """Counts the graphs made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = 0
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
+        self.graphs += 1
+        return super().capture(launch)
+
+
+def capture_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every executor made from now on captures its steps, as on a GPU; every third replays the graph that is timed."""
+    create = Executor.__init__
+
+    def create_and_warm_up(executor: Executor, *arguments: object, **options: object) -> None:
+        create(executor, *arguments, **(options | {"timed_every": 3}))  # type: ignore[arg-type]
+        executor._decoder.warm_up(graphs=True)
+
+    monkeypatch.setattr(Executor, "__init__", create_and_warm_up)
+
+
+@pytest.fixture
+def warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_at_start(monkeypatch)
+
+
+def forked(streams: Streams, ran: list[str]) -> None:
+    streams.compute.launch("select", partial(ran.append, "select"))
+    streams.swap.wait(streams.compute.record("plan_ready"))
+    streams.swap.launch("replay", partial(ran.append, "replay"))
+    streams.compute.launch("project", partial(ran.append, "project"))
+    streams.compute.wait(streams.swap.record("prefetched"))
+    streams.compute.launch("attend", partial(ran.append, "attend"))
+
+
+def test_a_capture_runs_nothing_and_its_replay_everything() -> None:
+    streams, ran = make_streams("inline"), list[str]()
+    replay = streams.capture(partial(forked, streams, ran))
+    assert not ran
+    assert replay is not None
+    for _ in range(2):
+        ran.clear()
+        streams.compute.launch("replay", replay)
+        assert ran == ["select", "replay", "project", "attend"]
+
+
+def no_join(streams: Streams) -> None:
+    streams.swap.wait(streams.compute.record("plan_ready"))
+
+
+def work_after_the_join(streams: Streams) -> None:
+    forked(streams, [])
+    streams.swap.launch("more", lambda: None)
+
+
+def no_fork(streams: Streams) -> None:
+    streams.stage.launch("copy", lambda: None)
+
+
+def no_fork_before_a_fence(streams: Streams) -> None:
+    streams.compute.wait(streams.swap.record("prefetched"))
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (no_join, "swap does not rejoin"),
+        (work_after_the_join, "swap does not rejoin"),
+        (no_fork, "stage is not part of the capture"),
+        (no_fork_before_a_fence, "swap is not part of the capture"),
+    ],
+)
+def test_forks_begin_and_end_at_compute(launch: Callable[[Streams], None], message: str) -> None:
+    streams, ran = make_streams("inline"), list[str]()
+    with pytest.raises(FenceError, match=message):
+        streams.capture(partial(launch, streams))
+    forked(streams, ran)
+    assert len(ran) == 4, "the streams go on as if nothing had been captured"
+
+
+@pytest.mark.parametrize("name", [name for name, spec in FENCES.items() if spec.placement == "between replays"])
+def test_a_fence_between_replays_has_no_place_inside(name: str) -> None:
+    (producer, *_), (consumer, *_) = FENCES[name].producers, FENCES[name].consumers
+    capture = Capture(1)
+    with pytest.raises(FenceError, match=f"{name} lies between replays"):
+        capture.recorded(producer, name)
+    with pytest.raises(FenceError, match=f"{name} lies between replays"):
+        capture.waited(consumer, name, producer, 0)
+
+
+def test_a_fence_does_not_cross_the_edge_of_a_capture() -> None:
+    """vLLM #56785."""
+    streams = make_streams("inline")
+    outside, inside = streams.swap.record("prefetched"), []
+    with pytest.raises(FenceError, match="recorded outside of captures and is waited for inside capture 1"):
+        streams.capture(lambda: streams.compute.wait(outside))
+    streams.capture(lambda: inside.append(streams.compute.record("plan_ready")))
+    with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for outside"):
+        streams.swap.wait(inside[0])
+    with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for inside capture 3"):
+        streams.capture(lambda: streams.swap.wait(inside[0]))
+
+
+# ---------------------------------------------------------------- runners
+
+
+@pytest.mark.usefixtures("warmed_up")
+@pytest.mark.parametrize("sizes", [(0,) * 5, (0, 64, 128, 192, 64)], ids=str)
+def test_steps_replayed_give_the_tokens_and_logits_of_steps_launched(sizes: tuple[int, ...]) -> None:
+    """vLLM #56158: rows of replayed steps reach the host."""
+    streams = CapturingStreams()
+    _, logits = run_mixed(sizes, streams=streams)
+    assert streams.graphs == 2 * 3, "two for each padded batch size of four seats"
+    assert logits.keys() == resident().keys()
+    assert all(torch.equal(logits[step], resident()[step]) for step in logits)
+
+
+class Forgetful(FakeRunner):
+    """Reads the batch when it launches a step, which a replay does not do again."""
+
+    def launch_decode(self, streams, state, sampler, batch, outputs) -> None:  # type: ignore[no-untyped-def]
+        super().launch_decode(streams, state, sampler, batch, outputs)
+        real = int(batch.num_real)
+        streams.compute.launch("forget", lambda: outputs.tokens[real:].fill_(0))
+
+
+@pytest.mark.mutation
+@pytest.mark.usefixtures("warmed_up")
+def test_a_runner_that_reads_inputs_at_launch_is_caught() -> None:
+    """vLLM #56158: what Python does at capture, no replay does."""
+    rig = Rig(make_streams("inline"), runner=Forgetful())
+    assert rig.coordinator.admit(rig.coordinator.create(1, 40, 12), 64)
+    rig.run()
+    assert rig.wrong()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield path
+    torch.set_num_threads(threads)
+
+
+def test_steps_of_the_model_may_be_replayed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, logits, _ = model.run(checkpoint, (128, 0, 64))
+    capture_at_start(monkeypatch)
+    streams = CapturingStreams()
+    replayed, replayed_logits, misses = model.run(checkpoint, (128, 0, 64), streams)
+    assert streams.graphs == 2
+    assert misses > 0
+    assert replayed == tokens
+    assert all(torch.equal(values, logits[step]) for step, values in replayed_logits.items())

@@ -1,0 +1,253 @@
+"""Page transfer under a network and processes that do their worst (tests/support/fakes/transfer_world.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from protocol.arrays import pack_int32, pack_int64
+from protocol.errors import BadInput, WrongState
+from tests.support.fakes.transfer_world import HOST_PAGES, LAYOUT, FakeTransferWorld
+from worker.transfer import receiving, sender_actions, sending
+from worker.transfer.interface import Arrived, Description, Failed, Layout, Revoked
+from worker.transfer.receiving import Receiving
+from worker.transfer.sending import Sending
+from worker.transfer.wire import Begin, Checked, Ready, Refused, Stop, Stopped, Written
+
+SEEDS = range(150)
+
+
+def lives(seeds: Iterable[int], *, fetches: bool) -> Counter[str]:
+    """How the tickets of these seeds ended at the receiver. Fails where one never does."""
+    ended: Counter[str] = Counter()
+    for seed in seeds:
+        world = FakeTransferWorld(seed, fetches=fetches)
+        try:
+            world.run(events=400)
+            world.settle()
+            assert world.receiver.open_tickets == 0
+            assert [s.core.in_flight for s in world.senders if s.is_alive] == [(0, 0)] * 2
+            assert set(world.over) == set(world.tickets)
+        except Exception as error:
+            error.add_note(f"seed {seed}, {fetches=}")
+            raise
+        ended.update(world.over.values())
+    return ended
+
+
+@pytest.mark.parametrize("fetches", [True, False])
+def test_no_write_lands_in_the_page_of_another_whatever_happens(fetches: bool) -> None:
+    """I2, SGLang #24578; and each ticket ends once at the receiver, arrived or revoked, with no more in flight than the
+    window."""
+    ended = lives(SEEDS, fetches=fetches)
+    assert min(ended["arrived"], ended["revoked"]) > len(SEEDS)
+
+
+def revoke_at_once(self: Any, ticket: int, reason: str, now: float) -> list[Any]:
+    return [self._end(ticket)] if ticket in self._tickets else []
+
+
+def take_exit_as_the_end_of_writes(self: Any, sender: str) -> list[Any]:
+    return self.shut_out(sender) if sender in self._endpoints else []
+
+
+def stop_at_once(self: Any, number: int, reason: str, now: float) -> list[Any]:
+    ticket = self._tickets[number]
+    for at, unit in ticket.units.items():
+        if unit.posted or unit.written:
+            self._leave_flight(ticket, at)
+    return self._end(number, reason, clean=True)
+
+
+def call_broken_clean(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, number, reason, clean: original(self, number, reason, clean=True)
+
+
+def look_at_refused_attempts_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, check: Any, good: bool) -> list[Any]:
+        actions: list[Any] = original(self, check, good)
+        for ticket in self._tickets.values():
+            ticket.refused.clear()
+        return actions
+
+    return checked
+
+
+def count_a_page_with_its_first_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, check: Any, good: bool) -> list[Any]:
+        ticket = self._tickets.get(check.ticket)
+        if good and ticket is not None:
+            ticket.parts_left[check.unit // len(ticket.part_ends)] = 1
+        actions: list[Any] = original(self, check, good)
+        return actions
+
+    return checked
+
+
+@pytest.mark.mutation
+def test_a_page_that_counts_with_its_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receiving, "checked", count_a_page_with_its_first_part(Receiving.checked))
+    with pytest.raises(AssertionError, match="lacks a part"):
+        lives(range(100), fetches=True)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("core", "method", "mutant", "fetches"),
+    [
+        (Receiving, "revoke", revoke_at_once, False),
+        (Receiving, "revoke", revoke_at_once, True),
+        (Receiving, "_cut_off", take_exit_as_the_end_of_writes, False),
+        (Receiving, "checked", look_at_refused_attempts_again(Receiving.checked), False),
+        (Sending, "_stop", stop_at_once, False),
+        (Sending, "_end", call_broken_clean(Sending._end), False),
+    ],
+    ids=[
+        "revoke at once",
+        "revoke while copying",
+        "exit is enough",
+        "refused attempts again",
+        "stop at once",
+        "broken is clean",
+    ],
+)
+def test_each_guard_against_late_writes_is_needed(
+    core: type, method: str, mutant: Callable[..., Any], fetches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, method, mutant)
+    with pytest.raises(AssertionError, match="I2"):
+        lives(range(2_000), fetches=fetches)
+
+
+# ---------------------------------------------------------------- one message at a time
+
+
+def description() -> bytes:
+    return Description(1, "fake", "receiver", "tcp://r:1", 1, b"", LAYOUT).encode()
+
+
+def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
+    """A ticket of two pages, the first of which has arrived by the message that comes along."""
+    core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
+    core.open(7, [3, 4])
+    core.heard("a/1", Begin(1, 1, 7, 2, LAYOUT, pack_int64([600])), 0.0)
+    core.admitted("a/1", b"")
+    written = Written(7, 0, 1, 99, 2)
+    (check,) = core.heard("a/1", written, 0.0)
+    assert isinstance(check, receiving.Check)
+    assert receiving.Tell(Arrived(7, 0)) in core.checked(check, True)
+    return core, written
+
+
+def test_a_completion_that_comes_twice_is_answered_and_told_once() -> None:
+    core, written = receiver_with_a_page_checked()
+    assert core.heard("a/1", written, 0.0) == [receiving.Say("a/1", Checked(7, 0, 1, True))]
+
+
+def test_a_completion_of_somebody_else_is_ignored() -> None:
+    core, _ = receiver_with_a_page_checked()
+    assert core.heard("b/1", Written(7, 1, 1, 99, 2), 0.0) == []
+    assert core.heard("a/1", Written(7, 2, 1, 99, 2), 0.0) == []
+    assert core.heard("b/1", Stopped(7, True, ""), 0.0) == []
+
+
+def test_a_name_may_come_again_when_its_process_was_proved_dead() -> None:
+    """The dead one's late word about an open ticket is refused; the next life's about a later ticket is not."""
+    core, _ = receiver_with_a_page_checked()
+    core.open(8, [5])
+    assert core.sender_exited("a/1") == [receiving.ShutOut("a/1")]
+    assert receiving.Tell(Revoked(7, "a/1 was shut out")) in core.shut_out("a/1")
+    (refusal,) = core.heard("a/1", Begin(1, 1, 8, 1, LAYOUT, pack_int64([600])), 0.0)
+    assert isinstance(refusal, receiving.Say)
+    assert isinstance(refusal.message, Refused)
+    core.open(9, [3])
+    assert core.heard("a/1", Begin(1, 1, 9, 1, LAYOUT, pack_int64([600])), 0.0) == [receiving.Admit("a/1", b"")]
+
+
+def test_a_completion_after_revocation_is_not_looked_at() -> None:
+    core, _ = receiver_with_a_page_checked()
+    core.revoke(7, "aborted", 0.0)
+    assert core.heard("a/1", Written(7, 1, 1, 99, 2), 0.0) == [receiving.Say("a/1", Stop(7, "aborted"))]
+
+
+@pytest.mark.parametrize(
+    ("begin", "reason"),
+    [
+        (Begin(2, 1, 7, 2, LAYOUT, pack_int64([600])), "speaks version 2, this receiver 1"),
+        (Begin(1, 5, 7, 2, LAYOUT, pack_int64([600])), "is gone"),
+        (Begin(1, 1, 7, 3, LAYOUT, pack_int64([600])), "3 pages to send, 2 reserved"),
+        (Begin(1, 1, 7, 2, LAYOUT, pack_int64([600, 300])), "ascending ends"),
+        (Begin(1, 1, 7, 2, LAYOUT, b"123"), "do not divide"),
+        (
+            Begin(1, 1, 7, 2, Layout(32, 600, 2, 4, 0, 1, 1, "model"), pack_int64([600])),
+            "layout.page_tokens=64: host pages of b/1 have page_tokens 32, those of this worker 64",
+        ),
+    ],
+)
+def test_a_sender_that_does_not_fit_is_refused_with_both_values(begin: Begin, reason: str) -> None:
+    core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
+    core.open(7, [3, 4])
+    (answer,) = core.heard("b/1", begin, 0.0)
+    assert isinstance(answer, receiving.Say)
+    assert isinstance(answer.message, Refused)
+    assert reason in answer.message.reason
+    assert core.revoke(7, "aborted", 0.0) == [receiving.Tell(Revoked(7, "aborted"))], "nobody has begun"
+
+
+def sender_with_a_post() -> tuple[Sending, sender_actions.Post]:
+    core = Sending(LAYOUT, HOST_PAGES, {"fake": b""})
+    core.open(7, description(), 1, (), 0.0)
+    core.send(7, 0, 2, 0, 0.0)
+    *_, post = core.heard("tcp://r:1", Ready(7, pack_int32([5]), 40, b""), 0.0)
+    assert isinstance(post, sender_actions.Post)
+    return core, post
+
+
+def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
+    """I8; and the receiver learns that it may still land."""
+    core, post = sender_with_a_post()
+    assert core.tick(sending.WRITE_LIMIT_S - 1) == []
+    actions = core.tick(sending.WRITE_LIMIT_S)
+    reason = f"a write took longer than {sending.WRITE_LIMIT_S:g} s"
+    assert actions == [
+        sender_actions.Disconnect("tcp://r:1", 40),
+        sender_actions.Say("tcp://r:1", Stopped(7, False, reason)),
+        sender_actions.Tell(Failed(7, reason)),
+    ]
+    assert core.written(post, 99, "", 50.0) == []
+
+
+def test_a_page_that_nobody_verifies_fails_its_ticket() -> None:
+    """I8; what was written has ended, so the pages are free at once."""
+    core, post = sender_with_a_post()
+    written = sender_actions.Say("tcp://r:1", Written(7, 0, 1, 99, 2))
+    assert core.written(post, 99, "", 0.0) == [written]
+    assert core.tick(sending.CHECK_RESEND_S) == [written], "it may have been lost"
+    reason = f"a page was not verified within {sending.CHECK_LIMIT_S:g} s"
+    said = sender_actions.Say("tcp://r:1", Stopped(7, True, reason))
+    assert core.tick(sending.CHECK_LIMIT_S) == [said, sender_actions.Tell(Failed(7, reason))]
+    assert core.in_flight == (0, 0)
+
+
+def test_a_receiver_is_told_again_what_became_of_a_ticket() -> None:
+    core, _ = sender_with_a_post()
+    core.tick(sending.WRITE_LIMIT_S)
+    (answer,) = core.heard("tcp://r:1", Stop(7, "aborted"), 99.0)
+    assert answer == sender_actions.Say("tcp://r:1", Stopped(7, False, "the ticket has ended"))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_receiver_refuses_pages_that_it_has_not() -> None:
+    core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
+    with pytest.raises(BadInput, match=f"not among the {HOST_PAGES}"):
+        core.open(1, [0, HOST_PAGES])
+    with pytest.raises(BadInput, match="twice"):
+        core.open(1, [3, 3])
+    core.open(1, [3])
+    with pytest.raises(WrongState, match="it is open"):
+        core.open(1, [4])

@@ -1,0 +1,36 @@
+"""Which GPU a name means, and what it has free, asked of its driver: other processes count, and so does what torch
+holds without using it."""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.errors import ConfigError
+
+
+def free_device_bytes(device: torch.device | str) -> int:
+    """Bytes that a new allocation on `device` may take; 0 for the CPU, whose budget is a setting."""
+    if torch.device(device).type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def cuda_device(name: str) -> torch.device:
+    """`cuda` or `cuda:N` with its index. Raises ConfigError when there is no such device."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no CUDA device here", field="worker.device", value=name, remedy="use worker.device=cpu"
+        )
+    device = torch.device(name)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.type != "cuda" or index >= torch.cuda.device_count():
+        raise ConfigError(
+            "no such CUDA device",
+            field="worker.device",
+            value=name,
+            remedy=f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,110 @@
+"""What becomes of a hot buffer: which chunks stay, which go, and what its tables are set up with. Pure.
+
+A hot buffer is its chunks, in the order of the chunk table, and its mode: resident (`hot_slots` 0; chunk i holds tokens
+64i..64i+63) or managed (H slots and a tail). A prompt in the prefill slab is nothing but a resident buffer, so taking
+it over and resizing are one decision:
+
+| from     | to           | chunks that stay                      | set up                          | rows come from |
+|----------|--------------|---------------------------------------|---------------------------------|----------------|
+| resident | resident     | all, or the first that are wanted     |                                 | where they are |
+| resident | managed      | the newest that fit H, then any       | their tokens in slots 0..       | where they are |
+| managed  | larger       | all                                   | new slots empty                 | where they are |
+| managed  | smaller      | the first                             | tokens of higher slots absent   | where they are |
+| managed  | resident     | any                                   | slot = token                    | host pages     |
+
+Nothing is copied on the device in any of them. All rows must be in host memory before a change is carried out, since
+every change but growing may drop some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+
+
+@dataclass(frozen=True)
+class HotBuffer:
+    """`hot_slots` 0 is resident. `chunks` in the order of the chunk table."""
+
+    hot_slots: int = 0
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def rows_max(self) -> int | None:
+        """Longest context it can hold; None when chunks are no limit."""
+        return None if self.hot_slots else len(self.chunks) * PAGE_TOKENS
+
+
+class SetUp(Enum):
+    """What is to be done with the seat's tables."""
+
+    NOTHING = "nothing"
+    RESIDENT = "resident"
+    MANAGED = "managed"
+    GROW = "grow"
+    SHRINK = "shrink"
+
+
+@dataclass(frozen=True)
+class Change:
+    """`buffer` replaces one of `old_slots`; `freed` chunks go. `first_token` and `tokens` concern SetUp.MANAGED."""
+
+    buffer: HotBuffer
+    freed: tuple[int, ...]
+    set_up: SetUp
+    first_token: int = 0
+    tokens: int = 0
+    reload: bool = False  # rows 0..length-1 come from host pages
+    old_slots: int = 0
+
+
+def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[int], chunks_max: int) -> None:
+    """BadInput unless a buffer of `hot_slots` in `hot_chunks` chunks is one that this worker offers."""
+    if hot_slots and hot_slots not in classes:
+        raise BadInput("not a size class", field="hot_slots", value=hot_slots, remedy=f"0 or one of {tuple(classes)}")
+    least = managed_chunks(hot_slots) if hot_slots else pages_for(length)
+    most = least if hot_slots else chunks_max
+    if not least <= hot_chunks <= most:
+        raise BadInput(
+            f"{hot_slots} slots for {length} tokens take {least} to {most} chunks", field="hot_chunks", value=hot_chunks
+        )
+
+
+def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> Change:
+    """`old`, holding rows 0..length-1, becomes `hot_slots` in `hot_chunks` chunks, with `extra` new ones at hand.
+
+    Sizes as `check_size` accepts them; `extra` brings the chunks that `old` lacks, max(0, hot_chunks - held).
+    """
+    if not old.hot_slots and hot_slots:
+        return _manage(old, hot_slots, hot_chunks, length, extra)
+    pool = (*old.chunks, *extra)
+    kept, freed = pool[:hot_chunks], pool[hot_chunks:]
+    return Change(
+        HotBuffer(hot_slots, kept),
+        freed,
+        _set_up(old.hot_slots, hot_slots),
+        reload=bool(old.hot_slots) > bool(hot_slots),
+        old_slots=old.hot_slots,
+    )
+
+
+def _set_up(old: int, new: int) -> SetUp:
+    if not new:
+        return SetUp.RESIDENT if old else SetUp.NOTHING
+    return SetUp.GROW if new > old else SetUp.SHRINK if new < old else SetUp.NOTHING
+
+
+def _manage(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> Change:
+    """The chunks of the newest tokens come first in the table, so that those tokens lie in slots 0.. as they are."""
+    pages = pages_for(length)
+    first = max(0, pages - hot_slots // PAGE_TOKENS)
+    newest = old.chunks[first:pages]
+    others = (*old.chunks[:first], *old.chunks[pages:], *extra)
+    split = hot_chunks - len(newest)
+    buffer = HotBuffer(hot_slots, (*newest, *others[:split]))
+    first_token = first * PAGE_TOKENS
+    return Change(buffer, others[split:], SetUp.MANAGED, first_token, max(0, length - first_token))

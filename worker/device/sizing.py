@@ -1,0 +1,224 @@
+"""How a worker's memory is cut up: settings and a model's geometry in, counts and a report out. Pure.
+
+Host memory is host pages and nothing else. Device memory (`device_mem`, the budget for KV) is cut in this order:
+
+    bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
+    prefill slab   room for `slab_tokens`; by default one longest prompt, at most half of what is left. A worker of role
+                   decode computes no prompts and has one page, since none would be no worker's
+    index pages    as many as host pages or seats can use, at most their share of what is left: without its index keys a
+                   context in host memory cannot be decoded
+    hot chunks     the rest, at most `hot_chunks_max`
+
+The share of index pages. A context needs index pages in proportion to its length, and hot chunks by the size of its hot
+buffer, which does not grow with it; so no fixed share fits all. `context_target_tokens` names the length that is to be
+served most: what is left is then cut so that index pages and the smallest hot buffers run out at the same number of
+such requests. DeepSeek-V3.2 with rows in fp8 wants 61 percent for index pages at 32k tokens, 86 at 128k. Shorter
+contexts then find index pages to spare and hot chunks short, so without a target each gets one half.
+
+With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded; the rest is for
+graphs, scratch memory of steps and prompt chunks, and libraries. What steps take is known after the warm-up only, and
+printed then.
+
+Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the
+smallest hot buffer, by nothing else. `longest_context_tokens` says which length fits a worker that serves it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.layout import QUEUE_RING, Geometry
+from protocol.byte_sizes import AUTO, parse_size
+from protocol.errors import ConfigError
+from protocol.messages import DECODE, ModelInfo, WorkerCapacity
+from protocol.settings import WorkerSettings
+from protocol.sizing import smallest_chunks
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
+
+#: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
+SLAB_SHARE = 0.5
+#: Share of what is then left that index pages take at most when no length is aimed at.
+INDEX_SHARE = 0.5
+#: Share of a GPU's free memory that `device_mem` = auto takes.
+DEVICE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Counts for the coordinator, and the widths of the tables that belong to them."""
+
+    capacity: WorkerCapacity
+    context_max_tokens: int
+    max_pages: int
+    max_chunks: int
+    max_slab_pages: int
+    bookkeeping_bytes: int
+    device_bytes: int
+    longest_context_tokens: int
+    context_target_tokens: int = 0
+
+    def report(self) -> tuple[str, ...]:
+        """Lines for the start of the process, most of them `name value`."""
+        c, target = self.capacity, self.context_target_tokens or self.context_max_tokens
+        pages = pages_for(target + c.overshoot_tokens)
+        by_chunks = c.hot_chunks // smallest_chunks(pages, c.hot_size_classes)
+        return (
+            f"bytes per host page {c.page_bytes} ({c.page_bytes // PAGE_TOKENS} per token)",
+            f"host pages {c.host_pages} ({c.host_pages * c.page_bytes} bytes)",
+            f"seats {c.seats}",
+            f"hot chunks {c.hot_chunks} of {PAGE_TOKENS} rows; size classes {' '.join(map(str, c.hot_size_classes))}",
+            f"index pages {c.index_pages}",
+            f"prefill slab pages {c.slab_pages}",
+            f"bookkeeping bytes {self.bookkeeping_bytes}",
+            f"device bytes {self.device_bytes}",
+            f"requests of {target} tokens: {c.host_pages // pages} by host pages, {c.index_pages // pages} by index "
+            f"pages, {by_chunks} by hot chunks at the smallest hot size",
+            f"longest context tokens {self.longest_context_tokens} of {self.context_max_tokens} allowed",
+        )
+
+
+def size_worker(
+    settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "", free_device_bytes: int = 0
+) -> Sizing:
+    """Cut the memory of one worker. `free_device_bytes` is a GPU's, 0 on the CPU.
+
+    Raises ConfigError naming the setting when the device has less, or when not even one request would fit.
+    """
+    classes = _classes(settings, geometry)
+    context = _context(settings, info)
+    host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
+    max_pages = pages_for(context + settings.lookahead_steps)
+    max_chunks = max(max_pages, managed_chunks(classes[-1]))
+    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks)
+    device = _budget(settings, free_device_bytes)
+    left = device - bookkeeping
+    slab = _slab_pages(settings, geometry, max_pages, left)
+    left -= slab * geometry.chunk_bytes
+    index_bytes = _index_bytes(settings, geometry, classes, context, max(0, left))
+    index_pages = min(host_pages, settings.seats * max_pages, index_bytes // geometry.index_page_bytes)
+    chunks = max(0, left - index_pages * geometry.index_page_bytes) // geometry.chunk_bytes
+    if settings.hot_chunks_max:
+        chunks = min(chunks, settings.hot_chunks_max)
+    _require_room(settings, geometry, host_pages, slab, index_pages, chunks, classes[0])
+    return Sizing(
+        capacity=WorkerCapacity(
+            seats=settings.seats,
+            hot_chunks=chunks,
+            index_pages=index_pages,
+            slab_pages=slab,
+            host_pages=host_pages,
+            page_bytes=geometry.page_bytes,
+            hot_size_classes=classes,
+            tail_slots=settings.tail_slots,
+            overshoot_tokens=settings.lookahead_steps,
+            pool_path=pool_path,
+            role=settings.role,
+        ),
+        context_max_tokens=context,
+        max_pages=max_pages,
+        max_chunks=max_chunks,
+        max_slab_pages=slab,
+        bookkeeping_bytes=bookkeeping,
+        device_bytes=bookkeeping + (slab + chunks) * geometry.chunk_bytes + index_pages * geometry.index_page_bytes,
+        longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
+        context_target_tokens=settings.context_target_tokens,
+    )
+
+
+def _budget(settings: WorkerSettings, free_device_bytes: int) -> int:
+    if settings.device_mem == AUTO:
+        return int(free_device_bytes * DEVICE_SHARE)
+    budget = parse_size(settings.device_mem, "worker.device_mem")
+    if free_device_bytes and budget > free_device_bytes:
+        raise ConfigError(
+            f"the device has {free_device_bytes} bytes free",
+            field="worker.device_mem",
+            value=settings.device_mem,
+            remedy=f"set it to {int(free_device_bytes * DEVICE_SHARE) >> 20}MiB or less, or to {AUTO}",
+        )
+    return budget
+
+
+def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
+    classes = tuple(sorted(settings.hot_size_classes))
+    if not classes or classes[0] < geometry.topk:
+        raise ConfigError(
+            f"a step selects {geometry.topk} rows, which must all fit the hot buffer",
+            field="worker.hot_size_classes",
+            value=classes,
+            remedy=f"name sizes from {geometry.topk} upward",
+        )
+    return classes
+
+
+def _context(settings: WorkerSettings, info: ModelInfo) -> int:
+    if settings.context_max_tokens > info.context_max_tokens:
+        raise ConfigError(
+            f"the model's context ends at {info.context_max_tokens} tokens",
+            field="worker.context_max_tokens",
+            value=settings.context_max_tokens,
+            remedy="lower it, or leave it at 0",
+        )
+    return min(settings.context_max_tokens or info.context_max_tokens, CONTEXT_MAX_TOKENS)
+
+
+def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
+    """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
+    eviction queue."""
+    per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
+    per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
+    return settings.seats * per_seat
+
+
+def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
+    if settings.role == DECODE:
+        return 1
+    if settings.slab_tokens:
+        return min(pages_for(settings.slab_tokens), max_pages)
+    return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.chunk_bytes)
+
+
+def _index_bytes(
+    settings: WorkerSettings, geometry: Geometry, classes: tuple[int, ...], context: int, left: int
+) -> int:
+    """Of `left` bytes for index pages and hot chunks, those for index pages."""
+    target = settings.context_target_tokens
+    if not target:
+        return int(left * INDEX_SHARE)
+    if target > context:
+        raise ConfigError(
+            f"contexts end at {context} tokens",
+            field="worker.context_target_tokens",
+            value=target,
+            remedy="lower it, or raise worker.context_max_tokens",
+        )
+    pages = pages_for(target + settings.lookahead_steps)
+    index = pages * geometry.index_page_bytes
+    whole = index + smallest_chunks(pages, classes) * geometry.chunk_bytes
+    return left * index // whole
+
+
+def _require_room(
+    settings: WorkerSettings,
+    geometry: Geometry,
+    host_pages: int,
+    slab: int,
+    index_pages: int,
+    chunks: int,
+    smallest: int,
+) -> None:
+    if not host_pages:
+        raise ConfigError(
+            f"one host page needs {geometry.page_bytes} bytes",
+            field="worker.host_mem",
+            value=settings.host_mem,
+            remedy="raise it",
+        )
+    if min(slab, index_pages) < 1 or chunks < managed_chunks(smallest):
+        raise ConfigError(
+            f"leaves {slab} slab pages, {index_pages} index pages and {max(0, chunks)} hot chunks; the smallest hot "
+            f"buffer needs {managed_chunks(smallest)} chunks of {geometry.chunk_bytes} bytes",
+            field="worker.device_mem",
+            value=settings.device_mem,
+            remedy="raise it, or lower worker.seats, slab_tokens or hot_size_classes",
+        )

@@ -1,0 +1,400 @@
+"""What a worker owes the coordinator: tokens, durable lengths and events, cut into numbered reports.
+
+The executor thread writes, the link reads; every method holds one lock for a bounded time and none waits. Progress is
+state, not a queue: tokens of one request coalesce until a report takes them, a durable length replaces the one before,
+Counters replace Counters. A coordinator that is away therefore costs no more than the tokens of the pages it granted,
+and a slow one gets fewer, larger reports.
+
+    dirty ── take ──► in flight (numbered, kept) ── ack ──► forgotten
+                            └── replay ──► sent again, the very same bytes
+
+A report stays in flight until a cumulative acknowledgement covers it; `REPORTS_UNACKED_MAX` of them and `take` answers
+None while dirt goes on coalescing. Receivers apply the tokens of a report before its events; so events wait while
+tokens that were added before them do not all fit (`REPORT_TOKENS_MAX`).
+
+It also keeps the inventory that a hello carries. An admission is held from the moment the link hands its Admit to the
+executor until the executor says Released; it is listed until that was acknowledged. What was given to it is noted as
+commands pass by, how far it has come as events are acknowledged: inventory and the reports in flight together say all.
+
+Rejected: one message per step and request (4 us each, and a queue that grows while nobody reads); renumbering on
+reconnect (a report that did arrive would be applied twice).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from protocol.arrays import pack_int32, pack_int64
+from protocol.errors import InternalError, ProtocolError
+from protocol.messages import (
+    NO_HOT_BUFFER,
+    WARM_START_BYTES_MAX,
+    WORKER_MESSAGE_BYTES_MAX,
+    Admit,
+    Counters,
+    Event,
+    Grant,
+    Held,
+    Inventory,
+    Parked,
+    Progress,
+    Receive,
+    Released,
+    Report,
+    Resize,
+    Resized,
+    Staged,
+    Started,
+)
+
+#: Reports sent and not acknowledged; at one per 20 ms they cover an absence of a second before coalescing begins.
+REPORTS_UNACKED_MAX: Final = 64
+#: Tokens in one report: 1 MiB on the wire.
+REPORT_TOKENS_MAX: Final = 262_144
+#: Requests whose progress one report carries; 28 bytes each.
+REPORT_REQUESTS_MAX: Final = 16_384
+#: Events in one report.
+REPORT_EVENTS_MAX: Final = 4_096
+#: Bytes of last top-k in one report, but for those of one more request.
+REPORT_TOPK_BYTES_MAX: Final = 4 * 1024 * 1024
+#: Events not yet in a report. Each answers a command, so only an executor gone wild gets here.
+EVENTS_PENDING_MAX: Final = 1_048_576
+
+assert 4 * REPORT_TOKENS_MAX + 28 * REPORT_REQUESTS_MAX < WORKER_MESSAGE_BYTES_MAX // 4  # room for events' texts,
+assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
+
+
+@dataclass(slots=True)
+class _Dirt:
+    """Progress of one admission since the last report that carried it. `ids` are generated positions `start`... ."""
+
+    request_index: int
+    start: int
+    durable: int
+    ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One admission as the inventory has it; `is_held` by the executor."""
+
+    request_index: int
+    generated: int
+    durable: int
+    host_pages: int
+    hot_slots: int
+    hot_chunks: int
+    is_staged: bool
+    resizing: tuple[int, int] | None = None
+    is_started: bool = False
+    is_parked: bool = False
+    is_held: bool = True
+    chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
+
+    def as_held(self, placement: int) -> Held:
+        return Held(
+            placement,
+            self.generated,
+            self.durable,
+            self.request_index,
+            self.host_pages,
+            self.hot_slots,
+            self.hot_chunks,
+            self.resizing,
+            self.is_staged,
+            self.is_started,
+            self.is_parked,
+            not self.is_held,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    report: Report
+    sent_at: float
+
+
+def _ignore() -> None:
+    return
+
+
+class Outbox:
+    """Thread-safe. `on_dirty` is called, from the writer's thread and outside the lock, when there is news again."""
+
+    def __init__(self, epoch: int, on_dirty: Callable[[], None] = _ignore) -> None:
+        self.epoch = epoch
+        self.on_dirty = on_dirty
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._dirt: dict[int, _Dirt] = {}
+        self._events: deque[Event] = deque()
+        self._counters: Counters | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._stays: dict[int, _Stay] = {}
+        self._next_number = 1
+        self._command_ack = 0
+        self._signalled = False
+
+    def restart(self, epoch: int) -> None:
+        """Forget everything and number from 1 again: a new epoch. InternalError while an admission is held."""
+        if held := self.held():
+            raise InternalError("a new epoch while admissions are held", field="held", value=len(held))
+        with self._lock:
+            self.epoch = epoch
+            self._clear()
+
+    # ---------------------------------------------------------------- executor's side
+
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
+
+        Raises InternalError when they do not continue what this admission added before and no report took yet.
+        """
+        with self._lock:
+            dirt = self._dirt.get(placement)
+            if dirt is None:
+                self._dirt[placement] = _Dirt(request_index, start, durable, list(ids))
+            else:
+                _extend(dirt, placement, start, ids)
+                dirt.durable = max(dirt.durable, durable)
+            self._note(placement, start + len(ids), durable)
+        self._signal()
+
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
+        """Rows of this admission known to be in host memory; never lowers what was said before."""
+        with self._lock:
+            dirt = self._dirt.setdefault(placement, _Dirt(request_index, 0, durable))
+            dirt.durable = max(dirt.durable, durable)
+            self._note(placement, 0, durable)
+        self._signal()
+
+    def add_event(self, event: Event) -> None:
+        """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
+        with self._lock:
+            if isinstance(event, Released) and (stay := self._stays.get(event.placement)) is not None:
+                stay.is_held = False
+            if isinstance(event, Counters):
+                self._counters = event
+            elif len(self._events) < EVENTS_PENDING_MAX:
+                self._events.append(event)
+            else:
+                raise InternalError("events that no report took", field="EVENTS_PENDING_MAX", value=EVENTS_PENDING_MAX)
+        self._signal()
+
+    def _signal(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            self.on_dirty()
+
+    # ---------------------------------------------------------------- link's side
+
+    def hold(self, admit: Admit | Receive) -> None:
+        """The executor is about to get this admission; it is held until Released."""
+        with self._lock:
+            if isinstance(admit, Receive):
+                pages = len(admit.host_pages) // 4
+                self._stays[admit.placement] = _Stay(
+                    admit.request_index, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False
+                )
+                return
+            self._stays[admit.placement] = _Stay(
+                admit.request_index,
+                len(admit.generated) // 4,
+                admit.durable_tokens,
+                len(admit.host_pages) // 4,
+                admit.hot_slots,
+                admit.hot_chunks,
+                is_staged=admit.durable_tokens > 0,
+            )
+
+    def give(self, command: Grant | Resize) -> None:
+        """The executor is about to get this too. Of an admission that has departed: nothing."""
+        with self._lock:
+            stay = self._stays.get(command.placement)
+            if stay is None:
+                return
+            if isinstance(command, Grant):
+                stay.host_pages += len(command.host_pages) // 4
+                stay.hot_chunks += command.hot_chunks
+                stay.chunks_since += command.hot_chunks
+                stay.is_parked = False
+            else:
+                stay.resizing, stay.chunks_since = (command.hot_slots, command.hot_chunks), 0
+
+    def held(self) -> tuple[Held, ...]:
+        """Every admission the executor may still touch memory of, with what it has produced."""
+        with self._lock:
+            return tuple(stay.as_held(placement) for placement, stay in self._stays.items() if stay.is_held)
+
+    def inventory(self) -> tuple[Held, ...]:
+        """Those, and the ones whose Released was not acknowledged."""
+        with self._lock:
+            return tuple(stay.as_held(placement) for placement, stay in self._stays.items())
+
+    def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
+        """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
+
+        A `command_ack` higher than the last one sent is news too; a `probe` goes without news, to be acknowledged.
+        `now` (seconds, any clock) dates the report for `overdue`.
+        """
+        with self._lock:
+            self._signalled = False
+            news = probe or self._is_dirty(command_ack)
+            if not news or len(self._in_flight) >= REPORTS_UNACKED_MAX:
+                return None
+            progress = self._cut_progress()
+            events = () if self._dirt else tuple(self._cut_events())
+            report = Report(self._next_number, self.epoch, command_ack, progress, events)
+            self._next_number += 1
+            self._command_ack = command_ack
+            self._in_flight.append(_InFlight(report, now))
+            return report
+
+    def ack(self, number: int) -> None:
+        """Reports up to `number` arrived. An old number does nothing; ProtocolError for one that was never sent."""
+        with self._lock:
+            if number >= self._next_number:
+                raise ProtocolError(
+                    f"acknowledges a report that was never sent (last: {self._next_number - 1})",
+                    field="ReportAck.number",
+                    value=number,
+                )
+            while self._in_flight and self._in_flight[0].report.number <= number:
+                for event in self._in_flight.popleft().report.events:
+                    self._acknowledged(event)
+
+    def can_replay(self, first: int) -> bool:
+        """Whether every report from `first` on is still here (or `first` is the next one)."""
+        with self._lock:
+            return self._next_number - len(self._in_flight) <= first <= self._next_number
+
+    def replay(self, first: int) -> list[Report]:
+        """The reports in flight from `first` on, unchanged. ProtocolError when it was acknowledged or never sent."""
+        with self._lock:
+            oldest = self._next_number - len(self._in_flight)
+            if not oldest <= first <= self._next_number:
+                raise ProtocolError(
+                    f"reports {oldest}..{self._next_number - 1} can be sent again",
+                    field="ReplayReports.first",
+                    value=first,
+                )
+            return [kept.report for kept in islice(self._in_flight, first - oldest, None)]
+
+    def overdue(self, now: float, limit_s: float) -> int | None:
+        """Number of the oldest report in flight when it was sent more than `limit_s` ago."""
+        with self._lock:
+            if self._in_flight and now - self._in_flight[0].sent_at > limit_s:
+                return self._in_flight[0].report.number
+            return None
+
+    def touch(self, now: float) -> None:
+        """Date everything in flight anew: it was just sent again."""
+        with self._lock:
+            self._in_flight = deque(_InFlight(kept.report, now) for kept in self._in_flight)
+
+    def is_dirty(self, command_ack: int) -> bool:
+        """Whether `take` has news to report."""
+        with self._lock:
+            return self._is_dirty(command_ack)
+
+    @property
+    def next_number(self) -> int:
+        return self._next_number
+
+    @property
+    def first_number(self) -> int:
+        """The oldest report in flight; with none, the next one."""
+        return self._next_number - len(self._in_flight)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that no report has taken yet; a scrape-time sum."""
+        with self._lock:
+            return sum(len(dirt.ids) for dirt in self._dirt.values())
+
+    # ---------------------------------------------------------------- under the lock
+
+    def _note(self, placement: int, generated: int, durable: int) -> None:
+        stay = self._stays.get(placement)
+        if stay is not None:
+            stay.generated, stay.durable = max(stay.generated, generated), max(stay.durable, durable)
+
+    def _acknowledged(self, event: Event) -> None:
+        """The coordinator will not forget it: the inventory says so from now on."""
+        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.placement)
+        match event:
+            case Released(placement):
+                self._stays.pop(placement, None)
+            case Staged() if stay:
+                stay.is_staged = True
+            case Started() if stay:
+                stay.is_started = True
+            case Parked() if stay:
+                stay.is_parked = True
+            case Resized() if stay:
+                stay.hot_slots, stay.hot_chunks = event.hot_slots, event.hot_chunks + stay.chunks_since
+                stay.resizing = None
+
+    def _is_dirty(self, command_ack: int) -> bool:
+        return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)
+
+    def _cut_progress(self) -> Progress | None:
+        """Take dirt up to the report's bounds, splitting the token list of the request that crosses them."""
+        room = REPORT_TOKENS_MAX
+        cut: list[tuple[int, _Dirt]] = []
+        for placement in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
+            dirt = self._dirt[placement]
+            if len(dirt.ids) > room:
+                if room:
+                    cut.append((placement, _Dirt(dirt.request_index, dirt.start, dirt.durable, dirt.ids[:room])))
+                    self._dirt[placement] = _Dirt(dirt.request_index, dirt.start + room, dirt.durable, dirt.ids[room:])
+                break
+            room -= len(dirt.ids)
+            cut.append((placement, self._dirt.pop(placement)))
+        return _pack(cut) if cut else None
+
+    def _cut_events(self) -> Iterator[Event]:
+        topk_bytes = 0
+        for _ in range(min(len(self._events), REPORT_EVENTS_MAX)):
+            if topk_bytes > REPORT_TOPK_BYTES_MAX:
+                return
+            event = self._events.popleft()
+            topk_bytes += len(event.warm_start) if isinstance(event, Released) else 0
+            yield event
+        if self._counters is not None and not self._events:
+            yield self._counters
+            self._counters = None
+
+
+def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:
+    if not dirt.ids:
+        dirt.start = start
+    elif start != dirt.start + len(dirt.ids):
+        raise InternalError(
+            f"tokens of admission {placement} do not continue position {dirt.start + len(dirt.ids)}",
+            field="start",
+            value=start,
+        )
+    dirt.ids.extend(ids)
+
+
+def _pack(cut: list[tuple[int, _Dirt]]) -> Progress:
+    return Progress(
+        request_indices=pack_int32([dirt.request_index for _, dirt in cut]),
+        placements=pack_int64([placement for placement, _ in cut]),
+        starts=pack_int32([dirt.start for _, dirt in cut]),
+        counts=pack_int32([len(dirt.ids) for _, dirt in cut]),
+        tokens=pack_int32([token for _, dirt in cut for token in dirt.ids]),
+        durables=pack_int32([dirt.durable for _, dirt in cut]),
+    )

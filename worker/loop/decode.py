@@ -1,0 +1,251 @@
+"""Decode steps: launched one ahead of those that are read, at fixed addresses, replayed from graphs on a GPU.
+
+One step n of b requests, padded to a bucket of B rows:
+
+    compute   upload inputs · wait backed_up of step n-T · begin_step · the runner's operations · download results
+    backup    wait row_written · copy the new rows by the step's BackupPlan · backed_up, durable
+
+Everything a step touches is allocated once per bucket, so that what the runner launches can be captured in a graph and
+replayed: between steps only the inputs, the backup plan's place in its ring and the results' place change, and all
+three are outside of it. `warm_up` runs each bucket on padding, so that scratch memory, compiled kernels and library
+workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
+mode there is one bucket, of all seats.
+
+What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns; positions are
+those of the moment of launch.
+
+One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
+graphs, such a step replays a second one, captured with timing events as nodes.
+
+Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
+inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
+step n+T waits for them).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from kernels.begin_step import begin_step
+from kernels.state import BackupPlan, DeviceState
+from worker.loop.batch import RunningRequest
+from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
+from worker.loop.swap import Swap
+from worker.loop.swap_counts import Int64s
+from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.streams import Fence, Streams
+
+#: Steps of which one is timed.
+TIMED_EVERY: Final = 64
+
+
+class _Bucket:
+    """What steps of one padded size use: the batch, its inputs' ring, backup plans of the last T steps, outputs."""
+
+    def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs) -> None:
+        groups, device = state.geometry.groups, state.rows.device
+        self.rows = rows
+        self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        self.batch = StepInputs.batch(self.inputs, groups)
+        self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
+        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
+        self.outputs = outputs
+        self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
+        self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
+
+
+class _Results:
+    """Host memory that a step's results are downloaded to; logits when they are kept."""
+
+    def __init__(self, state: DeviceState, vocab: int) -> None:
+        device = state.rows.device
+        self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
+        self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
+        self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
+
+    def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
+        """Operation: keep tokens and logits, and the hits and misses of every seat when `state` is given."""
+        rows = len(outputs.tokens)
+        self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
+        if outputs.logits is not None:
+            self.logits[:rows].copy_(outputs.logits, non_blocking=True)
+        if state is not None:
+            self.counts[0].copy_(state.hits, non_blocking=True)
+            self.counts[1].copy_(state.misses, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Launched:
+    requests: list[RunningRequest]
+    positions: list[int]
+    sampled: Fence
+    results: _Results
+    counted: bool
+    at_s: float
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
+    hits and misses by index group and seat.
+
+    `logits` float32[requests, vocab] if they are kept: true until as many steps have been launched as are in flight.
+    """
+
+    requests: list[RunningRequest]
+    positions: list[int]
+    tokens: list[int]
+    counts: Int64s | None
+    launched_s: float
+    logits: torch.Tensor
+
+
+class Decoder:
+    """Launches and reads steps, in order."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        swap: Swap,
+        *,
+        buckets: Sequence[int],
+        lookahead: int,
+        keep_logits: bool = False,
+        timed_every: int = TIMED_EVERY,
+    ) -> None:
+        """`timed_every` 0: no step is timed."""
+        self._runner = runner
+        self._streams = streams
+        self._state = state
+        self._sampler = sampler
+        self._swap = swap
+        vocab, device = runner.info.vocab_size, state.rows.device
+        self._buckets = [
+            _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device))
+            for rows in sorted(buckets)
+        ]
+        self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
+        self._timed_every = timed_every
+        self._counters = swap.counters
+        self._number = 0
+        self._launched: deque[_Launched] = deque()
+        self._backed_up: deque[Fence] = deque()
+        self._undurable: deque[tuple[Fence, list[RunningRequest], list[int]]] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not read; at most lookahead + 1."""
+        return len(self._launched)
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything launched was read and seen durable."""
+        return not self._launched and not self._undurable
+
+    def warm_up(self, *, graphs: bool) -> None:
+        """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
+        compute = self._streams.compute
+        for bucket in reversed(self._buckets):
+            self._upload(bucket, [], [])
+            compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
+            self._launch_runner(bucket)
+            compute.record("sampled").wait()
+            if graphs:
+                bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
+            if graphs and self._timed_every:
+                with self._timing():
+                    bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
+
+    def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False) -> None:
+        """Launch one step of `requests`, each of which has memory for its next row, and advance their positions."""
+        bucket = next(bucket for bucket in self._buckets if bucket.rows >= len(requests))
+        positions = [request.position for request in requests]
+        compute = self._streams.compute
+        self._upload(bucket, requests, positions)
+        if len(self._backed_up) == self._state.tail_slots:
+            compute.wait(self._backed_up.popleft())
+        plan = bucket.plans[self._number % len(bucket.plans)]
+        compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
+        if self._timed_every and self._number % self._timed_every == self._timed_every - 1:
+            self._launch_timed(bucket)
+        elif bucket.replay is None:
+            self._launch_runner(bucket)
+        else:
+            compute.launch("replay", bucket.replay)
+        backed_up, durable = self._swap.backup(plan, len(requests))
+        results = self._results[self._number % len(self._results)]
+        compute.launch("download", partial(results.download, bucket.outputs, self._state if count else None))
+        sampled = compute.record("sampled")
+        self._launched.append(_Launched(requests, positions, sampled, results, count, now_s))
+        self._backed_up.append(backed_up)
+        self._undurable.append((durable, requests, positions))
+        self._number += 1
+        for request in requests:
+            request.position += 1
+
+    def read(self) -> StepTokens:
+        """The oldest step in flight. Blocks the host until its tokens are there."""
+        step = self._launched.popleft()
+        step.sampled.wait()
+        tokens = step.results.tokens[: len(step.requests)].tolist()
+        counts = step.results.counts.numpy().copy() if step.counted else None
+        logits = step.results.logits[: len(step.requests)]
+        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits)
+
+    def note_durable(self) -> Iterator[RunningRequest]:
+        """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
+        while self._undurable and self._undurable[0][0].done():
+            _, requests, positions = self._undurable.popleft()
+            for request, position in zip(requests, positions, strict=True):
+                request.durable_rows = position + 1
+                yield request
+
+    def wait_backed_up(self) -> None:
+        """What is launched on `compute` from now on finds every row of the steps so far in host memory (I3)."""
+        if self._backed_up:
+            self._streams.compute.wait(self._backed_up[-1])
+
+    def _launch_timed(self, bucket: _Bucket) -> None:
+        computed = partial(self._counters.computed, self._timed_every)
+        if bucket.timed_replay is None:
+            with self._timing():
+                self._streams.timed(partial(self._launch_runner, bucket), computed)()
+        else:
+            self._streams.compute.launch("replay", self._streams.timed(bucket.timed_replay, computed))
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Swap-ins that are launched within are timed."""
+        self._streams.layer_spent = partial(self._counters.swap.spent, self._timed_every)
+        try:
+            yield
+        finally:
+            self._streams.layer_spent = None
+
+    def _launch_runner(self, bucket: _Bucket) -> None:
+        self._runner.launch_decode(self._streams, self._state, self._sampler, bucket.batch, bucket.outputs)
+
+    def _upload(self, bucket: _Bucket, requests: list[RunningRequest], positions: list[int]) -> None:
+        inputs = bucket.ring.next()
+        inputs.fill(
+            [request.seat for request in requests],
+            [position + 1 for position in positions],
+            [request.next_input() for request in requests],
+        )
+        self._streams.compute.launch("upload", partial(inputs.upload, bucket.inputs))
+        bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
+
+
+def batch_sizes(seats: int, *, deterministic: bool) -> list[int]:
+    """Padded batch sizes: powers of two up to the seats, or the seats alone."""
+    return sorted({seats} if deterministic else {min(1 << power, seats) for power in range(seats.bit_length() + 1)})

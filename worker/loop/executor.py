@@ -1,0 +1,562 @@
+"""The decode loop: one thread that owns the device, turns commands into launches and results into reports.
+
+One turn:
+
+    commands     admit, grant, resize, withdraw: change the running set at a step boundary
+    polls        first tokens, staged, loaded, quiesced, durable: only completions that were observed
+    prefill      at most one prompt chunk, so that a long prompt delays no step by more than that
+    step         launch one step of every request that has memory for its next row
+    read         tokens of steps beyond the lookahead: publish, notice ends, let go
+
+Launching before reading keeps the device busy while tokens are looked at; the price is that an end is seen one step
+late: that step's token is discarded (counted as surplus) and its row never published. Lengths are known beforehand and
+cost nothing. A request whose next page was not granted parks and takes no part in steps until a Grant.
+
+Memory leaves a request after its `quiesced` fences were observed (I2); chunks that a resize frees are used again behind
+`chunk_reclaimed`.
+
+What one request causes (bad input, a failing prefill, a stop string) is Faulted for that request. An error of a step,
+of a fence or of an invariant is the worker's own and ends the loop: the process must die with it, loudly.
+
+Rejected: asyncio or trio in here (launching is synchronous, and a loop that blocks on the device must not share a
+thread with the link); a thread per stream (order would come from locks that no fence table names).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Concatenate, Final, ParamSpec
+
+from torch import Tensor
+
+from metrics.state import MemoryUse, SwapTotals, WorkerCounters
+from protocol.arrays import unpack_int32
+from protocol.byte_sizes import parse_size
+from protocol.errors import HiSparseError, InternalError
+from protocol.logs import fields, logger
+from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
+from protocol.settings import WorkerSettings
+from protocol.text import Tokenizer
+from worker.device.gpu_memory import free_device_bytes
+from worker.device.inventory import Holding, take_inventory
+from worker.device.sizing import Sizing
+from worker.loop.batch import RunningRequest, Status
+from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
+from worker.loop.output import Output
+from worker.loop.prefill import Prefill
+from worker.loop.reporting import Reporter, Reports
+from worker.loop.seats import Seats, allocate_state, check_admit, check_hot_size, held_back
+from worker.loop.swap import Swap
+from worker.loop.warm_start import TopkBuffers
+from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.streams import Streams
+from worker.transfer.handover import Outgoing
+from worker.transfer.layer_groups import LayerGroups
+from worker.transfer.transfers import Transfers
+
+#: Commands submitted and not yet applied: more than the coordinator's log of unacknowledged ones can hold.
+COMMANDS_MAX: Final = 1_048_576
+#: How long an idle loop sleeps before it turns again, so that its beats go on.
+IDLE_S: Final = 0.05
+#: How long it sleeps when only fences are outstanding.
+POLL_S: Final = 0.0005
+#: Between two Counters events.
+COUNTERS_INTERVAL_S: Final = 1.0
+
+P = ParamSpec("P")
+
+log = logger("worker.loop.executor")
+
+
+class Executor:
+    """`submit` and `stop` from any thread; `run`, or `turn` by turn in tests, from one."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: WorkerSettings,
+        sizing: Sizing,
+        streams: Streams,
+        host: Tensor,
+        tokenizer: Tokenizer,
+        reports: Reports,
+        counters: WorkerCounters | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        keep_logits: bool = False,
+        timed_every: int = TIMED_EVERY,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are made by
+        whoever closes them."""
+        streams.adopt_thread()
+        self.counters = counters or WorkerCounters()
+        self.counters.fence_waits = streams.waits
+        self.transfers = transfers or Transfers()
+        self.counters.swap = SwapTotals(runner.geometry.group_of_layer, runner.geometry.row_bytes)
+        self.state = allocate_state(runner, settings, sizing, host)
+        self._runner = runner
+        self._sizing = sizing
+        self._streams = streams
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._lookahead = settings.lookahead_steps
+        sampler = SamplerState.allocate(settings.seats, settings.device)
+        self._swap = Swap(streams, self.state, self.counters)
+        parts = (runner, streams, self.state, sampler, self._swap)
+        vocab = runner.info.vocab_size
+        self._decoder = Decoder(
+            *parts,
+            buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
+            lookahead=self._lookahead,
+            keep_logits=keep_logits,
+            timed_every=timed_every,
+        )
+        g = runner.geometry
+        warm_start = TopkBuffers(g, self.state.rows.device)
+        self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
+        self._prefill = Prefill(
+            *parts,
+            chunk_tokens=settings.prefill_chunk_tokens,
+            groups=self._groups,
+            staging=self._note_staging,
+            outputs=StepOutputs.allocate(
+                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
+            ),
+            warm_start=warm_start,
+        )
+        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start)
+        self._report = Reporter(reports, self.counters, self._seats.swap_counts)
+        self._requests: dict[int, RunningRequest] = {}
+        self._prompts: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
+        self._waiting: dict[int, RunningRequest] = {}  # whose fences are polled
+        self._commands: deque[Command] = deque()
+        self._news = threading.Condition()
+        self._stopped = False
+        self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
+        self._read_at = self._counted_at = clock()
+
+    def _warm_up(self, settings: WorkerSettings) -> int:
+        """Bytes of the device that steps take beside the budget: scratch memory, graphs, compiled kernels."""
+        before = free_device_bytes(settings.device)
+        self._decoder.warm_up(graphs=settings.graphs)
+        return before - free_device_bytes(settings.device)
+
+    # ---------------------------------------------------------------- any thread
+
+    def submit(self, command: Command) -> None:
+        """Take a command for the next step boundary. Never waits. InternalError past COMMANDS_MAX."""
+        if len(self._commands) >= COMMANDS_MAX:
+            raise InternalError("commands that no turn has applied", field="COMMANDS_MAX", value=COMMANDS_MAX)
+        with self._news:
+            self._commands.append(command)
+            self._news.notify()
+
+    def wake(self) -> None:
+        """There is news for the next turn."""
+        with self._news:
+            self._news.notify()
+
+    def stop(self) -> None:
+        """Let `run` return after its present turn. Requests still held lose nothing but this process."""
+        with self._news:
+            self._stopped = True
+            self._news.notify()
+
+    # ---------------------------------------------------------------- the thread
+
+    def run(self) -> None:
+        """Turn until `stop`. What it raises is fatal to the process."""
+        self._streams.adopt_thread()
+        while not self._stopped:
+            if not self.turn():
+                self._sleep()
+        self._streams.close()
+
+    def turn(self) -> bool:
+        """One turn of the loop; whether it did anything besides polling in vain."""
+        self.counters.beat()
+        busy = self._apply_commands()
+        busy |= self._poll()
+        busy |= self._launch_prompt()
+        launched = self._launch_step()
+        busy |= self._read(self._lookahead if launched else 0)
+        return busy or launched
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do, read or observe."""
+        return (
+            self.transfers.is_idle
+            and not self._commands
+            and not self._waiting
+            and not self._running
+            and self._decoder.settled
+        )
+
+    def held(self) -> tuple[RunningRequest, ...]:
+        """Admissions that hold memory here. For tests and scrapes: the thread changes them."""
+        return tuple(self._requests.values())
+
+    def count_by_status(self) -> dict[str, int]:
+        """Admissions by status, absent ones as 0; from any thread, true for a moment."""
+        present = Counter(request.status for request in list(self._requests.values()))
+        return {status.value: present[status] for status in Status}
+
+    def count_by_hot_size(self) -> dict[str, int]:
+        """Hot buffers by size class, absent ones as 0; from any thread, true for a moment."""
+        buffers = [request.hot for request in list(self._requests.values())]
+        present = Counter(buffer.hot_slots for buffer in buffers if buffer.chunks)
+        classes = self._sizing.capacity.hot_size_classes
+        return {"resident": present[0]} | {str(hot_slots): present[hot_slots] for hot_slots in classes}
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """Device memory in units of 64 tokens; from any thread, true for a moment."""
+        geometry = self._runner.geometry
+        chunks, pages = self._seats.chunks, self._seats.index_pages
+        return {
+            "chunks": MemoryUse(chunks.count - chunks.free, chunks.count, geometry.chunk_bytes),
+            "index_pages": MemoryUse(pages.count - pages.free, pages.count, geometry.index_page_bytes),
+        }
+
+    def check_invariants(self) -> None:
+        """InternalError unless memory and lists agree: for tests, and for production when idle."""
+        self._seats.check_invariants(self._requests.values())
+        listed = {r.placement for r in self._running} | self._waiting.keys()
+        parked = {r.placement for r in self._requests.values() if r.status is Status.PARKED}
+        if listed | parked != self._requests.keys() or listed & parked:
+            raise InternalError("a request is nowhere or in two places", field="requests", value=sorted(self._requests))
+
+    def _sleep(self) -> None:
+        with self._news:
+            if not self._commands and not self._stopped:
+                self._news.wait(
+                    POLL_S if self._waiting or not self.transfers.is_idle or not self._decoder.settled else IDLE_S
+                )
+
+    def _contain(
+        self,
+        action: Callable[Concatenate[RunningRequest, P], None],
+        request: RunningRequest,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Do `action`; what it raises ends `request` alone, except for errors that are ours."""
+        try:
+            action(request, *args, **kwargs)
+        except InternalError:
+            raise
+        except Exception as error:
+            self._report.faulted(request.placement, error)
+            self._leave(request)
+
+    # ---------------------------------------------------------------- commands
+
+    def _apply_commands(self) -> bool:
+        applied = 0
+        while self._commands:
+            self._apply(self._commands.popleft())
+            applied += 1
+        return applied > 0
+
+    def _apply(self, command: Command) -> None:
+        """A command for a departed admission does nothing."""
+        match command:
+            case Admit():
+                self._admit(command)
+            case Receive():
+                self._receive(command)
+            case Exited(worker, pid):
+                self.transfers.exited(worker, pid)
+            case Audit(number):
+                self._take_inventory(number)
+            case Withdraw(ticket) if self.transfers.takes(ticket):
+                self.transfers.revoke(ticket)
+            case Grant() | Resize() | Withdraw():
+                self._apply_to_request(command)
+            case Stop():  # the link withdraws what is here and then ends the process
+                pass
+
+    def _apply_to_request(self, command: Grant | Resize | Withdraw) -> None:
+        request = self._requests.get(command.placement)
+        if request is None or request.status is Status.LEAVING:
+            return
+        match command:
+            case Grant():
+                self._contain(self._grant, request, command)
+            case Resize():
+                self._contain(self._resize, request, command)
+            case Withdraw():
+                self._seats.keep_topk(request)
+                self._leave(request)
+
+    def _take_inventory(self, number: int) -> None:
+        tickets, free = self.transfers.holdings(), self._seats.free()
+        free = free._replace(seats=free.seats - len(tickets))
+        self._report.inventory(take_inventory(number, [*self._holdings(), *tickets], free))
+
+    def _holdings(self) -> Iterator[Holding]:
+        for it in self._requests.values():
+            chunks, leaving = len(it.slab) + len(it.hot.chunks), it.status is Status.LEAVING
+            index_pages = len(it.index_pages)
+            yield Holding(it.placement, it.host_pages, index_pages, it.hot_chunks, len(it.slab), chunks, leaving)
+
+    def _admit(self, admit: Admit) -> None:
+        if admit.placement in self._requests:
+            raise InternalError("admitted twice", field="placement", value=admit.placement)
+        try:
+            check_admit(admit, self._sizing, self._runner.info)
+            output = self._output(admit)
+            if output.finished:  # by a token that was delivered in an earlier stay
+                self._report.outdone(admit, output)
+                return
+            request = self._seats.open(admit, output)
+        except InternalError:
+            raise
+        except Exception as error:  # it holds nothing, so it is released at once
+            self._report.faulted(admit.placement, error)
+            self._report.released(admit.placement, 0)
+            return
+        request.since_s = self._clock()
+        self._requests[request.placement] = self._waiting[request.placement] = request
+        if request.status is Status.PREFILLING:
+            self._prompts.append(request)
+        self.counters.admitted += 1
+        if admit.ticket:
+            self._contain(self._begin_sending, request, admit)
+
+    def _receive(self, command: Receive) -> None:
+        try:
+            self.transfers.receive(command)
+        except HiSparseError as error:
+            log.warning("ticket refused", extra=fields(ticket=command.placement, error=error))
+            self._report.released(command.placement, 0)
+
+    def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
+        tokens = request.prompt_tokens
+        request.outgoing = self.transfers.begin(admit.ticket, admit.destination, tokens, self._groups)
+
+    def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
+        """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
+        may go."""
+        if request.outgoing is not None:
+            request.staged_marks.append((self._swap.staged(), group, stop))
+            self._send_staged(request, request.outgoing)
+
+    def _send_staged(self, request: RunningRequest, out: Outgoing) -> None:
+        """Rows that were seen staged since the last look may go."""
+        while request.staged_marks and request.staged_marks[0][0].done():
+            _, group, rows = request.staged_marks.popleft()
+            self.transfers.send(out, group, rows, request.host_pages)
+
+    def _output(self, admit: Admit) -> Output:
+        generated = unpack_int32(admit.generated, "generated").tolist()
+        eos, detokenizer = self._runner.info.eos_token_ids, self._tokenizer.detokenizer
+        return Output(generated, admit.sampling, eos, detokenizer, held_back(admit))
+
+    def _grant(self, request: RunningRequest, grant: Grant) -> None:
+        if request.resize is not None:  # granted for the buffer that is to come
+            hot_chunks = request.resize.hot_chunks + grant.hot_chunks
+            request.resize = Resize(grant.placement, request.resize.hot_slots, hot_chunks)
+            grant = Grant(grant.placement, grant.host_pages, grant.index_pages, 0)
+        self._seats.grant(request, grant)
+        if request.status is Status.PARKED and not request.starved:
+            self._join(request)
+
+    def _resize(self, request: RunningRequest, resize: Resize) -> None:
+        if request.status is Status.LOADING:
+            request.resize = resize
+            return
+        if request.status in (Status.PREFILLING, Status.STAGING):
+            check_hot_size(resize.hot_slots, resize.hot_chunks, request.prompt_tokens, self._sizing)
+            request.hot_slots, request.hot_chunks = resize.hot_slots, resize.hot_chunks
+        elif self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
+            self._set_aside(request, Status.LOADING)
+            request.since_s = self._clock()
+        elif request.status is Status.PARKED and not request.starved:
+            self._join(request)
+        self._report.resized(request)
+
+    # ---------------------------------------------------------------- polls
+
+    def _poll(self) -> bool:
+        for ticket, rows in self.transfers.poll():
+            self._report.released(ticket, rows)
+        moved = [request for request in list(self._waiting.values()) if self._poll_one(request)]
+        for request in self._decoder.note_durable():
+            if request.status is Status.PARKED:
+                self._report.durable(request)
+        return bool(moved)
+
+    def _poll_one(self, request: RunningRequest) -> bool:
+        """Whether what `request` waits for was seen to be complete."""
+        if request.status is Status.LEAVING:
+            return self._poll_leaving(request)
+        if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
+            return True
+        if request.first_token is not None and request.first_token.done():
+            self._contain(self._take_first_token, request)
+            return True
+        if request.status is Status.STAGING and request.first_token is None and request.fences[0].done():
+            self._take_over(request)
+            return True
+        if request.status is Status.LOADING and (not self._running or all(fence.done() for fence in request.fences)):
+            self._take_loaded(request)
+            return True
+        return False
+
+    def _poll_leaving(self, request: RunningRequest) -> bool:
+        is_read = request.outgoing is not None and not request.outgoing.is_over
+        if is_read or not all(fence.done() for fence in request.fences):
+            return False
+        self._release(request)
+        return True
+
+    def _poll_outgoing(self, request: RunningRequest, out: Outgoing) -> bool:
+        """Whether it leaves: its pages were delivered, or cannot be."""
+        if request.staged_marks:
+            self._contain(self._send_staged, request, out)
+        if request.status is Status.SENDING and out.is_over:
+            self._leave(request)
+        return request.status is Status.LEAVING
+
+    def _take_first_token(self, request: RunningRequest) -> None:
+        request.first_token = None
+        now = self._clock()
+        request.prefill_s, request.since_s = now - request.since_s, now
+        self._report.prefilled(request)
+        if not request.output.forced:
+            self._take_token(request, self._prefill.first_token(request.seat))
+
+    def _take_over(self, request: RunningRequest) -> None:
+        """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer. Or it has been here for
+        its prompt alone, and leaves."""
+        request.durable_rows = request.prompt_tokens
+        if request.prefills_only:
+            self._seats.free_slab(request)
+        else:
+            self._seats.take_over(request)
+        self._report.staged(request, self._clock() - request.since_s)
+        if request.outgoing is not None:
+            self._set_aside(request, Status.SENDING)
+        elif request.prefills_only:
+            self._leave(request)
+        else:
+            self._join(request)
+
+    def _take_loaded(self, request: RunningRequest) -> None:
+        for fence in request.fences:
+            self._streams.compute.wait(fence)
+        self._report.loaded(self._clock() - request.since_s)
+        resize, request.resize = request.resize, None
+        self._join(request)
+        if resize is not None:
+            self._contain(self._resize, request, resize)
+
+    # ---------------------------------------------------------------- launches
+
+    def _launch_prompt(self) -> bool:
+        if not self._prompts:
+            return False
+        self._contain(self._launch_chunk, self._prompts[0])
+        return True
+
+    def _launch_chunk(self, request: RunningRequest) -> None:
+        is_last = self._prefill.launch_chunk(request)
+        if is_last:
+            self._prompts.popleft()
+            request.status = Status.STAGING
+            request.fences = (self._swap.staged(),)
+
+    def _launch_step(self) -> bool:
+        """One step of every running request that has memory for its next row; others park."""
+        ready: list[RunningRequest] = []
+        starved: list[RunningRequest] = []
+        for request in self._running:
+            if request.position < request.rows_max:
+                ready.append(request)
+            elif request.starved:
+                starved.append(request)
+        for request in starved:
+            self._park(request)
+        if not ready:
+            return False
+        self._seats.flush()
+        now = self._clock()
+        count = now - self._counted_at >= COUNTERS_INTERVAL_S
+        if count:
+            self._counted_at = now
+        self._decoder.launch(ready, now, count=count)
+        return True
+
+    def _read(self, keep: int) -> bool:
+        """Read the oldest steps in flight, all but `keep`; whether there were any."""
+        busy = self._decoder.in_flight > keep
+        while self._decoder.in_flight > keep:
+            step = self._decoder.read()
+            now = self._clock()
+            self.counters.stepped(now - max(step.launched_s, self._read_at))
+            self._read_at = now
+            for request, position, token in zip(step.requests, step.positions, step.tokens, strict=True):
+                if request.status is Status.LEAVING:
+                    self.counters.surplus_tokens += 1
+                elif request.is_drawn(position):
+                    self._contain(self._take_token, request, token)
+            self._report.swaps(step)
+        return busy
+
+    # ---------------------------------------------------------------- tokens and ends
+
+    def _take_token(self, request: RunningRequest, token: int) -> None:
+        request.output.push(token)
+        self._report.publish(request)
+        if request.output.finished:
+            self._report.finished(request)
+            self._leave(request)
+
+    def _leave(self, request: RunningRequest) -> None:
+        """Out of the batch for good: what was launched for it goes on, nothing more is."""
+        self._set_aside(request, Status.LEAVING)
+        request.staged_marks.clear()
+        if request.outgoing is not None:
+            self.transfers.cancel(request.outgoing, "its request leaves")
+        if request in self._prompts:
+            self._prompts.remove(request)
+        self._seats.close(request)
+
+    def _release(self, request: RunningRequest) -> None:
+        """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
+        rows = request.position if request.prefilled == request.prompt_tokens else 0
+        self._report.last_swaps(request, self._seats.release(request))
+        del self._requests[request.placement], self._waiting[request.placement]
+        durable, first_token = request.left_behind(rows)
+        warm_start = self._seats.warm_start(request)
+        swaps = request.hits, request.misses
+        self._report.released(request.placement, durable, *swaps, first_token, warm_start if durable else b"")
+
+    # ---------------------------------------------------------------- where a request is
+
+    def _join(self, request: RunningRequest) -> None:
+        self._waiting.pop(request.placement, None)
+        request.status = Status.RUNNING
+        self._running.append(request)
+        if not request.started:
+            request.started = True
+            self._report.started(request)
+
+    def _park(self, request: RunningRequest) -> None:
+        self._running.remove(request)
+        request.status = Status.PARKED
+        self._report.parked(request)
+
+    def _set_aside(self, request: RunningRequest, status: Status) -> None:
+        """Out of the batch, to wait for fences."""
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        request.status = status
+        self._waiting[request.placement] = request

@@ -1,0 +1,71 @@
+"""One request's output: which tokens are known, which may be published, and when it ends. Pure.
+
+Tokens come from earlier stays (delivered then, forced now) and from steps. Those that may be part of a stop string are
+held back; a new stay draws them again, but for the first one, which only prefill can draw: it is handed on. A request
+ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last allowed
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from protocol.messages import Sampling
+from protocol.text import Detokenizer, StopMatcher
+
+
+class Output:
+    """`tokens` are all known generated tokens, `published` of them have been given to `take_publishable`'s caller."""
+
+    def __init__(
+        self,
+        generated: Sequence[int],
+        sampling: Sampling,
+        eos_token_ids: Sequence[int],
+        detokenizer: Callable[[], Detokenizer],
+        held_back: Sequence[int] = (),
+    ) -> None:
+        """`generated` were delivered in earlier stays, `held_back` after them drawn and not published."""
+        self.tokens: list[int] = []
+        self.forced = len(generated) + len(held_back)
+        self.published = len(generated)
+        self.reason = ""
+        self.tail_text = ""
+        self.max_tokens = sampling.max_tokens
+        self._publishable = 0
+        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._matcher = StopMatcher(sampling.stop, detokenizer()) if sampling.stop else None
+        for token in (*generated, *held_back):
+            self.push(token)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Length of the output once finished: tokens of a stop string do not count."""
+        return self._publishable
+
+    def push(self, token: int) -> None:
+        """Take the next token in. Nothing may follow once finished."""
+        self.tokens.append(token)
+        self._publishable = len(self.tokens)
+        if self._matcher is not None:
+            state = self._matcher.push((token,))
+            self._publishable = max(state.publishable, self.published)
+            if state.finished:
+                self.reason, self.tail_text = "stop", state.tail_text
+                return
+        if token in self._eos:
+            self.reason = "eos"
+        elif len(self.tokens) >= self.max_tokens:
+            self.reason = "length"
+        if self.reason:
+            self._publishable = len(self.tokens)
+
+    def take_publishable(self) -> tuple[int, list[int]]:
+        """Start and ids of the tokens that may go out now; they count as published from here on."""
+        start = self.published
+        self.published = max(start, self._publishable)
+        return start, self.tokens[start : self.published]

@@ -1,0 +1,101 @@
+"""Prefill: one prompt chunk at a time through the runner into the slab, and behind it, layer group by layer group, to
+host memory.
+
+The slab is chunks of the hot arena, held by the request from admission until `staged`. Chunks of a fixed size from
+position 0, whatever else runs, so that a prompt's rows do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.state import DeviceState
+from worker.loop.batch import RunningRequest
+from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
+from worker.loop.swap import Swap
+from worker.loop.warm_start import TopkBuffers
+from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.streams import Streams
+from worker.transfer.layer_groups import LayerGroups
+
+
+class Prefill:
+    """Launches prompt chunks. First tokens are read from `first_tokens`, one place per seat."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        swap: Swap,
+        *,
+        chunk_tokens: int,
+        groups: LayerGroups,
+        outputs: StepOutputs,
+        warm_start: TopkBuffers,
+        staging: Callable[[RunningRequest, int, int], None],
+    ) -> None:
+        """`staging` is told of each launch: of what request, which layer group, of rows below which position."""
+        self._runner = runner
+        self._streams = streams
+        self._state = state
+        self._sampler = sampler
+        self._swap = swap
+        self._groups = groups
+        self._outputs = outputs
+        self._warm_starts = warm_start
+        self._staging = staging
+        device = state.rows.device
+        buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
+        self._ring = Ring(buffers)
+        self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=device)
+        self._first_tokens = host_tensor(state.seats, dtype=torch.int32, device=device)
+
+    def launch_chunk(self, request: RunningRequest) -> bool:
+        """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
+        start = request.prefilled
+        stop = min(start + len(self._tokens), request.prompt_tokens)
+        last = stop == request.prompt_tokens
+        tokens, outputs = self._upload(request, start, stop), self._outputs if last else None
+        written = partial(self._stage, request, start, stop)
+        self._runner.launch_prefill_chunk(
+            self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written
+        )
+        if last:
+            if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
+                request.topk_place = self._warm_starts.take()
+            self._streams.compute.launch("keep results", partial(self._keep, request.seat, request.topk_place))
+            request.first_token = self._streams.compute.record("sampled")
+        request.prefilled = stop
+        return last
+
+    def first_token(self, seat: int) -> int:
+        """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
+        return int(self._first_tokens[seat])
+
+    def _stage(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
+        """`layer` of start..stop-1 is written: stage its group, if that is whole now."""
+        group = self._groups.ending_with(layer)
+        if group is None:
+            return
+        layers = self._groups.layers(group)
+        self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop, layers)
+        self._staging(request, group, stop)
+
+    def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
+        buffer, tokens = self._ring.next(), self._tokens[: stop - start]
+        buffer.numpy()[: stop - start] = request.prompt[start:stop]
+        upload = partial(tokens.copy_, buffer[: stop - start], non_blocking=True)
+        self._streams.compute.launch("upload prompt", upload)
+        self._ring.launched(self._streams.compute.record("inputs_consumed"))
+        return tokens
+
+    def _keep(self, seat: int, topk_place: int | None) -> None:
+        self._first_tokens[seat : seat + 1].copy_(self._outputs.tokens[:1], non_blocking=True)
+        if topk_place is not None and self._outputs.warm_start is not None:
+            self._warm_starts[topk_place].copy_(self._outputs.warm_start, non_blocking=True)

@@ -1,0 +1,150 @@
+"""What the executor says and counts: each happening once, to the outbox and to the worker's counters.
+
+Tokens go out before the event they lead to; a durable length never includes a row whose completion was not observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from metrics.state import WorkerCounters
+from protocol.arrays import pack_int64
+from protocol.logs import fields, logger
+from protocol.messages import (
+    NO_TOKEN,
+    Admit,
+    Counters,
+    Event,
+    Faulted,
+    Finished,
+    Inventory,
+    Parked,
+    Released,
+    Resized,
+    Staged,
+    Started,
+)
+from worker.loop.batch import RunningRequest, Status
+from worker.loop.decode import StepTokens
+from worker.loop.output import Output
+from worker.loop.swap_counts import Int64s, SwapCounts
+
+log = logger("worker.loop.executor")
+
+
+class Reports(Protocol):
+    """Where results go; thread-safe and never waiting (worker/link/outbox.py)."""
+
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
+    def add_event(self, event: Event) -> None: ...
+
+
+class Reporter:
+    """One per executor."""
+
+    def __init__(self, reports: Reports, counters: WorkerCounters, swap_counts: SwapCounts) -> None:
+        self._reports = reports
+        self._counters = counters
+        self._swap_counts = swap_counts
+
+    def publish(self, request: RunningRequest) -> None:
+        """Tokens that may go out and have not, with what is durable by now."""
+        self._counters.tokens += 1
+        start, ids = request.output.take_publishable()
+        if ids:
+            self._reports.add_tokens(request.request_index, request.placement, start, ids, request.durable())
+
+    def durable(self, request: RunningRequest) -> None:
+        """The durable length alone, of a request that draws no tokens at present."""
+        self._reports.set_durable(request.request_index, request.placement, request.durable())
+
+    def prefilled(self, request: RunningRequest) -> None:
+        self._counters.prefill_s.observe(request.prefill_s)
+        self._counters.prompt_tokens += request.prompt_tokens
+
+    def staged(self, request: RunningRequest, stage_s: float) -> None:
+        self._counters.stage_s.observe(stage_s)
+        self.durable(request)
+        self._reports.add_event(Staged(request.placement, request.prefill_s * 1e3, stage_s * 1e3))
+
+    def loaded(self, load_s: float) -> None:
+        """A resumed request, or one whose buffer became resident, has its keys and rows again."""
+        self._counters.load_s.observe(load_s)
+
+    def started(self, request: RunningRequest) -> None:
+        self._reports.add_event(Started(request.placement))
+
+    def parked(self, request: RunningRequest) -> None:
+        self._counters.parked += 1
+        self.durable(request)
+        self._reports.add_event(Parked(request.placement))
+
+    def resized(self, request: RunningRequest) -> None:
+        self._counters.resized += 1
+        self._reports.add_event(Resized(request.placement, request.hot_slots, request.hot_chunks))
+
+    def finished(self, request: RunningRequest) -> None:
+        output = request.output
+        self._reports.add_event(Finished(request.placement, output.reason, output.generated_tokens, output.tail_text))
+
+    def outdone(self, admit: Admit, output: Output) -> None:
+        """An admission whose output was complete before it came: nothing was touched."""
+        self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
+        self.released(admit.placement, admit.durable_tokens)
+
+    def faulted(self, placement: int, error: Exception) -> None:
+        """`error` ended the admission; its traceback goes to the log, its text to the coordinator."""
+        self._counters.faulted += 1
+        log.warning("request faulted", extra=fields(placement=placement), exc_info=error)
+        self._reports.add_event(Faulted(placement, str(error) or type(error).__name__))
+
+    def released(
+        self,
+        placement: int,
+        durable: int,
+        hits: int = 0,
+        misses: int = 0,
+        first_token: int = NO_TOKEN,
+        warm_start: bytes = b"",
+    ) -> None:
+        self._counters.released += 1
+        self._reports.add_event(Released(placement, durable, hits, misses, first_token, warm_start))
+
+    def inventory(self, inventory: Inventory) -> None:
+        """What is held, among the events that led to it."""
+        self._reports.add_event(inventory)
+
+    def swaps(self, step: StepTokens) -> None:
+        """The hits and misses that came with a step, of its requests that are still here."""
+        if step.counts is None:
+            return
+        rows = zip(step.requests, step.positions, strict=True)
+        steps = [(request, position + 1) for request, position in rows if request.status is not Status.LEAVING]
+        live = [request for request, _ in steps]
+        if live:
+            seats = [request.seat for request in live]
+            counts = step.counts[:, :, seats].transpose(0, 2, 1)
+            self._count(live, counts, [position for _, position in steps])
+            self._reports.add_event(
+                Counters(
+                    pack_int64([request.placement for request in live]),
+                    pack_int64([request.hits for request in live]),
+                    pack_int64([request.misses for request in live]),
+                )
+            )
+
+    def last_swaps(self, request: RunningRequest, counts: Int64s) -> None:
+        """The final hits and misses of `request`, int64[2, G]."""
+        self._count([request], counts[:, np.newaxis], [request.position])
+
+    def _count(self, requests: Sequence[RunningRequest], counts: Int64s, positions: Sequence[int]) -> None:
+        """Raise the totals by what `requests` have added since the last count; `counts` int64[2, n, G]."""
+        seats = [request.seat for request in requests]
+        for request, hits, misses in zip(requests, *self._swap_counts.take(seats, counts, positions), strict=True):
+            self._counters.hits += hits - request.hits
+            self._counters.misses += misses - request.misses
+            request.hits, request.misses = hits, misses

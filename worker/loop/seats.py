@@ -1,0 +1,370 @@
+"""Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
+
+A request holds one seat, index pages one to one with its host pages, and chunks: as prefill slab until it is staged, as
+hot buffer afterwards. Verbs launch what the device must do and change the books at once; the host's books are exact
+and the device's tables follow on `compute`.
+
+    open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
+                the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
+    free_slab   the staged slab of a prompt that will be decoded elsewhere
+    take_over   the staged slab becomes the hot buffer, what does not fit is free
+    grant       more pages, and chunks while resident
+    resize      another hot buffer
+    keep_topk   what the last step selected, for whoever goes on with it
+    close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
+
+Every check comes before the first change: an admission that raises holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.backend import prepare
+from kernels.seat import clear_seat, latest_tokens
+from kernels.state import DeviceState
+from protocol.arrays import unpack_int32
+from protocol.errors import BadInput, CapacityError, InternalError
+from protocol.logs import fields, logger
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
+from protocol.settings import WorkerSettings
+from protocol.units import pages_for
+from worker.device.arena import Arena
+from worker.device.hot_buffer import Change, HotBuffer, SetUp, change, check_size
+from worker.device.inventory import Free
+from worker.device.sizing import Sizing
+from worker.loop.batch import RunningRequest, Status
+from worker.loop.decode import Decoder
+from worker.loop.inputs import SeatTables, host_tensor
+from worker.loop.output import Output
+from worker.loop.swap import Swap
+from worker.loop.swap_counts import Int64s, SwapCounts
+from worker.loop.warm_start import TopkBuffers, unpack
+from worker.runners.base import Runner, SamplerState
+from worker.streams import Fence, Streams
+
+log = logger("worker.loop.seats")
+
+
+def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
+    """The device memory that `sizing` has counted; hot chunks and slab pages are one arena. On a GPU, with its kernels
+    loaded; `host` is registered with it then."""
+    capacity = sizing.capacity
+    state = DeviceState.allocate(
+        runner.geometry,
+        seats=capacity.seats,
+        chunks=capacity.hot_chunks + capacity.slab_pages,
+        index_pages=capacity.index_pages,
+        max_pages=sizing.max_pages,
+        max_chunks=sizing.max_chunks,
+        max_slab_pages=sizing.max_slab_pages,
+        tail_slots=capacity.tail_slots,
+        host=host,
+        device=settings.device,
+    )
+    prepare(state)
+    return state
+
+
+def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
+    """BadInput, naming the field, when this worker can never carry `admit` out."""
+    prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated")
+    if len(generated) and held_back(admit):
+        raise BadInput("held back behind tokens that were said", field="first_token", value=admit.first_token)
+    named = ("prompt", prompt), ("generated", generated), ("first_token", np.asarray(held_back(admit), dtype=np.int32))
+    for name, ids in named:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
+            raise BadInput(f"ids must lie in 0..{info.vocab_size - 1}", field=name, value=ids[:8].tolist())
+    tokens, durable = len(prompt), admit.durable_tokens
+    longest = tokens + admit.sampling.max_tokens
+    if not tokens or admit.sampling.max_tokens < 1 or longest > sizing.context_max_tokens:
+        raise BadInput(
+            f"prompt and output must have tokens, {sizing.context_max_tokens} together at most",
+            field="prompt",
+            value=f"{tokens} + {admit.sampling.max_tokens} tokens",
+        )
+    known = len(generated) + len(held_back(admit))
+    if durable and not tokens <= durable < tokens + known:
+        raise BadInput(
+            f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
+        )
+    rows = max(tokens, durable)
+    _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
+    if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
+        raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
+    if admit.hot_slots != NO_HOT_BUFFER:
+        check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
+    elif durable or admit.hot_chunks:
+        raise BadInput("a stay for the prompt alone has no rows before it and no chunks", field="hot_slots", value=-1)
+
+
+def held_back(admit: Admit) -> tuple[int, ...]:
+    """The first token, if it was drawn in an earlier stay and not said."""
+    return () if admit.first_token == NO_TOKEN else (admit.first_token,)
+
+
+def check_hot_size(hot_slots: int, hot_chunks: int, rows: int, sizing: Sizing) -> None:
+    """BadInput unless this worker offers the hot buffer for a context of `rows`."""
+    check_size(hot_slots, hot_chunks, rows, sizing.capacity.hot_size_classes, sizing.max_chunks)
+
+
+def _check_pages(host_pages: Sequence[int], index_pages: int, rows: int, sizing: Sizing) -> None:
+    if not pages_for(rows) <= len(host_pages) <= sizing.max_pages or index_pages != len(host_pages):
+        raise BadInput(
+            f"{rows} rows need {pages_for(rows)} pages, as many index pages, at most {sizing.max_pages}",
+            field="host_pages",
+            value=f"{len(host_pages)} with {index_pages} index pages",
+        )
+    _check_page_ids(host_pages, sizing)
+
+
+def _check_page_ids(host_pages: Sequence[int], sizing: Sizing) -> None:
+    if len(set(host_pages)) < len(host_pages) or not all(0 <= page < sizing.capacity.host_pages for page in host_pages):
+        raise BadInput(f"must be distinct ids below {sizing.capacity.host_pages}", field="host_pages", value=host_pages)
+
+
+class Seats:
+    """The only holder of the arenas. Chunks of hot buffers and of the slab come from one arena."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        swap: Swap,
+        decoder: Decoder,
+        sizing: Sizing,
+        warm_start: TopkBuffers,
+    ) -> None:
+        capacity = sizing.capacity
+        self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
+        self.index_pages = Arena("index page", capacity.index_pages)
+        self._sizing = sizing
+        self._compute = streams.compute
+        self._state = state
+        self._sampler = sampler
+        self._swap = swap
+        self._decoder = decoder
+        self._warm_starts = warm_start
+        self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
+        self._tables = SeatTables(streams.compute, state)
+        self._free = deque(range(capacity.seats))
+        groups, device = state.geometry.groups, state.rows.device
+        self._final_counts = host_tensor(2, capacity.seats, groups, dtype=torch.int64, device=device)
+
+    def open(self, admit: Admit, output: Output) -> RunningRequest:
+        """Seat an admission that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
+        prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
+        resumes = admit.durable_tokens > 0
+        chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
+        if not self._free or self.index_pages.free < admit.index_pages:
+            raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
+        chunks = self.chunks.take(chunk_count)
+        request = RunningRequest(
+            placement=admit.placement,
+            request_index=admit.request_index,
+            seat=self._free.popleft(),
+            prompt=prompt,
+            sampling=admit.sampling,
+            output=output,
+            host_pages=host_pages,
+            index_pages=self.index_pages.take(admit.index_pages),
+            slab=[] if resumes else chunks,
+            hot=HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
+            hot_slots=admit.hot_slots,
+            hot_chunks=admit.hot_chunks,
+            status=Status.LOADING if resumes else Status.PREFILLING,
+            position=admit.durable_tokens or len(prompt),
+            durable_rows=admit.durable_tokens,
+            prefilled=len(prompt) if resumes else 0,
+        )
+        self.swap_counts.open(request.seat)
+        self._write_tables(request)
+        sampling = admit.sampling
+        self._compute.launch(
+            "set sampler",
+            partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
+        )
+        if resumes:
+            self._resume(request, admit.warm_start)
+        return request
+
+    def free_slab(self, request: RunningRequest) -> None:
+        """A prompt seen staged that has no hot buffer here: nothing reads its slab any more."""
+        slab, request.slab = request.slab, []
+        self.chunks.give(slab)
+
+    def take_over(self, request: RunningRequest) -> None:
+        """The slab of a prompt seen staged becomes the hot buffer."""
+        slab, request.slab = HotBuffer(0, tuple(request.slab)), []
+        done = self._change(request, slab, len(request.prompt))
+        if done.set_up is SetUp.NOTHING:
+            self._set_up(request, Change(request.hot, (), SetUp.RESIDENT))
+        self.chunks.give(done.freed)
+
+    def grant(self, request: RunningRequest, grant: Grant) -> None:
+        """Append pages, and chunks for a resident buffer. BadInput or CapacityError before any change."""
+        host_pages = unpack_int32(grant.host_pages, "host_pages").tolist()
+        pages = len(request.host_pages)
+        _check_page_ids([*request.host_pages, *host_pages], self._sizing)
+        if grant.index_pages != len(host_pages) or pages + len(host_pages) > self._sizing.max_pages:
+            raise BadInput(
+                f"pages come with index pages, {self._sizing.max_pages} at most", field="host_pages", value=host_pages
+            )
+        if grant.hot_chunks and (request.hot_slots or request.hot_chunks + grant.hot_chunks > self._sizing.max_chunks):
+            raise BadInput("chunks are for resident buffers", field="hot_chunks", value=grant.hot_chunks)
+        if self.index_pages.free < grant.index_pages or self.chunks.free < grant.hot_chunks:
+            raise CapacityError("no index pages or chunks left", field="index_pages", value=grant.index_pages)
+        self._grant_chunks(request, grant.hot_chunks)
+        index_pages = self.index_pages.take(grant.index_pages)
+        self._tables.set("host_table", request.seat, pages, host_pages)
+        self._tables.set("index_table", request.seat, pages, index_pages)
+        request.host_pages += host_pages
+        request.index_pages += index_pages
+        request.note_memory()
+
+    def resize(self, request: RunningRequest, hot_slots: int, hot_chunks: int) -> bool:
+        """Give a decoding request another hot buffer; True when it must load its rows, behind `request.fences`.
+
+        BadInput or CapacityError before any change.
+        """
+        check_hot_size(hot_slots, hot_chunks, request.position, self._sizing)
+        old = request.hot
+        if hot_chunks - len(old.chunks) > self.chunks.free:
+            raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
+        request.hot_slots, request.hot_chunks = hot_slots, hot_chunks
+        self._decoder.wait_backed_up()
+        done = self._change(request, old, request.position)
+        self.chunks.give(done.freed)
+        if done.freed or done.reload:
+            self._swap.reclaim()
+        if done.reload:
+            request.fences = (self._load_rows(request),)
+        return done.reload
+
+    def keep_topk(self, request: RunningRequest) -> None:
+        """Keep what the last step of a request selected that is about to leave, if its buffer tells. Before `close`."""
+        if request.hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
+            request.topk_place = place = self._warm_starts.take()
+            if place is not None:
+                work = partial(self._keep_topk, request.seat, request.hot.hot_slots, self._warm_starts[place])
+                self._compute.launch("keep top-k", work)
+
+    def warm_start(self, request: RunningRequest) -> bytes:
+        """What was kept of a closed request whose fences were observed, packed. Asked once."""
+        return b"" if request.topk_place is None else self._warm_starts.read(request.topk_place)
+
+    def close(self, request: RunningRequest) -> None:
+        """Launch the end of `request` behind everything launched for it; `request.fences` tell when it has passed."""
+        self._tables.flush()
+        self._compute.launch("close seat", partial(self._close, request.seat))
+        request.fences = self._swap.quiesce()
+
+    def release(self, request: RunningRequest) -> Int64s:
+        """Take everything back from a closed request whose fences were observed; its final hits and misses by index
+        group, int64[2, G]."""
+        self.chunks.give((*request.slab, *request.hot.chunks))
+        self.index_pages.give(request.index_pages)
+        self._free.append(request.seat)
+        counts: Int64s = self._final_counts[:, request.seat].numpy()
+        return counts
+
+    def free(self) -> Free:
+        """What nobody holds."""
+        return Free(len(self._free), self.chunks.free, self.index_pages.free)
+
+    def flush(self) -> None:
+        """Launch table edits not launched yet: before every step and every prompt chunk."""
+        self._tables.flush()
+
+    def check_invariants(self, requests: Iterable[RunningRequest]) -> None:
+        """InternalError unless each chunk, index page and seat is free or held by one of `requests` (I1)."""
+        held = list(requests)
+        self.chunks.check_invariants(chunk for r in held for chunk in (*r.slab, *r.hot.chunks))
+        self.index_pages.check_invariants(page for r in held for page in r.index_pages)
+        seats = sorted([*self._free, *(r.seat for r in held)])
+        if seats != list(range(self._sizing.capacity.seats)):
+            raise InternalError("a seat is free and held, or neither", field="seats", value=seats)
+
+    # ---------------------------------------------------------------- parts
+
+    def _resume(self, request: RunningRequest, warm_start: bytes) -> None:
+        hot, rows = request.hot, request.position
+        kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
+        loads = not hot.hot_slots or rows <= hot.hot_slots
+        self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
+        keys = self._swap.load_keys(request.index_pages, request.host_pages, rows)
+        request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
+        request.note_memory()
+
+    def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
+        """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""
+        starts = self._swap.counters.warm_starts
+        if not packed:
+            starts["cold"] += 1
+            return ()
+        try:
+            tokens = unpack(packed, self._state.geometry, request.position)
+        except BadInput as error:
+            starts["refused"] += 1
+            log.warning("cold start", extra=fields(placement=request.placement, error=error))
+            return ()
+        starts["warm"] += 1
+        self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
+        return (self._swap.load_topk(request.seat, request.hot, request.host_pages, tokens),)
+
+    def _load_rows(self, request: RunningRequest) -> Fence:
+        return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position)
+
+    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> Change:
+        """Carry out what `change` decides, but for the chunks that it frees."""
+        extra = self.chunks.take(max(0, request.hot_chunks - len(old.chunks)))
+        done = change(old, request.hot_slots, request.hot_chunks, length, extra)
+        request.hot = done.buffer
+        if done.set_up is SetUp.SHRINK:  # needs the old chunk table
+            self._tables.flush()
+            self._set_up(request, done)
+        chunks = done.buffer.chunks
+        surplus = max(0, len(old.chunks) - len(chunks))
+        self._tables.set("chunk_table", request.seat, 0, (*chunks, *([-1] * surplus)))
+        self._tables.flush()
+        if done.set_up is not SetUp.SHRINK:
+            self._set_up(request, done)
+        request.note_memory()
+        return done
+
+    def _set_up(self, request: RunningRequest, change: Change) -> None:
+        self._swap.set_up(request.seat, change)
+        self.swap_counts.set_up(request.seat, change, request.position)
+
+    def _grant_chunks(self, request: RunningRequest, count: int) -> None:
+        request.hot_chunks += count
+        if request.status in (Status.PREFILLING, Status.STAGING) or not count:
+            return
+        chunks = self.chunks.take(count)
+        self._tables.set("chunk_table", request.seat, len(request.hot.chunks), chunks)
+        request.hot = HotBuffer(request.hot.hot_slots, (*request.hot.chunks, *chunks))
+
+    def _write_tables(self, request: RunningRequest) -> None:
+        self._tables.set("host_table", request.seat, 0, request.host_pages)
+        self._tables.set("index_table", request.seat, 0, request.index_pages)
+        self._tables.set("slab_table", request.seat, 0, request.slab)
+        self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
+        self._tables.flush()
+
+    def _keep_topk(self, seat: int, hot_slots: int, kept: Tensor) -> None:
+        latest = torch.empty(kept.shape, dtype=torch.int32, device=self._state.rows.device)
+        latest_tokens(self._state, seat, hot_slots, latest)
+        kept.copy_(latest, non_blocking=True)
+
+    def _close(self, seat: int) -> None:
+        """Operation: keep the seat's counters for `release` and empty it."""
+        for kept, counts in zip(self._final_counts, (self._state.hits, self._state.misses), strict=True):
+            kept[seat].copy_(counts[:, seat].contiguous(), non_blocking=True)
+        clear_seat(self._state, seat)

@@ -1,0 +1,141 @@
+"""The host pool: one mapped file per node that holds every host page and outlives every worker.
+
+The file, its header and who may use it: worker/pool/file.py. The first worker of a node creates it, later ones attach
+and must agree on its shape. Every byte is touched at creation, in parallel: a full disk or tmpfs is an error at start,
+never a SIGBUS in a step. A worker with a CUDA device registers its mapping, in parallel too (registration.py).
+Who owns which page is the coordinator's ledger.
+
+Whoever started the workers removes the file at the end: a worker cannot know that it is the last. Mappings stay valid.
+
+Rejected: multiprocessing.shared_memory, which unlinks the segment when any attached process is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kernels.layout import Geometry
+from protocol.errors import CapacityError
+from protocol.logs import fields, logger
+from worker.pool.file import HEADER_BYTES, Header, OpenPool, open_pool_file, truncate
+from worker.pool.progress import progress
+from worker.pool.registration import (
+    TOUCH_BYTES,
+    FirstTouch,
+    Registrar,
+    Registration,
+    cut,
+    drop_mapping,
+    in_threads,
+    registration_bytes,
+    thread_count,
+)
+
+#: An owner that nobody asked for: tests, benchmarks.
+NOBODY: Final[Mapping[str, object]] = {}
+
+log = logger("worker.pool.host_pool")
+
+
+class MappedPool:
+    """A mapping of the pool. `pages` is uint8[host_pages, page_bytes], shared with every process of the node."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap, header: Header, *, created: bool) -> None:
+        self.path = path
+        self.created = created
+        self.pool_id = header.pool_id
+        self._mapping = mapping
+        body = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES, count=header.pages * header.page_bytes)
+        self.pages = body.view(header.pages, header.page_bytes)
+        self._registration: Registration | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        geometry: Geometry,
+        host_pages: int,
+        model_fingerprint: str = "",
+        *,
+        owner: Mapping[str, object] = NOBODY,
+        halted: threading.Event | None = None,
+    ) -> MappedPool:
+        """Create the pool at `path`, or attach to it.
+
+        Raises ConfigError when a pool of another shape or model is in use there or the path cannot be opened,
+        CapacityError when the file system has not the room, Unavailable once `halted` is set, within about one piece.
+        A pool that could not be created is given back to the file system, in steps.
+        """
+        halted = halted or threading.Event()
+        header = Header.of(geometry, host_pages, model_fingerprint, owner)
+        opened = open_pool_file(path, header, halted)
+        try:
+            if opened.found is not None:
+                mapping = mmap.mmap(opened.descriptor, opened.found.file_bytes)
+                return cls(path, mapping, opened.found, created=False)
+            return cls(path, _create(opened, header, halted), header, created=True)
+        finally:
+            os.close(opened.descriptor)  # the mapping has a duplicate, and with it the lock
+
+    def register(self, registrar: Registrar, halted: threading.Event) -> None:
+        """Register all pages with a device. Raises as `Registration.make` does; then nothing is registered."""
+        pages, page_bytes = self.pages.shape
+        pieces = cut(pages, page_bytes, registration_bytes(pages * page_bytes, thread_count()))
+        registration = Registration(registrar, self.pages.data_ptr())
+        with progress("host pool registered", pages * page_bytes, log) as advance:
+            registration.make(pieces, halted, advance)
+        self._registration = registration
+
+    def close(self) -> None:
+        """Unregister and unmap in pieces, once the last tensor over the pool is gone; the file stays."""
+        if self._registration is not None:
+            self._registration.undo()
+            self._registration = None
+        pages, page_bytes = self.pages.shape
+        in_threads(cut(pages, page_bytes, TOUCH_BYTES), drop_mapping(self.pages.data_ptr()), threading.Event())
+        del self.pages
+        try:
+            self._mapping.close()
+        except BufferError:  # a tensor elsewhere still looks at it: unmapped with that one
+            return
+
+
+def _create(opened: OpenPool, header: Header, halted: threading.Event) -> mmap.mmap:
+    """Size, map and touch the file, then write its header and share the lock. The file is empty when it fails."""
+    descriptor = opened.descriptor
+    try:
+        truncate(descriptor)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, header.file_bytes)
+        mapping = mmap.mmap(descriptor, header.file_bytes)
+        _touch(descriptor, mapping, header, halted)
+    except BaseException as error:
+        truncate(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # not left to close: a mapping that is still referenced has a duplicate
+        if isinstance(error, OSError):
+            raise CapacityError(
+                f"the host pool needs {header.file_bytes} bytes: {error.strerror}",
+                field="worker.host_mem",
+                value=header.file_bytes,
+                remedy="lower worker.host_mem or free space in worker.pool_dir",
+            ) from error
+        raise
+    header.write(descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    log.info("host pool created", extra=fields(pages=header.pages, bytes=header.file_bytes))
+    return mapping
+
+
+def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event) -> None:
+    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES)
+    with progress("host pool touched", header.file_bytes, log) as advance:
+        in_threads(cut(header.pages, header.page_bytes, TOUCH_BYTES), touch, halted, advance)
