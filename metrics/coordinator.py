@@ -128,7 +128,7 @@ def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
     yield histogram("hisparse_journal_commit_seconds", counters.journal.commit_s)
     for name in ("commits", "records", "written_bytes", "errors"):
         yield number(f"hisparse_journal_{name}_total", getattr(counters.journal, name))
-    for name in ("submitted", "placements", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
+    for name in ("submitted", "admissions", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))
     for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps", "audits"):
         yield number(f"hisparse_{name}_total", getattr(counters, name))

@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from metrics.names import BY_NAME, Kind
-from tests.support.process_rig import ROOT
+from tests import ROOT
 
 #: Where `.ci/prometheus` puts what is not on PATH.
 UNPACKED: Final = ROOT / "build" / "prometheus" / "usr" / "bin"
