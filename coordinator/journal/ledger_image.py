@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from coordinator.journal.records import BudgetImage, HoldingImage, NodeImage, NodePart
+from coordinator.journal.records import BudgetImage, HoldingImage, NodePart
 from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.sizing import Memory, memory_of
@@ -68,7 +68,7 @@ def _holding_image(holding: _Frozen) -> HoldingImage:
     return HoldingImage(placement, key, gpu.hot_chunks, gpu.index_pages, gpu.slab_pages, held)
 
 
-def ledger_from(parts: Sequence[NodeImage]) -> Ledger:
+def ledger_from(parts: Sequence[NodePart]) -> Ledger:
     """Of all parts, in order, of which there must be one."""
     ledger = Ledger(parts[0].pages_total)
     ledger.pages_free = 0

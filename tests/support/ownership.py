@@ -16,6 +16,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -67,6 +68,10 @@ def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] |
         return frozenset(image_of(it, foreign=foreign, _seen=seen) for it in value)
     if value is None or isinstance(value, str | bytes | int | float | enum.Enum | msgspec.Struct):
         return value
+    return _image_of_object(value, foreign, seen)
+
+
+def _image_of_object(value: object, foreign: tuple[type, ...], seen: set[int]) -> Any:
     if not isinstance(value, STATES) or isinstance(value, foreign) or id(value) in seen:
         return id(value)
     seen.add(id(value))
@@ -127,11 +132,9 @@ class Ownership(trio.abc.Instrument):
             if watched.has_changed() and watched.owner != writer:
                 self.violations.append((watched.what, writer))
         for live in self._scheduler._requests.live.values():
-            state = live.state
-            self._watch(live.request.name, "request state", state, lambda state=state: image_of(state))
+            self._watch(live.request.name, "request state", live.state, partial(image_of, live.state))
         for pool in self._scheduler._pools.values():
-            ledger = pool.ledger
-            self._watch(pool.name, "ledger", ledger, lambda ledger=ledger: image_of(ledger))
+            self._watch(pool.name, "ledger", pool.ledger, partial(image_of, pool.ledger))
 
     def _watch(self, owner: str, what: str, state: object, take: Callable[[], Any]) -> None:
         if id(state) not in self.watched:
