@@ -18,7 +18,7 @@ other. Its pages are then in quarantine until its process is proved gone or has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -32,13 +32,15 @@ from coordinator.scheduling.entries import InboundTransfer, RequestEntry, Worker
 from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
-from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
-MakeRequest = Callable[[RequestState, WorkerPort | None], Request]
+if TYPE_CHECKING:
+    from coordinator.scheduling.request import Request
+
+    MakeRequest = Callable[[RequestState, WorkerPort | None], Request]
 
 
 def expect_workers(

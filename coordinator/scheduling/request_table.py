@@ -10,7 +10,6 @@ from coordinator.journal.records import RequestFacts, digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReasons
-from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -19,6 +18,7 @@ from protocol.messages import Counters, HistoryLine, RequestRow, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
+    from coordinator.scheduling.request import Request
     from protocol.settings import CoordinatorSettings
 
 
