@@ -28,8 +28,10 @@ def render(
     messages: Sequence[ChatMessage],
     variables: Mapping[str, Any],
     strftime_now: Callable[[str], str],
+    bytes_max: int,
 ) -> str:
-    """The prompt, up to where the assistant speaks. Raises BadInput, also when the model has no template."""
+    """The prompt, up to where the assistant speaks, `bytes_max` long at most. Raises BadInput, also when the model has
+    no template."""
     if not template:
         raise BadInput(
             "the served model has no chat template",
@@ -39,8 +41,14 @@ def render(
         )
     spoken = [{"role": message.role, "content": message.text} for message in messages]
     own: dict[str, Any] = {"messages": spoken, "add_generation_prompt": True, "tools": None, "documents": None}
+    pieces: list[str] = []
+    left = bytes_max
     try:
-        return _compiled(template).render(**dict(variables) | own | {"strftime_now": strftime_now})
+        for piece in _compiled(template).generate(**dict(variables) | own | {"strftime_now": strftime_now}):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                break
     except Exception as error:  # a template may do anything with messages that it did not expect
         raise BadInput(
             f"the model's chat template refuses them: {error}",
@@ -48,6 +56,14 @@ def render(
             value=f"{len(messages)} messages",
             remedy="order roles as it wants them, or use /v1/completions",
         ) from error
+    if left < 0:
+        raise BadInput(
+            f"become more than {bytes_max} characters, the most that the context could hold",
+            field="messages",
+            value=f"{len(messages)} messages",
+            remedy="send fewer, or shorter ones",
+        )
+    return "".join(pieces)
 
 
 @lru_cache(TEMPLATES_MAX)

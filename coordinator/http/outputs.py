@@ -29,10 +29,14 @@ from coordinator.errors import CapacityError, HiSparseError, InternalError, NotF
 from coordinator.http.asks import Choice
 from coordinator.http.errors import ending_error
 from coordinator.http.link import Link
+from coordinator.http.shares import Turns
 from coordinator.messages import Ended
 from metrics.logs import fields, logger
 from metrics.state import HttpCounters
 
+#: Submissions that the coordinator has not answered; of one API key.
+SUBMITS_MAX: Final = 8
+SUBMITS_PER_KEY: Final = 4
 #: Between attempts to abort, over a connection that was lost or at a coordinator that has no hand free.
 ABORT_INTERVAL_S: Final = 0.2
 #: How often `settled` looks.
@@ -44,8 +48,9 @@ log = logger("http.outputs")
 class Output:
     """One request of the coordinator: its tokens so far, and how it ended. Kept whole: followers begin at the start."""
 
-    def __init__(self, choice: Choice, grace_s: float, now: float) -> None:
+    def __init__(self, choice: Choice, owner: str, grace_s: float, now: float) -> None:
         self.choice = choice
+        self.owner = owner
         self.grace_s = grace_s
         self.began_at = now
         self.followers = 0
@@ -103,6 +108,8 @@ class Output:
         self._tell()
 
     def accept(self) -> None:
+        """The coordinator has the prompt: it is let go here."""
+        self.choice = self.choice.without_prompt()
         self._accepted = True
         self._tell()
 
@@ -131,19 +138,20 @@ class Outputs:
         self._link = link
         self._counters = counters
         self._by_id: dict[str, Output] = {}
+        self._submits = Turns(SUBMITS_MAX, SUBMITS_PER_KEY)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     @contextmanager
-    def following(self, choice: Choice, grace_s: float) -> Iterator[Output]:
+    def following(self, choice: Choice, owner: str, grace_s: float) -> Iterator[Output]:
         """The output of `choice`, submitted unless it already is. Raises WrongState for the id of another request.
 
         On leaving it is abandoned, unless others follow: aborted after `grace_s`.
         """
         output = self._by_id.get(choice.request_id)
         if output is None:
-            output = self._by_id[choice.request_id] = Output(choice, grace_s, trio.current_time())
+            output = self._by_id[choice.request_id] = Output(choice, owner, grace_s, trio.current_time())
             self._nursery.start_soon(self._run, output)
         elif not output.choice.same_as(choice):
             raise WrongState(
@@ -161,13 +169,9 @@ class Outputs:
             await trio.sleep(SETTLE_INTERVAL_S)
 
     async def _run(self, output: Output) -> None:
-        choice = output.choice
         try:
             client = self._link.client
-            stream = await client.submit(
-                choice.prompt, choice.sampling, request_id=choice.request_id, priority=choice.priority
-            )
-            output.accept()
+            stream = await self._submit(client, output)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._abort_when_abandoned, client, output)
                 await self._read(stream, output)
@@ -175,10 +179,19 @@ class Outputs:
         except HiSparseError as error:
             output.fail(error)
         except Exception:  # of one request: the others have done nothing
-            log.exception("defect", extra=fields(request=choice.request_id))
+            log.exception("defect", extra=fields(request=output.choice.request_id))
             output.fail(InternalError("a defect of the HTTP front; its log says more"))
         finally:
-            del self._by_id[choice.request_id]
+            del self._by_id[output.choice.request_id]
+
+    async def _submit(self, client: Client, output: Output) -> Stream:
+        """When it is the owner's turn: a prompt is written out for each of its samples, SUBMITS_MAX at the same time,
+        and the coordinator has answered one before the next is sent."""
+        async with self._submits.turn(output.owner):
+            it = output.choice
+            stream = await client.submit(it.prompt, it.sampling, request_id=it.request_id, priority=it.priority)
+            output.accept()
+        return stream
 
     async def _read(self, stream: Stream, output: Output) -> None:
         try:
