@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 SEEDS ?= 10000
 START ?= 0
+REQUESTS ?= 1000000
 
-.PHONY: demo test transfer-test sim lint bench install prometheus clean
+.PHONY: demo test transfer-test sim fuzz lint bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -37,6 +38,10 @@ prometheus:
 # More seeds of the simulated cluster than the suite runs: docs/testing.md.
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
+
+# Hostile clients before real HTTP fronts, and one that is not: docs/testing.md.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz_http --requests $(REQUESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

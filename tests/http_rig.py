@@ -200,3 +200,4 @@ async def front_rig(
                 await trio.sleep(0.005)
         yield rig
         nursery.cancel_scope.cancel()
+    rig.front.close()

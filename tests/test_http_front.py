@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.config import HostFacts, build
 from coordinator.errors import CapacityError, ConfigError
 from coordinator.http import exchange, front, link, outputs, server
+from coordinator.http.api_keys import owner_of
 from coordinator.http.exchange import BODY_BYTES_MAX
 from coordinator.http.server import run_http
 from coordinator.settings import HttpSettings
@@ -29,6 +30,13 @@ from tests.test_metrics import scrape, values
 async def rig(tmp_path: Path) -> AsyncIterator[FrontRig]:
     async with front_rig(tmp_path, HttpSettings(requests_max=3, reattach_grace_s=0.2)) as rig:
         yield rig
+
+
+OTHER_KEY: Final = "another-key-of-32-characters-00"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def error_of(answer: Any) -> tuple[str, str]:
@@ -178,6 +186,13 @@ async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytes
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
 
 
+async def test_health_says_what_new_work_would_be_told(rig: FrontRig) -> None:
+    """A full disk, or a coordinator that stops."""
+    rig.gateway.scheduler.refuses_all = "the journal cannot take more: disk full"
+    peer = rig.open("GET", "/health")
+    assert (await peer.answer(), peer.status) == ({"status": "the journal cannot take more: disk full"}, 503)
+
+
 async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
     rig: FrontRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +319,92 @@ async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> 
     after = await rig.complete({"prompt": "abc"})
     await rig.submitted(4)
     await after.leave()
+
+
+async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
+    """I8. One key announces more bodies than there are places; the other is answered, and only the first is refused."""
+    async with front_rig(tmp_path, HttpSettings(requests_max=3), keys=(KEY, OTHER_KEY)) as rig:
+        waiting = [rig.open("POST", "/v1/completions", bearer(KEY)) for _ in range(5)]
+        await until(lambda: [peer.status for peer in waiting].count(429) == 2)
+        assert rig.counters.in_flight == 0
+        other = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        (name,) = await rig.submitted(1)
+        rig.gateway.scheduler.finish(name)
+        await other.answer()
+        assert (other.status, sorted(peer.status for peer in waiting)) == (200, [0, 0, 0, 429, 429])
+
+
+async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: Path) -> None:
+    """I8."""
+    async with front_rig(tmp_path, HttpSettings(requests_max=4), keys=(KEY, OTHER_KEY)) as rig:
+        for _ in range(4):
+            await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
+        await rig.submitted(4)
+        late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
+        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+        for _ in range(2):
+            await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        await rig.submitted(6)
+        late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+
+
+async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
+    """Nobody can take, or join, an id of another key."""
+    async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
+        peers = [
+            await rig.complete({"prompt": prompt}, Authorization=f"Bearer {key}", x_request_id="mine")
+            for key, prompt in ((KEY, "abc"), (OTHER_KEY, "abd"))
+        ]
+        names = await rig.submitted(2)
+        assert sorted(names) == sorted(f"mine.{owner_of(key)}" for key in (KEY, OTHER_KEY))
+        for name in names:
+            rig.gateway.scheduler.finish(name)
+        assert [(await peer.answer())["id"] for peer in peers] == ["mine", "mine"]
+        assert [peer.headers["x-request-id"] for peer in peers] == ["mine", "mine"]
+
+
+async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8. A key that sends many does not hold up another."""
+    async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
+        plain, gate, sent = rig.gateway.scheduler.submit, trio.Event(), []
+
+        async def slowly(submit: Any, *who: Any) -> Any:
+            sent.append(submit.request_id)
+            if submit.request_id.startswith("many"):
+                await gate.wait()
+            return await plain(submit, *who)
+
+        monkeypatch.setattr(rig.gateway.scheduler, "submit", slowly)
+        many = await rig.complete({"prompt": "abc", "n": 16}, Authorization=f"Bearer {KEY}", x_request_id="many")
+        await until(lambda: len(sent) == outputs.SUBMITS_PER_KEY)
+        other = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        (name,) = await rig.submitted(1)
+        assert len(sent) == outputs.SUBMITS_PER_KEY + 1
+        rig.gateway.scheduler.finish(name)
+        await other.answer()
+        gate.set()
+        await rig.submitted(17)
+        held = list(rig.outputs._by_id.values())
+        await until(lambda: all(output.choice.prompt.size == 0 for output in held))
+        assert len(held) == 16
+        assert many.status == 0
+
+
+async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
+    """I8."""
+    for body in (
+        {"prompt": [1] * 2_000_000, "n": 16},
+        {"prompt": "abc", "max_tokens": 4_094},
+        {"prompt": "abc", "stop": ["x"] * 17},
+        {"prompt": "abc", "priority": 1_001},
+        {"prompt": "abc", "temperature": 101},
+    ):
+        peer = await rig.complete(body)
+        assert error_of(await peer.answer())[0] == "bad_input"
+    assert rig.gateway.scheduler.verbs == []
 
 
 async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontRig) -> None:

@@ -8,7 +8,7 @@ coordinator knows them again; that is why a missing seed is drawn from the id an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from coordinator.arrays import Int32Array
 from coordinator.errors import BadInput, NotFound
-from coordinator.http import chat
 from coordinator.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
 from coordinator.http.prompts import prompts_of, text_bytes_max, text_ids
 from coordinator.messages import ModelInfo, Sampling
@@ -29,6 +28,9 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 CHAT_TOKENS_DEFAULT: Final = 4_096
 TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
+#: Template, messages, variables, and the most characters, as in coordinator.http.chat.
+Render = Callable[[str, Sequence[Mapping[str, str]], Mapping[str, Any], int], str]
+
 NO_PROMPT: Final[Int32Array] = np.empty(0, np.int32)
 
 
@@ -84,7 +86,7 @@ def ask_of(
     body: CompletionBody | ChatBody,
     served: Served,
     ask_id: str,
-    strftime_now: Callable[[str], str],
+    render: Render,
     scope: str = "",
 ) -> Ask:
     """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does.
@@ -93,7 +95,7 @@ def ask_of(
     """
     _check_model(body, served.model)
     if isinstance(body, ChatBody):
-        prompts = [_chat_prompt(body, served, strftime_now)]
+        prompts = [_chat_prompt(body, served, render)]
         max_tokens = _first(body.max_completion_tokens, body.max_tokens)
         room = max(1, served.model.context_max_tokens - prompts[0].size)
         limits = [_first(max_tokens, min(CHAT_TOKENS_DEFAULT, room))]
@@ -151,15 +153,22 @@ def _seed(seed: int | None, sample: int, request_id: str) -> int:
     return (seed + sample) % (1 << SEED_BITS)
 
 
-def _chat_prompt(body: ChatBody, served: Served, strftime_now: Callable[[str], str]) -> Int32Array:
+def _chat_prompt(body: ChatBody, served: Served, render: Render) -> Int32Array:
     """The template writes the special tokens itself."""
     model, tokenizer = served.model, served.tokenizer
+    if not model.chat_template:
+        raise BadInput(
+            "the served model has no chat template",
+            field="messages",
+            value=f"{len(body.messages)} messages",
+            remedy="use /v1/completions, or add chat_template.jinja to the checkpoint",
+        )
     if len(body.messages) > model.context_max_tokens:
         text = f"more than the {model.context_max_tokens} tokens of the context"
         raise BadInput(text, field="messages", value=f"{len(body.messages)} messages", remedy="send fewer")
     variables = read_field(body, "chat_template_kwargs", dict[str, Any]) or {}
-    most = text_bytes_max(tokenizer, model)
-    text = chat.render(model.chat_template, body.messages, variables, strftime_now, most)
+    spoken = [{"role": message.role, "content": message.text} for message in body.messages]
+    text = render(model.chat_template, spoken, variables, text_bytes_max(tokenizer, model))
     return text_ids(text, tokenizer, model, special=False)
 
 

@@ -129,7 +129,7 @@ class Exchange:
         """The whole answer, as JSON."""
         own = {"content-type": JSON, "content-length": str(len(body))}
         await self._start(status, own | dict(headers or {}))
-        await self._finish(b"" if self.method == "HEAD" else body)
+        await self._finish(body)
 
     async def refuse(self, error: HiSparseError, headers: Mapping[str, str] | None = None) -> None:
         await self.answer(status_of(error), error_body(error), error_headers(error) | dict(headers or {}))

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -27,12 +26,13 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from coordinator.errors import BadInput, CapacityError, HiSparseError, NotFound
 from coordinator.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
 from coordinator.http.api_keys import OWNER_CHARS, ApiKeys
-from coordinator.http.asks import Ask, Served, ask_of
+from coordinator.http.asks import Ask, Render, Served, ask_of
 from coordinator.http.bodies import ChatBody, CompletionBody, read_body
 from coordinator.http.errors import MethodRefused, Unauthorized
 from coordinator.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from coordinator.http.link import Link
 from coordinator.http.outputs import Output, Outputs
+from coordinator.http.renderers import Renderers
 from coordinator.http.shares import Shares, Turns
 from coordinator.http.wire import Head
 from coordinator.messages import NAME_CHARS_MAX
@@ -46,6 +46,8 @@ ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
 #: Bodies that are decoded, rendered and tokenized at the same time, in threads beside the loop; of one API key.
 READERS_MAX: Final = 4
 READERS_PER_KEY: Final = 2
+#: Of a path, where it is told.
+PATH_CHARS_MAX: Final = 100
 #: How long a stream may be silent.
 KEEPALIVE_S: Final = 15.0
 
@@ -79,6 +81,7 @@ class Front:
         self._places = Shares(settings.requests_max)
         self._readers = Turns(READERS_MAX, READERS_PER_KEY)
         self._reader_threads = trio.CapacityLimiter(READERS_MAX)
+        self._renderers = Renderers()
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Handler]] = {
@@ -88,6 +91,10 @@ class Front:
             "/v1/completions": {"POST": partial(self._complete, kind=CompletionBody)},
             "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
         }
+
+    def close(self) -> None:
+        """Once nothing is served any more."""
+        self._renderers.close()
 
     async def serve(self, head: Head, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
@@ -108,7 +115,9 @@ class Front:
             await self._dispatch(exchange)
         except HiSparseError as error:
             level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
-            log.log(level, "refused", extra=fields(path=exchange.path, code=error.code, reason=str(error)))
+            log.log(
+                level, "refused", extra=fields(path=exchange.path[:PATH_CHARS_MAX], code=error.code, reason=str(error))
+            )
             if not exchange.status:
                 await exchange.refuse(error)
 
@@ -132,8 +141,10 @@ class Front:
         model_id = path.removeprefix("/v1/models/")
         methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
         if methods is None:
-            raise NotFound("no such path", field="path", value=path, remedy=f"known: {', '.join(self._routes)}")
-        method = "GET" if exchange.method == "HEAD" else exchange.method  # an exchange leaves the body out
+            raise NotFound(
+                "no such path", field="path", value=path[:PATH_CHARS_MAX], remedy=f"known: {', '.join(self._routes)}"
+            )
+        method = "GET" if exchange.method == "HEAD" else exchange.method  # the connection leaves the body out
         if method not in methods:
             allowed = ", ".join(methods)
             raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
@@ -166,7 +177,8 @@ class Front:
         _check_id(chosen)
         ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
         served = await self._link.served()
-        read = partial(_read, kind=kind, served=served, ask_id=ask_id, scope=owner if chosen else "")
+        scope = owner if chosen else ""
+        read = partial(_read, kind=kind, served=served, ask_id=ask_id, render=self._renderers.render, scope=scope)
         with ExitStack() as stack:
             ask = await self._receive(exchange, owner, stack, read)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
@@ -212,11 +224,17 @@ class Front:
 
 
 def _read(
-    data: bytearray, *, kind: type[CompletionBody] | type[ChatBody], served: Served, ask_id: str, scope: str
+    data: bytearray,
+    *,
+    kind: type[CompletionBody] | type[ChatBody],
+    served: Served,
+    ask_id: str,
+    render: Render,
+    scope: str,
 ) -> Ask:
     """In a thread: a long prompt takes a second to tokenize."""
     body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
-    return ask_of(body, served, ask_id, lambda form: datetime.now(UTC).strftime(form), scope)
+    return ask_of(body, served, ask_id, render, scope)
 
 
 def _check_id(chosen: str) -> None:

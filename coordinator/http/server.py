@@ -84,6 +84,7 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()
+        front.close()
     finally:
         if exporter is not None:
             exporter.close()

@@ -64,6 +64,7 @@ class Wire:
     def __init__(self) -> None:
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES_MAX)
         self._body_is_whole = False
+        self._method = b""
         self._head_bytes = 0  # received since the last request, while the next one's header is incomplete
 
     # ------------------------------------------------------------ what comes
@@ -89,6 +90,7 @@ class Wire:
         self._body_is_whole = False
         if not isinstance(event, h11.Request):
             return None
+        self._method = event.method
         if self._head_bytes - self.waiting_bytes > HEADER_BYTES_MAX:
             raise _too_large()
         _check(event)
@@ -141,7 +143,8 @@ class Wire:
         return self._sent(h11.Response(status_code=status, headers=encoded))
 
     def data(self, data: bytes) -> bytes:
-        return self._sent(h11.Data(data=data))
+        """Nothing, in an answer to HEAD."""
+        return b"" if self._method == b"HEAD" else self._sent(h11.Data(data=data))
 
     def end(self) -> bytes:
         return self._sent(h11.EndOfMessage())
@@ -155,6 +158,7 @@ class Wire:
         if self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
             return False
         self._h11.start_next_cycle()
+        self._method = b""
         self._head_bytes = self.waiting_bytes
         return True
 

@@ -20,10 +20,10 @@ import trio
 from coordinator import messages
 from coordinator.actor import Level, Reply, Supervisor
 from coordinator.arrays import Int32Array
-from coordinator.errors import HiSparseError, WrongState
+from coordinator.errors import HiSparseError, Unavailable, WrongState
 from coordinator.gateway.token_log import TokenLog
 from coordinator.journal.inventory import adopt
-from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal, check_writes
 from coordinator.journal.records import Departed, Drained, PoolOpened, Undrained
 from coordinator.journal.recovery import Place, restore
 from coordinator.memory.changes import GIVING
@@ -147,6 +147,14 @@ class Scheduler(Front):
     @property
     def stopping(self) -> bool:
         return self._stop is not None
+
+    def refusal(self) -> str:
+        """Why any new request would be refused now; "" when it would not be."""
+        try:
+            check_writes(self._journal)
+        except Unavailable as error:
+            return error.message
+        return "the coordinator is stopping" if self.stopping else ""
 
     # ---------------------------------------------------------------- from the journal
 
