@@ -470,7 +470,7 @@ _HTTP: Final = (
             "reason",
             "connections",
             "Ended connections by why: closed, idle, refused, unread, tls, evicted, stopped, defect.",
-            "Do clients fail, or attack? A defect is ours.",
+            "Do clients fail, or attack? Is there a defect of ours?",
         ),
         ("hisparse_http_disconnects_total", "", "clients", "Left before their answer.", "Do clients give up?"),
         ("hisparse_http_abandoned_total", "", "requests", "Aborted: nobody listened.", "What do those clients cost?"),

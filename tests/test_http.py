@@ -46,7 +46,8 @@ from coordinator.http.errors import (
 )
 from coordinator.http.prompts import prompts_of, text_ids
 from coordinator.http.renderers import Renderers
-from coordinator.http.shares import Shares, Turns
+from coordinator.http.shares import Shares
+from coordinator.http.turns import Turns
 from coordinator.messages import Ended, ModelInfo
 from coordinator.settings import HttpSettings
 from tests.http_rig import KEY, TEMPLATE, byte_tokenizer_json

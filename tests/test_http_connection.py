@@ -19,7 +19,7 @@ from coordinator.errors import HiSparseError
 from coordinator.http import connection, listener, server
 from coordinator.http.connection import Handler
 from coordinator.http.exchange import BODY_BYTES_MAX, Channel, Exchange
-from coordinator.http.listener import Listener
+from coordinator.http.listener import CONNECTIONS_MIN, Listener
 from coordinator.http.shares import Shares
 from coordinator.http.tls import Tls
 from coordinator.http.wire import HEADER_BYTES_MAX, Head
@@ -122,12 +122,14 @@ def status_of(answer: bytes) -> int:
 
 
 @asynccontextmanager
-async def running(handler: Handler = echo, tls: Tls | None = None) -> AsyncIterator[Rig]:
+async def running(
+    handler: Handler = echo, tls: Tls | None = None, connections: int = CONNECTIONS_MIN
+) -> AsyncIterator[Rig]:
     counters, stopping = HttpCounters(), trio.Event()
     with server._listening(HttpSettings(port=0)) as sock:
         address = sock.getsockname()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Listener(sock, handler, counters, tls).run, stopping)
+            nursery.start_soon(Listener(sock, handler, counters, tls, connections).run, stopping)
             yield Rig(address, counters, stopping)
             nursery.cancel_scope.cancel()
 
@@ -301,20 +303,20 @@ async def test_pipelined_requests_wait_unread(rig: Rig) -> None:
         assert sent < 64 << 20
 
 
-async def test_the_oldest_idle_connection_makes_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_idle_connection_makes_room() -> None:
     """Held ones stay; when all are held a new one is closed."""
-    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 3)
-    held = [await rig.hold()]
-    idle = [await rig.open() for _ in range(2)]
-    await rig.until(lambda: rig.counters.connections == 3)
-    assert b"200" in await rig.send(CLOSE)
-    assert rig.ends() == {"evicted": 1, "closed": 1}
-    assert await idle[0].receive_some() == b""
-    held += [await rig.hold() for _ in range(2)]
-    assert await rig.send(CLOSE) == b""
+    async with running(connections=3) as rig:
+        held = [await rig.hold()]
+        idle = [await rig.open() for _ in range(2)]
+        await rig.until(lambda: rig.counters.connections == 3)
+        assert b"200" in await rig.send(CLOSE)
+        assert rig.ends() == {"evicted": 1, "closed": 1}
+        assert await idle[0].receive_some() == b""
+        held += [await rig.hold() for _ in range(2)]
+        assert await rig.send(CLOSE) == b""
 
 
-async def test_stopping_lets_the_last_answer_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_lets_the_last_answer_finish() -> None:
     gate = trio.Event()
 
     async def slow(head: Head, channel: Channel) -> None:

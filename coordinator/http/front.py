@@ -33,7 +33,8 @@ from coordinator.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from coordinator.http.link import Link
 from coordinator.http.outputs import Output, Outputs
 from coordinator.http.renderers import Renderers
-from coordinator.http.shares import Shares, Turns
+from coordinator.http.shares import Shares
+from coordinator.http.turns import Turns
 from coordinator.http.wire import Head
 from coordinator.messages import NAME_CHARS_MAX
 from coordinator.scheduling.intake import check_name

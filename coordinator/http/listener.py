@@ -1,7 +1,7 @@
 """Connections of the front: accepted, bounded, contained, and drained at the end.
 
 Each runs in a task of its own under `_contain`: whatever a connection raises ends that connection alone, and is counted
-and logged. There are CONNECTIONS_MAX at most. When all are taken, the oldest that is `evictable` makes room: one that
+and logged. There are `connections_max` at most. When all are taken, the oldest that is `evictable` makes room: one that
 waits for its client, or whose client has shown no key; a new one is closed when there is none.
 """
 
@@ -21,8 +21,9 @@ from metrics.state import HttpCounters
 
 #: Connections that the kernel holds until they are accepted.
 BACKLOG: Final = 256
-#: Open at the same time.
-CONNECTIONS_MAX: Final = 1_024
+#: Open at the same time, at least, and for each request that may be answered.
+CONNECTIONS_MIN: Final = 1_024
+CONNECTIONS_PER_PLACE: Final = 4
 #: How long answers may go on after the front was told to stop.
 STOP_DEADLINE_S: Final = 30.0
 #: How long saying goodbye may take, over TLS.
@@ -33,11 +34,24 @@ DEFECT_LOG_INTERVAL_S: Final = 1.0
 log = logger("http.listener")
 
 
+def connections_max(requests_max: int) -> int:
+    """Of a front that answers so many requests at a time."""
+    return max(CONNECTIONS_MIN, CONNECTIONS_PER_PLACE * requests_max)
+
+
 class Listener:
     """Serves a listening socket. One for each process."""
 
-    def __init__(self, listening: socket.socket, handler: Handler, counters: HttpCounters, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        handler: Handler,
+        counters: HttpCounters,
+        tls: Tls | None = None,
+        connections_max: int = CONNECTIONS_MIN,
+    ) -> None:
         """The socket is closed at the end of `run`."""
+        self._connections_max = connections_max
         self._socket = listening
         self._handler = handler
         self._counters = counters
@@ -99,7 +113,7 @@ class Listener:
             self._counters.connections = len(self._open)
 
     def _make_room(self) -> bool:
-        if len(self._open) < CONNECTIONS_MAX:
+        if len(self._open) < self._connections_max:
             return True
         oldest = next((it for it in self._open if it.evictable and not it.evicted), None)
         if oldest is not None:

@@ -29,7 +29,7 @@ from coordinator.errors import CapacityError, HiSparseError, InternalError, NotF
 from coordinator.http.asks import Choice
 from coordinator.http.errors import ending_error
 from coordinator.http.link import Link
-from coordinator.http.shares import Turns
+from coordinator.http.turns import Turns
 from coordinator.messages import Ended
 from metrics.logs import fields, logger
 from metrics.state import HttpCounters

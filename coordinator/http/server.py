@@ -31,7 +31,7 @@ from coordinator.http.api_keys import ApiKeys, read_keys
 from coordinator.http.connection import READ_LIMIT_S
 from coordinator.http.front import Front
 from coordinator.http.link import RECONNECT_LIMIT_S, Link
-from coordinator.http.listener import BACKLOG, STOP_DEADLINE_S, Listener
+from coordinator.http.listener import BACKLOG, STOP_DEADLINE_S, Listener, connections_max
 from coordinator.http.outputs import Outputs
 from coordinator.http.tls import Tls, tls_of
 from coordinator.settings import Config, HttpSettings
@@ -80,7 +80,8 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
             outputs = Outputs(nursery, link, counters)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
-            await Listener(listener, front.serve, counters, tls).run(stopping)
+            most = connections_max(config.http.requests_max)
+            await Listener(listener, front.serve, counters, tls, most).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()
