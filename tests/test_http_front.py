@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
@@ -405,6 +407,22 @@ async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
         peer = await rig.complete(body)
         assert error_of(await peer.answer())[0] == "bad_input"
     assert rig.gateway.scheduler.verbs == []
+
+
+async def test_a_refused_body_is_free_at_once(rig: FrontRig) -> None:
+    """I8. Not when the collector comes by: an error must not be in a cycle with the frames that hold the body."""
+    body = b'{"prompt": "' + b"x" * (BODY_BYTES_MAX - 100) + b'"}'
+    gc.disable()
+    try:
+        for refused in range(8):
+            peer = await rig.complete(body)
+            assert error_of(await peer.answer()) == ("bad_input", "prompt")
+            del peer
+            if refused == 1:
+                before = psutil.Process().memory_info().rss
+        assert psutil.Process().memory_info().rss - before < 3 * BODY_BYTES_MAX
+    finally:
+        gc.enable()
 
 
 async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontRig) -> None:

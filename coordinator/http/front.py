@@ -196,7 +196,9 @@ class Front:
         told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
         log.info("answered", extra=told)
 
-    async def _receive(self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask]) -> Ask:
+    async def _receive(
+        self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask | HiSparseError]
+    ) -> Ask:
         """The body, read in a thread when it is the owner's turn. `place` is entered once the body is there: who only
         announces one takes nobody's place. Its bytes are free when this returns."""
         with ExitStack() as arriving:
@@ -205,7 +207,18 @@ class Front:
                 arriving.close()
                 place.enter_context(self._share(self._places, owner))
                 async with self._readers.turn(owner):
-                    return await trio.to_thread.run_sync(read, data, limiter=self._reader_threads)
+                    return await self._in_thread(partial(read, data))
+
+    async def _in_thread(self, read: Callable[[], Ask | HiSparseError]) -> Ask:
+        """Raises what `read` returns as an error. One that it raised would be part of a cycle with the frames of the
+        thread, which hold the body, until a full collection."""
+        result = await trio.to_thread.run_sync(read, limiter=self._reader_threads)
+        if isinstance(result, Ask):
+            return result
+        try:
+            raise result
+        finally:
+            del result
 
     @contextmanager
     def _share(self, shares: Shares, owner: str) -> Iterator[None]:
@@ -232,10 +245,13 @@ def _read(
     ask_id: str,
     render: Render,
     scope: str,
-) -> Ask:
+) -> Ask | HiSparseError:
     """In a thread: a long prompt takes a second to tokenize."""
-    body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
-    return ask_of(body, served, ask_id, render, scope)
+    try:
+        body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
+        return ask_of(body, served, ask_id, render, scope)
+    except HiSparseError as error:
+        return error.with_traceback(None)
 
 
 def _check_id(chosen: str) -> None:

@@ -28,6 +28,8 @@ from coordinator.http.bodies import PROMPTS_MAX
 from coordinator.messages import ModelInfo
 from worker.runners.text import Tokenizer
 
+#: JSON of one byte of text, at most: \\u0041.
+JSON_PER_BYTE_MAX: Final = 6
 #: Of a text, tokenized at once while tokens are counted.
 PIECE_BYTES_PER_TOKEN: Final = 8
 CUT_TOKENS_MAX: Final = 16
@@ -44,6 +46,8 @@ def prompts_of(prompt: msgspec.Raw, tokenizer: Tokenizer, model: ModelInfo) -> I
     data = bytes(prompt).lstrip()
     inner = data[1:].lstrip()[:1] if data.startswith(b"[") else b""
     if data.startswith(b'"'):
+        if len(data) > JSON_PER_BYTE_MAX * text_bytes_max(tokenizer, model) + 2:
+            raise _too_long(f"{len(data)} bytes of JSON", "", model)
         yield text_ids(_decoded(data, str), tokenizer, model)
     elif inner == b'"':
         _check_count(1 + sum(1 for _ in _BETWEEN_TEXTS.finditer(data)))

@@ -33,6 +33,7 @@ from coordinator.http.front import Front
 from coordinator.http.link import RECONNECT_LIMIT_S, Link
 from coordinator.http.listener import BACKLOG, STOP_DEADLINE_S, Listener, connections_max
 from coordinator.http.outputs import Outputs
+from coordinator.http.process import share_fairly
 from coordinator.http.tls import Tls, tls_of
 from coordinator.settings import Config, HttpSettings
 from coordinator.transport.keys import access
@@ -56,6 +57,7 @@ def run_http(config: Config) -> int:
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
+    share_fairly()
     with _listening(config.http) as listener:
         trio.run(_serve, config, keys, tls, listener)
     log.info("stopped")
