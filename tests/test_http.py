@@ -47,7 +47,7 @@ from coordinator.http.errors import (
 from coordinator.http.prompts import prompts_of, text_ids
 from coordinator.http.renderers import Renderers
 from coordinator.http.shares import Shares
-from coordinator.http.turns import Turns
+from coordinator.http.turns import Pace, Turns
 from coordinator.messages import Ended, ModelInfo
 from coordinator.settings import HttpSettings
 from tests.http_rig import KEY, TEMPLATE, byte_tokenizer_json
@@ -312,6 +312,20 @@ def test_who_is_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -
         assert taken or held[owner] + change > 9 // owners
         held[owner] += change if taken else 0
         assert shares.total == sum(held.values()) <= 9 + 9 // 2 + 9 // 3
+
+
+async def test_a_pace_is_kept_after_its_burst(autojump_clock: trio.testing.MockClock) -> None:
+    pace, began = Pace(10.0, 20.0), trio.current_time()
+    for _ in range(4):
+        await pace.spend(5.0)
+    assert trio.current_time() == began
+    for _ in range(3):
+        await pace.spend(10.0)
+    assert trio.current_time() - began == pytest.approx(3.0)
+    await trio.sleep(100)
+    again = trio.current_time()
+    await pace.spend(20.0)
+    assert trio.current_time() == again
 
 
 async def test_turns_go_round_by_owner(autojump_clock: trio.testing.MockClock) -> None:

@@ -29,14 +29,18 @@ from coordinator.errors import CapacityError, HiSparseError, InternalError, NotF
 from coordinator.http.asks import Choice
 from coordinator.http.errors import ending_error
 from coordinator.http.link import Link
-from coordinator.http.turns import Turns
+from coordinator.http.turns import Pace, Turns
 from coordinator.messages import Ended
+from coordinator.settings import CoordinatorSettings
+from coordinator.transport.meter import cost_of
 from metrics.logs import fields, logger
 from metrics.state import HttpCounters
 
 #: Submissions that the coordinator has not answered; of one API key.
 SUBMITS_MAX: Final = 8
 SUBMITS_PER_KEY: Final = 4
+#: Of the rate that the coordinator hears, for submissions; the rest is for aborts and for what connections need.
+RATE_SHARE: Final = 0.5
 #: Between attempts to abort, over a connection that was lost or at a coordinator that has no hand free.
 ABORT_INTERVAL_S: Final = 0.2
 #: How often `settled` looks.
@@ -133,7 +137,15 @@ class Output:
 class Outputs:
     """All requests that are followed or not yet over. Its tasks run in `nursery`."""
 
-    def __init__(self, nursery: trio.Nursery, link: Link, counters: HttpCounters) -> None:
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        link: Link,
+        counters: HttpCounters,
+        rate: tuple[float, float] = (CoordinatorSettings().messages_per_s, CoordinatorSettings().messages_burst),
+    ) -> None:
+        """`rate` is what the coordinator hears of one peer, in a second and at once."""
+        self._pace = Pace(*(RATE_SHARE * part for part in rate))
         self._nursery = nursery
         self._link = link
         self._counters = counters
@@ -186,9 +198,11 @@ class Outputs:
 
     async def _submit(self, client: Client, output: Output) -> Stream:
         """When it is the owner's turn: a prompt is written out for each of its samples, SUBMITS_MAX at the same time,
-        and the coordinator has answered one before the next is sent."""
+        and the coordinator has answered one before the next is sent. Past its rate it would hear the front no more, and
+        that is every key."""
         async with self._submits.turn(output.owner):
             it = output.choice
+            await self._pace.spend(cost_of(it.prompt.nbytes))
             stream = await client.submit(it.prompt, it.sampling, request_id=it.request_id, priority=it.priority)
             output.accept()
         return stream

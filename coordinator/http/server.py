@@ -79,7 +79,8 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
         async with trio.open_nursery() as nursery:
             await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
             nursery.start_soon(link.run)
-            outputs = Outputs(nursery, link, counters)
+            rate = config.coordinator.messages_per_s, config.coordinator.messages_burst
+            outputs = Outputs(nursery, link, counters, rate)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
             most = connections_max(config.http.requests_max)

@@ -1,7 +1,7 @@
 """Who works next, where few may work at once: owners of API keys take turns.
 
 An owner with a hundred tasks and one with a single task are served alternately, and `per_owner` keeps the first from
-having all turns when the second comes.
+having all turns when the second comes. `Pace` keeps all of them together within a rate.
 """
 
 from __future__ import annotations
@@ -65,3 +65,18 @@ class Turns:
             self._taken[owner] += 1
             if turns:
                 self._waiting[owner] = turns  # behind the others
+
+
+class Pace:
+    """At most `per_s` in a second, and `burst` more at once after as long a silence."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s: Final = per_s
+        self._burst_s: Final = burst / per_s
+        self._spent_until = 0.0  # when all that was spent so far has been gained again
+
+    async def spend(self, cost: float) -> None:
+        """Wait until there is as much. Cancelled: it is spent."""
+        now = trio.current_time()
+        self._spent_until = max(self._spent_until, now) + cost / self._per_s
+        await trio.sleep_until(self._spent_until - self._burst_s)
