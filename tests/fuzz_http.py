@@ -36,6 +36,7 @@ import trio
 
 from coordinator import messages
 from coordinator.scheduling.events import Handle
+from metrics import logs
 from tests.gateway_rig import GatewayRig, running
 from tests.hostile_http import attack
 from tests.http_rig import TEMPLATE
@@ -120,6 +121,7 @@ class AnsweringRig(GatewayRig):
 
 
 async def coordinate(directory: Path) -> None:
+    logs.configure("info", "text")
     async with trio.open_nursery() as nursery, running(AnsweringRig(directory, nursery)):
         await trio.sleep_forever()
 
@@ -241,7 +243,7 @@ async def _talk(stream: trio.abc.Stream, dice: random.Random, data: bytes, told:
         return
     if isinstance(stream, trio.SocketStream) and dice.random() < 0.3:
         await stream.send_eof()
-    limit_s = ANSWER_LIMIT_S if dice.random() < 0.05 else 0.02
+    limit_s = ANSWER_LIMIT_S if dice.random() < 0.3 else 0.02
     while True:
         with trio.move_on_after(limit_s) as waiting:
             if not (piece := await stream.receive_some(65_536)):

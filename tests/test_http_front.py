@@ -195,6 +195,18 @@ async def test_health_says_what_new_work_would_be_told(rig: FrontRig) -> None:
     assert (await peer.answer(), peer.status) == ({"status": "the journal cannot take more: disk full"}, 503)
 
 
+async def test_who_asks_for_health_and_leaves_keeps_no_answer_from_others(
+    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to greetings come in turn: one that was not sent must not wait for one."""
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
+    for _ in range(10):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await rig.link.client.welcome()
+    assert await rig.open("GET", "/health").answer() == {"status": "ok"}
+
+
 async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
     rig: FrontRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
