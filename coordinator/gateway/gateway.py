@@ -61,6 +61,7 @@ class SchedulerFacade(Protocol):
     async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]: ...
     def lookup(self, request_id: str, user: str | None) -> int: ...
     def model(self) -> messages.ModelInfo | None: ...
+    def refusal(self) -> str: ...
     def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
     def describe(
         self, request_id: str, user: str | None
@@ -187,7 +188,8 @@ class Gateway:
         return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
 
     def _welcome(self) -> messages.Welcome:
-        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, self._scheduler.model())
+        it = self._scheduler
+        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket loses the answer."""

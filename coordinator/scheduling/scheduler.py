@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal, check_writes
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
@@ -43,7 +43,7 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import HiSparseError, WrongState
+from protocol.errors import HiSparseError, Unavailable, WrongState
 from protocol.logs import fields, logger
 from protocol.settings import CoordinatorSettings
 from protocol.sizing import page_limit
@@ -147,6 +147,14 @@ class Scheduler(SchedulerApi):
     @property
     def stopping(self) -> bool:
         return self._stop is not None
+
+    def refusal(self) -> str:
+        """Why any new request would be refused now; "" when it would not be."""
+        try:
+            check_writes(self._journal)
+        except Unavailable as error:
+            return error.message
+        return "the coordinator is stopping" if self.stopping else ""
 
     # ---------------------------------------------------------------- from the journal
 
