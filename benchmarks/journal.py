@@ -2,7 +2,7 @@
 
 The real actor (group commit) over a real file, token log, books and ledgers of `--requests` live requests, all of them
 decoding: every worker reports one token of each of its requests at the offered rate, and pages are given as they fill
-up. Beside them one probe appends a record, waits for its commit, and again: what a verb's answer waits for.
+up. Beside them one probe appends a record, waits for its commit, and again: what a command's answer waits for.
 
     commit_*_ms      from a probe's append to its commit; `in summary` of those during which a summary was under way
     group_*_ms       of the store alone: one transaction with its fsync
@@ -29,7 +29,7 @@ import trio
 from coordinator import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Accepted, Admission, Changed, Joined, Ordered, PoolOpened, Record, SummaryEnded
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
 from coordinator.memory.ledger import Ledger
@@ -195,7 +195,7 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 async def measure(options: argparse.Namespace, place: Path) -> dict[str, float]:
     store = open_store(place / "journal.sqlite", JournalCounters())
     timed, token_log = TimedStore(store), TokenLog(options.requests, journalled=True)
-    journal = GroupCommit(timed, Book(), token_log, on_tokens=lambda: None)
+    journal = GroupCommit(timed, JournalState(), token_log, on_tokens=lambda: None)
     load, probe = Load(journal, token_log, options.requests), Probe(journal)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(journal.run)

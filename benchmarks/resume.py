@@ -79,9 +79,9 @@ def measure_copies(state: DeviceState, context: int) -> dict[str, float]:
         for piece in token.split(PIECE_TOKENS)
     ]
 
-    def move(verb: Callable[..., None]) -> None:
+    def move(command: Callable[..., None]) -> None:
         for piece in places:
-            verb(state, *piece)
+            command(state, *piece)
 
     size = pages * state.geometry.page_bytes
     device, host = state.rows.view(-1)[:size], state.host.view(-1)[:size]

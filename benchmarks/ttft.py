@@ -12,7 +12,7 @@ Real processes on two devices, two workers in each way:
 
 Milliseconds from submitting to the client's first and second token, medians of --rounds, for prompts that nobody has
 seen before. Whoever prefills draws the first token, so that the second one is the first that needs the handover: pages
-sent, index keys loaded, one decode step. `prefill` and `handover` are parts of it by the coordinator's story of the
+sent, index keys loaded, one decode step. `prefill` and `handover` are parts of it by the coordinator's history of the
 request: admitted until staged, staged until it decodes. With --busy N, once more while N short requests decode; `gap`
 is then the longest that any of those waited for a token, of the median round.
 
@@ -120,20 +120,20 @@ def spots_of(way: str, devices: list[str], nodes: list[Namespace | None]) -> lis
 # ---------------------------------------------------------------- one request
 
 
-async def one_prompt(client: Client, tokens: int, name: str, admission: str) -> dict[str, Any]:
-    """Milliseconds, and the coordinator's story of the request."""
+async def one_prompt(client: Client, tokens: int, name: str, prefill_mode: str) -> dict[str, Any]:
+    """Milliseconds, and the coordinator's history of the request."""
     prompt = random.Random(name).choices(range(256), k=tokens)
     times: list[float] = []
     began = time.perf_counter()
     stream = await client.submit(
-        prompt, Sampling(NEW_TOKENS, ignore_eos=True), request_id=name, admission=admission, priority=1
+        prompt, Sampling(NEW_TOKENS, ignore_eos=True), request_id=name, prefill_mode=prefill_mode, priority=1
     )
     async for some in stream:
         times += [time.perf_counter()] * len(some)
-    story = (await client.request(name)).story
-    at = {line.event: line.at_s for line in reversed(story)}
+    history = (await client.request(name)).history
+    at = {line.event: line.at_s for line in reversed(history)}
     return {
-        "story": [(round(1e3 * (line.at_s - story[0].at_s), 2), line.event, line.state) for line in story],
+        "history": [(round(1e3 * (line.at_s - history[0].at_s), 2), line.event, line.state) for line in history],
         "first": 1e3 * (times[0] - began),
         "second": 1e3 * (times[1] - began),
         "prefill": 1e3 * (at["staged"] - at["admitted"]),
@@ -147,10 +147,10 @@ class Busy:
     def __init__(self) -> None:
         self._longest_s = 0.0
 
-    async def run(self, client: Client, name: str, admission: str, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, client: Client, name: str, prefill_mode: str, task_status: trio.TaskStatus[None]) -> None:
         prompt = random.Random(name).choices(range(256), k=BUSY_PROMPT_TOKENS)
         stream = await client.submit(
-            prompt, Sampling(BUSY_TOKENS_MAX, ignore_eos=True), request_id=name, admission=admission
+            prompt, Sampling(BUSY_TOKENS_MAX, ignore_eos=True), request_id=name, prefill_mode=prefill_mode
         )
         await anext(stream)
         await anext(stream)
@@ -166,7 +166,7 @@ class Busy:
 
 
 @asynccontextmanager
-async def decoding(client: Client, count: int, prefix: str, admission: str) -> AsyncIterator[Busy]:
+async def decoding(client: Client, count: int, prefix: str, prefill_mode: str) -> AsyncIterator[Busy]:
     busy = Busy()
     async with trio.open_nursery() as nursery:
         names = [f"{prefix}-{i}" for i in range(count)]
@@ -196,7 +196,7 @@ async def measure(nodes: Nodes, client: Client, way: str, options: argparse.Name
                         row = await one_prompt(client, tokens, f"{way}-{count}-{tokens}-{i}", admission)
                     found.append(row | ({"gap": busy.longest_ms()} if count else {}))
                 middle: dict[str, Any] = {
-                    name: median(row[name] for row in found) for name in found[0] if name != "story"
+                    name: median(row[name] for row in found) for name in found[0] if name != "history"
                 }
                 rates = rates_of(before, await copies(nodes))
                 rows.append(

@@ -153,7 +153,7 @@ class Bench:
         self.turn_until(lambda: number in self.reports.released)
         left = self.reports.released[number]
         if self.overlap is not None:
-            self.overlap.remember(1, unpack(left.last_topk, self.geometry, self.context))
+            self.overlap.remember(1, unpack(left.warm_start, self.geometry, self.context))
         return left
 
     def join(self, prompt: bytes, left: Released, *, warm: bool) -> dict[str, float]:
@@ -161,7 +161,7 @@ class Bench:
         del self.reports.ids[1][1:]
         self.settle()
         began, steps = time.perf_counter(), len(self.reports.times[0])
-        number = self.admit(1, prompt, 2, left, last_topk=left.last_topk if warm else b"")
+        number = self.admit(1, prompt, 2, left, warm_start=left.warm_start if warm else b"")
         self.turn_until(lambda: number in self.reports.released)
         self.settle()
         times, back = self.reports.times[0][steps - 1 :], self.reports.released[number]
@@ -170,7 +170,7 @@ class Bench:
             "selected": back.hits + back.misses,
             "next_token_ms": 1e3 * (self.reports.times[1][-1] - began),
             "longest_step_ms": 1e3 * max(after - before for before, after in pairwise(times)),
-            "last_topk_bytes": len(left.last_topk),
+            "last_topk_bytes": len(left.warm_start),
         }
 
     def measure(self, prompts: list[bytes], repeats: int) -> dict[str, dict[str, float]]:

@@ -114,7 +114,7 @@ async def one_round(cluster: Cluster, client: Client, tokens: int, name: str) ->
 
 async def _when(client: Client, name: str, event: str) -> float:
     while True:
-        at = [line.at_s for line in (await client.request(name)).story if line.event == event]
+        at = [line.at_s for line in (await client.request(name)).history if line.event == event]
         if at:
             return at[-1]
         await trio.sleep(0.002)

@@ -8,7 +8,7 @@ Rules, and why:
 - Every mailbox is bounded (I8). A full one refuses: an ask gets CapacityError, which its user can act on; a tell
   raises MailboxFullError, which ends the process, because tells come from a bounded number of requests, workers and
   timers, and only a defect fills a mailbox with them. A peer that may flood (a worker's events) is checked by `room`.
-- Crash-only: an exception that leaves an actor is logged with the actor's story and ends the process. Nobody
+- Crash-only: an exception that leaves an actor is logged with the actor's history and ends the process. Nobody
   restarts an actor whose state may be half changed; recovery is the journal's business.
 - An actor takes messages in batches: a wake-up costs about 10 us, a message in a batch a tenth of that.
 
@@ -146,7 +146,7 @@ class Actor(ABC, Generic[M]):
     async def handle(self, batch: list[M]) -> None:
         """Act on messages in order. An exception that leaves it ends the process."""
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         """Recent history, one line each, logged when the actor fails."""
         return ()
 
@@ -189,7 +189,7 @@ class Runs(Protocol):
     def name(self) -> str: ...
     async def run(self) -> None: ...
     def close(self) -> None: ...
-    def story(self) -> tuple[str, ...]: ...
+    def history(self) -> tuple[str, ...]: ...
 
 
 class Level(IntEnum):
@@ -243,7 +243,7 @@ class Supervisor:
         try:
             await actor.run()
         except Exception:
-            log.exception("actor failed", extra=fields(actor=actor.name, story="; ".join(actor.story())))
+            log.exception("actor failed", extra=fields(actor=actor.name, history="; ".join(actor.history())))
             raise
         finally:
             del self._running[level][actor]

@@ -3,7 +3,7 @@
 Left alone it stops a full coordinator twice over. A full collection looks at every object there is, 0.2 s with 10,000
 live requests, and comes whenever the heap has grown by a quarter. A young one comes when 700 more objects were made
 than freed, but where each new object replaces an old one that balance hardly moves: measured here, 5 s of grants and
-story lines gathered until one "young" collection took 50 to 90 ms.
+history lines gathered until one "young" collection took 50 to 90 ms.
 
 So it is switched off and driven by time: what was made since the last look is looked at ten times a second, and once,
 which takes a millisecond or two; what start-up made, never; everything else rarely enough to stay far below one per

@@ -2,7 +2,7 @@
 
 start    locks and sockets; the number of this life; the journal, and what it recovers; actors; /metrics; one log line
          per thing that was sized
-run      until every request has ended after a stop was asked for (client verb, SIGTERM, SIGINT)
+run      until every request has ended after a stop was asked for (client command, SIGTERM, SIGINT)
 stop     refuse new work, let running work finish until the deadline; what is not finished then stays in the journal
          for the next life, without one it fails; flush what clients have not read, end the actors level by level
          (coordinator.actor); each of these is bounded
@@ -31,7 +31,7 @@ from coordinator.incarnation import next_incarnation
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
 from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.listener.authentication import Door
+from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
@@ -240,7 +240,7 @@ class Coordinator:
         if exporter is not None:
             log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 
-    # ------------------------------------------------------------ doors
+    # ------------------------------------------------------------ listeners
 
     @property
     def _doors(self) -> dict[str, RouterSocket]:
@@ -338,10 +338,10 @@ def _is_tcp(endpoint: str) -> bool:
     return endpoint.startswith("tcp://")
 
 
-def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> Door | Insecure | None:
+def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | Insecure | None:
     if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
         return None
-    return Insecure() if cluster.insecure else Door(read_server_key(Path(cluster.keys_dir)), role)
+    return Insecure() if cluster.insecure else CurveGuard(read_server_key(Path(cluster.keys_dir)), role)
 
 
 @contextmanager

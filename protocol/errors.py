@@ -4,7 +4,7 @@
     ├── BadInput                       the caller's: a value that can never work
     │   ├── ConfigError                a setting; refused at start
     │   └── NotFound                   an id that nobody here has
-    ├── WrongState                     the caller's: right verb, wrong moment (retract a finished request)
+    ├── WrongState                     the caller's: right command, wrong moment (retract a finished request)
     ├── NotAllowed                     the caller's: its key does not open this door
     ├── CapacityError                  nobody's: it does not fit, now (`retry`) or ever
     ├── ProtocolError                  the peer's: unreadable, out of order, wrong version or role

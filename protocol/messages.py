@@ -8,7 +8,7 @@ travel as little-endian `bytes` (int32 unless said otherwise): a list of 256 int
 Four directions, each with its own union, so that a peer cannot say what its role does not allow:
 
     client  -> gateway      ClientMessage      submit, attach, abort, ask
-    admin   -> gateway      AdminMessage       the client's verbs and the operator's
+    admin   -> gateway      AdminMessage       the client's commands and the operator's
     gateway -> client/admin GatewayMessage     replies (matched by `tag`), deliveries, ends
     worker  -> coordinator  WorkerMessage      hello, reports (numbered), heartbeats
     coordinator -> worker   CoordinatorMessage welcome, commands (numbered), acknowledgements
@@ -36,8 +36,8 @@ PROTOCOL_VERSION: Final = 2
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: Largest message between coordinator and worker: an Admit carries prompt and delivered tokens.
 WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Longest `last_topk` of a request; one that is longer is not sent, and its request starts cold.
-LAST_TOPK_BYTES_MAX: Final = 1024 * 1024
+#: Longest `warm_start` of a request; one that is longer is not sent, and its request starts cold.
+WARM_START_BYTES_MAX: Final = 1024 * 1024
 #: A tokenizer travels in pieces of this size, so that it never delays commands for long.
 TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
 #: Longest request id, worker name or node name.
@@ -51,12 +51,12 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.admission`): prefilled and staged by the worker that decodes it,
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes it,
 #: directly into host pages by another one, or as the scheduler sees fit.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
-ADMISSIONS: Final = (AUTO, STAGED, DIRECT)
+PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
 #: `Admit.hot_slots` of a stay that only computes the prompt.
 NO_HOT_BUFFER: Final = -1
 #: No first token is held back: none was drawn, or it was said.
@@ -160,8 +160,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `admission`
-    is one of ADMISSIONS.
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `prefill_mode`
+    is one of PREFILL_MODES.
     """
 
     tag: int
@@ -170,7 +170,7 @@ class Submit(Message, frozen=True, tag="submit"):
     request_id: str = ""
     priority: int = 0
     subscribe: bool = True
-    admission: str = AUTO
+    prefill_mode: str = AUTO
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -206,7 +206,7 @@ class ListRequests(Message, frozen=True, tag="list_requests"):
 
 
 class DescribeRequest(Message, frozen=True, tag="describe_request"):
-    """One request with its story: every transition with time and reason."""
+    """One request with its history: every transition with time and reason."""
 
     tag: int
     request_id: str
@@ -343,7 +343,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """An operator's or client's verb was carried out; `detail` has one line per request or worker concerned."""
+    """An operator's or client's command was carried out; `detail` has one line per request or worker concerned."""
 
     tag: int
     detail: tuple[str, ...] = ()
@@ -396,7 +396,7 @@ class RequestRow(Part, frozen=True):
     reason: str
 
 
-class StoryLine(Part, frozen=True):
+class HistoryLine(Part, frozen=True):
     at_s: float  # seconds since the epoch
     event: str
     state: str
@@ -467,7 +467,7 @@ class RequestRows(Message, frozen=True, tag="request_rows"):
 class RequestDetail(Message, frozen=True, tag="request_detail"):
     tag: int
     row: RequestRow
-    story: tuple[StoryLine, ...]
+    history: tuple[HistoryLine, ...]
 
 
 class WorkerRows(Message, frozen=True, tag="worker_rows"):
@@ -528,7 +528,7 @@ class Admit(Part, frozen=True, tag="admit"):
     `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
     describes (worker/transfer), and leave when all were delivered, or that has failed.
 
-    `last_topk`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
+    `warm_start`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
     hint: one that cannot be read counts, and the request starts cold.
     """
 
@@ -547,7 +547,7 @@ class Admit(Part, frozen=True, tag="admit"):
     first_token: int = NO_TOKEN
     ticket: int = 0
     destination: bytes = b""
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Receive(Part, frozen=True, tag="receive"):
@@ -766,7 +766,7 @@ class Faulted(Part, frozen=True, tag="faulted"):
 class Released(Part, frozen=True, tag="released"):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
     are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
-    output was said yet, is what to go on from: a stop string may begin in it. `last_topk` are the positions
+    output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
     admission: int
@@ -774,7 +774,7 @@ class Released(Part, frozen=True, tag="released"):
     hits: int
     misses: int
     first_token: int = NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Counters(Part, frozen=True, tag="counters"):

@@ -28,7 +28,7 @@ class ClusterSettings(Settings, frozen=True):
     worker_endpoint: str = ""
     keys_dir: str = ""  # key files (`hisparse keys`); tcp:// endpoints want them
     insecure: bool = False  # tcp:// without keys: whoever reaches the port may do anything, and read what others send
-    speak_as: str = "client"  # door of verbs that both have; an admin sees everybody's requests
+    speak_as: str = "client"  # door of commands that both have; an admin sees everybody's requests
     log_level: str = "info"
     log_format: str = "logfmt"  # or json
 

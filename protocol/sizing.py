@@ -1,8 +1,8 @@
-"""How much memory a request needs: pages by its length, and the rungs of hot-buffer sizes it can stand on. Pure.
+"""How much memory a request needs: pages by its length, and the hot_sizes of hot-buffer sizes it can stand on. Pure.
 
-A *rung* is a hot size with its chunks. A request's ladder, ascending: the managed size classes that are smaller than
+A *hot_size* is a hot size with its chunks. A request's hot_sizes, ascending: the managed size classes that are smaller than
 being resident, and resident on top, which takes one chunk for each page granted. A short context has only the top
-rung: a managed buffer would cost more than all of its rows. So the least that a request needs at its longest is the
+hot_size: a managed buffer would cost more than all of its rows. So the least that a request needs at its longest is the
 smaller of the smallest class and its whole context, and it fits a worker alone exactly if that fits (`misfit`).
 
 Index pages are granted with host pages, one for one. Slab pages hold the prompt while it is prefilled and staged.
@@ -30,14 +30,14 @@ class Memory(NamedTuple):
     slab_pages: int = 0
 
 
-class Rung(NamedTuple):
+class HotSize(NamedTuple):
     """`hot_slots` 0 is resident; NO_HOT_BUFFER for a stay that only computes the prompt."""
 
     hot_slots: int
     hot_chunks: int
 
 
-NO_RUNG: Final = Rung(NO_HOT_BUFFER, 0)
+NO_HOT_SIZE: Final = HotSize(NO_HOT_BUFFER, 0)
 
 
 class Length(NamedTuple):
@@ -59,34 +59,36 @@ def pages_wanted(length: Length, ahead_tokens: int, capacity: WorkerCapacity) ->
     return pages_for(tokens)
 
 
-def ladder(pages: int, capacity: WorkerCapacity) -> list[Rung]:
+def hot_sizes(pages: int, capacity: WorkerCapacity) -> list[HotSize]:
     """Hot sizes for a request with `pages` granted pages, ascending by chunks; the last is resident."""
-    return [rung for rung in _managed(capacity.hot_size_classes) if rung.hot_chunks < pages] + [Rung(RESIDENT, pages)]
+    return [hot_size for hot_size in _managed(capacity.hot_size_classes) if hot_size.hot_chunks < pages] + [
+        HotSize(RESIDENT, pages)
+    ]
 
 
 @lru_cache(maxsize=64)
-def _managed(hot_size_classes: tuple[int, ...]) -> tuple[Rung, ...]:
-    return tuple(Rung(slots, managed_chunks(slots)) for slots in hot_size_classes)
+def _managed(hot_size_classes: tuple[int, ...]) -> tuple[HotSize, ...]:
+    return tuple(HotSize(slots, managed_chunks(slots)) for slots in hot_size_classes)
 
 
-def largest_rung(pages: int, chunks: int, capacity: WorkerCapacity) -> Rung | None:
+def largest_hot_size(pages: int, chunks: int, capacity: WorkerCapacity) -> HotSize | None:
     """The largest hot size for `pages` pages within `chunks` chunks; None when not even the smallest fits."""
-    return next((rung for rung in reversed(ladder(pages, capacity)) if rung.hot_chunks <= chunks), None)
+    return next((hot_size for hot_size in reversed(hot_sizes(pages, capacity)) if hot_size.hot_chunks <= chunks), None)
 
 
-def forced_rung(hot_slots: int, pages: int) -> Rung:
+def forced_hot_size(hot_slots: int, pages: int) -> HotSize:
     """The size that an operator asked for."""
-    return Rung(RESIDENT, pages) if hot_slots == RESIDENT else Rung(hot_slots, managed_chunks(hot_slots))
+    return HotSize(RESIDENT, pages) if hot_slots == RESIDENT else HotSize(hot_slots, managed_chunks(hot_slots))
 
 
 def can_force(hot_slots: int, length: Length, capacity: WorkerCapacity) -> bool:
     """Whether a request could reach its longest with that size on an otherwise empty worker."""
-    longest = forced_rung(hot_slots, page_limit(length, capacity))
+    longest = forced_hot_size(hot_slots, page_limit(length, capacity))
     return hot_slots in (RESIDENT, *capacity.hot_size_classes) and longest.hot_chunks <= capacity.hot_chunks
 
 
 def smallest_chunks(pages: int, hot_size_classes: tuple[int, ...]) -> int:
-    """Chunks of the lowest rung of a request with `pages` pages; classes ascending."""
+    """Chunks of the lowest hot_size of a request with `pages` pages; classes ascending."""
     return min(managed_chunks(hot_size_classes[0]), pages)
 
 
@@ -110,7 +112,7 @@ def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BO
     return tuple(f"needs {needed} {what}, {place} has {total}" for what, needed, place, total in rows if needed > total)
 
 
-def first_memory(length: Length, pages: int, kept_pages: int, rung: Rung) -> Memory:
+def first_memory(length: Length, pages: int, kept_pages: int, hot_size: HotSize) -> Memory:
     """What an admission takes: fresh host pages beside those kept, and the slab unless rows were kept."""
     slab_pages = 0 if kept_pages else pages_for(length.prompt)
-    return Memory(pages - kept_pages, rung.hot_chunks, pages, slab_pages)
+    return Memory(pages - kept_pages, hot_size.hot_chunks, pages, slab_pages)

@@ -21,8 +21,8 @@ import trio
 from coordinator.gateway.connections import ADMIN, CLIENT, Connection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.flood_control import Gate
-from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import Handle
 from coordinator.tokens.token_log import TokenLog
@@ -32,15 +32,15 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolErro
 from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
 from protocol.transport.frames import read_frame
 
-#: Verbs of all connections that wait for the Scheduler; further ones are refused.
+#: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
-#: How long verbs may still be answered when the coordinator stops.
+#: How long commands may still be answered when the coordinator stops.
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
 
 Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-Verb: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
+CommandHandler: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
@@ -64,7 +64,7 @@ class SchedulerFacade(Protocol):
     def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
     def describe(
         self, request_id: str, user: str | None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]: ...
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]: ...
     def worker_rows(self) -> list[messages.WorkerRow]: ...
     def pool_rows(self) -> list[messages.PoolRow]: ...
 
@@ -104,15 +104,15 @@ class Gateway:
             ADMIN: messages.decode_admin,
         }
         self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
-        self._gates = {
-            role: Gate(socket, Meter(*rate), self._dropped[role], partial(self._answer_unread, role))
+        self._flood_controls = {
+            role: FloodControl(socket, RateLimiter(*rate), self._dropped[role], partial(self._answer_unread, role))
             for role, socket in self._sockets.items()
         }
         self._answers = _answers(scheduler, tokenizers) | {
             messages.Attach: self._attach,
             messages.Detach: self._detach,
         }
-        self._verbs = _verbs(scheduler)
+        self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation
         self._version = version
         self._asks = 0
@@ -121,7 +121,7 @@ class Gateway:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         counts = self._deliveries.connections.count_by_role()
         return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
 
@@ -142,7 +142,7 @@ class Gateway:
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
         while True:
             for received in await self._sockets[role].recv_batch():
-                if not self._gates[role].admits(received, trio.current_time()):
+                if not self._flood_controls[role].admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(role, received, nursery)
@@ -214,7 +214,7 @@ class Gateway:
 
     def _start(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         if self._asks >= ASKS_MAX:
-            raise CapacityError(f"{ASKS_MAX} verbs are being carried out", remedy="retry in a moment")
+            raise CapacityError(f"{ASKS_MAX} commands are being carried out", remedy="retry in a moment")
         self._asks += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
@@ -243,7 +243,7 @@ class Gateway:
             elif isinstance(message, messages.AuditWorkers):
                 reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
             else:
-                reply = messages.Done(tag, await self._verbs[type(message)](connection, message))
+                reply = messages.Done(tag, await self._command_handlers[type(message)](connection, message))
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
@@ -283,7 +283,7 @@ def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[ty
     }
 
 
-def _verbs(scheduler: SchedulerFacade) -> dict[type, Verb]:
+def _command_handlers(scheduler: SchedulerFacade) -> dict[type, CommandHandler]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {

@@ -6,7 +6,7 @@
                              └──── the next one ──┘
 
 `append` takes records in order and never waits; the Commit that it returns is waited for by whoever must not go on
-before they are durable: a command that gives memory (I4), the answer to a submission or a verb, the last word on a
+before they are durable: a command that gives memory (I4), the answer to a submission or a command, the last word on a
 request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
 begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
 
@@ -33,7 +33,7 @@ import trio
 
 from coordinator.actor import Reply
 from coordinator.journal.records import Changed, Record, tokens_of
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
 from coordinator.tokens.token_log import News, TokenLog
@@ -47,7 +47,7 @@ INTERVAL_S: Final = 0.002
 RETRY_S: Final = 0.5
 #: Records that wait; those who append wait for their commits, so only a defect gets here.
 PENDING_MAX: Final = 262_144
-#: Longest that the acknowledgement of a submission or a verb waits for its commit.
+#: Longest that the acknowledgement of a submission or a command waits for its commit.
 COMMIT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class Journal(Protocol):
         """Why new work is to be refused; empty: it need not be."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> JournalState:
         """What the records so far amount to; `ledgers` in it are the live ones."""
 
     def summarize_if_long(self) -> None:
@@ -175,7 +175,7 @@ class NoJournal:
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.book = Book()
+        self.book = JournalState()
         self._on_tokens = on_tokens
 
     def summarize_if_long(self) -> None:
@@ -200,7 +200,7 @@ class GroupCommit:
     def __init__(
         self,
         store: JournalStore,
-        book: Book,
+        book: JournalState,
         token_log: TokenLog,
         *,
         on_tokens: Callable[[], None],
@@ -258,7 +258,7 @@ class GroupCommit:
         self._closing = True
         self._news.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:

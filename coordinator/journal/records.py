@@ -43,7 +43,7 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Accepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `admission`
+    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `prefill_mode`
     is how it was asked to come to its worker."""
 
     slot: int
@@ -55,7 +55,7 @@ class Accepted(JournalEntry, frozen=True):
     sampling: Sampling
     at_s: float
     user: str = ""
-    admission: str = AUTO
+    prefill_mode: str = AUTO
 
 
 class Ordered(JournalEntry, frozen=True):

@@ -1,10 +1,10 @@
 """The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
 appended.
 
-    records ──replay──► Book and token log        at start; coordinator.scheduling.recovery goes on from it
-    append  ──note────► Book                      while running; ledgers and token log are the live ones, changed
+    records ──replay──► JournalState and token log        at start; coordinator.scheduling.recovery goes on from it
+    append  ──note────► JournalState                      while running; ledgers and token log are the live ones, changed
                                                   by their owners
-    Book    ──────────► coordinator.journal.summary says it again in fewer records, now and then
+    JournalState    ──────────► coordinator.journal.summary says it again in fewer records, now and then
 
 A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
 
@@ -63,7 +63,7 @@ def no_order(slot: int) -> Ordered:
 
 
 @dataclass(slots=True)
-class Known:
+class RequestRecord:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
     of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
 
@@ -86,14 +86,14 @@ class Known:
 
 
 @dataclass(slots=True)
-class Book:
+class JournalState:
     """`ledgers` by node are the live ones; the highest numbers given out so far are for those who give out more."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     pools: dict[str, PoolOpened] = field(default_factory=dict)
     workers: dict[EpochKey, Joined] = field(default_factory=dict)
     drains: dict[str, Drained] = field(default_factory=dict)
-    requests: dict[int, Known] = field(default_factory=dict)
+    requests: dict[int, RequestRecord] = field(default_factory=dict)
     arrivals: int = 0
     admissions: int = 0
 
@@ -101,7 +101,7 @@ class Book:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
             case Accepted(slot):
-                self.requests[slot] = Known(record, len(record.prompt) // 4, no_order(slot))
+                self.requests[slot] = RequestRecord(record, len(record.prompt) // 4, no_order(slot))
                 self.arrivals = max(self.arrivals, record.arrival)
             case Joined() | PoolOpened() | Drained() | Undrained():
                 self._note_of_node(record)
@@ -177,7 +177,7 @@ class Book:
         return [it for key, it in self.workers.items() if it.node == node and key in left]
 
 
-def replay(records: Iterable[Record], token_log: TokenLog) -> Book:
+def replay(records: Iterable[Record], token_log: TokenLog) -> JournalState:
     """The state that `records` amount to; tokens go into `token_log`, which must be empty.
 
     Raises CapacityError when the token log is too small for them, InternalError when they do not fit each other.
@@ -199,7 +199,7 @@ class _Collected(NamedTuple):
 @dataclass(slots=True)
 class _Replay:
     token_log: TokenLog
-    book: Book = field(default_factory=Book)
+    book: JournalState = field(default_factory=JournalState)
     collected: dict[str, _Collected] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:

@@ -30,7 +30,7 @@ from typing import Final
 
 from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded, struck_of
-from coordinator.journal.state import Book, Known, no_order
+from coordinator.journal.state import JournalState, RequestRecord, no_order
 from coordinator.tokens.token_log import TokenLog
 
 #: Requests said again in one group.
@@ -44,7 +44,7 @@ class Summarizing:
     """One summary under way. Make it where all ledgers are as their changes in the journal say, append `begun` at once,
     and `more()` to the end of each group, after its tokens were taken from the token log."""
 
-    def __init__(self, book: Book, token_log: TokenLog) -> None:
+    def __init__(self, book: JournalState, token_log: TokenLog) -> None:
         book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
         pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
         self.begun = SummaryBegun(
@@ -82,7 +82,7 @@ class Summarizing:
         return facts, outputs
 
 
-def _facts_of(known: Known) -> Iterator[Record]:
+def _facts_of(known: RequestRecord) -> Iterator[Record]:
     """All but what every request begins with."""
     slot, stay = known.accepted.slot, known.stay
     if known.ended is None and known.ordered != no_order(slot):

@@ -1,4 +1,4 @@
-"""Who comes to a door and leaves it, as libzmq's events say, and the end of connections that are not wanted.
+"""Who comes to a socket and leaves it, as libzmq's events say, and the end of connections that are not wanted.
 
 libzmq takes any number of connections, names none of them before it speaks, and has no call to end one. But it says
 which descriptor came and left, and takes the shutdown of a descriptor for its peer's hanging up. Events are read when
@@ -19,42 +19,42 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from coordinator.listener.connection_tracker import Lobby
+from coordinator.listener.connection_tracker import ConnectionTracker
 from protocol.transport.monitor import monitor_of
 
 
-class Visits:
-    """The events of one `door`, not yet bound, and the lobby that they fill. Times are trio's."""
+class ConnectionEvents:
+    """The events of one `socket`, not yet bound, and the connection_tracker that they fill. Times are trio's."""
 
-    def __init__(self, door: zmq.Socket[bytes], lobby: Lobby) -> None:
-        self.lobby = lobby
-        self._door = door
-        self._events = monitor_of(door, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    def __init__(self, socket: zmq.Socket[bytes], connection_tracker: ConnectionTracker) -> None:
+        self.connection_tracker = connection_tracker
+        self._socket = socket
+        self._events = monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def introduce(self, descriptor: int, user: str, now: float) -> None:
         """Raises CapacityError when there are too many."""
         self._read(now)
-        self.lobby.introduce(descriptor, user)
+        self.connection_tracker.introduce(descriptor, user)
 
     def cut_overdue(self, now: float) -> int:
         """End what nobody has introduced in time; returns how many."""
         self._read(now)
-        return self._cut_all(self.lobby.overdue(now))
+        return self._cut_all(self.connection_tracker.overdue(now))
 
     def cut_users(self, users: Collection[str], now: float) -> int:
         """End the connections of these users; returns how many."""
         self._read(now)
-        return self._cut_all(self.lobby.of(users))
+        return self._cut_all(self.connection_tracker.of(users))
 
     def cut(self, descriptor: int) -> None:
         """libzmq sees the peer hang up and cleans up by itself. A number that is no connection any more: nothing."""
-        self.lobby.left(descriptor)
+        self.connection_tracker.left(descriptor)
         with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(std_socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Before the door closes."""
-        self._door.disable_monitor()
+        """Before the socket closes."""
+        self._socket.disable_monitor()
         self._events.close()
 
     def _cut_all(self, descriptors: Collection[int]) -> int:
@@ -69,6 +69,6 @@ class Visits:
             except zmq.Again:
                 return
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self.lobby.came(int(event["value"]), now)
+                self.connection_tracker.came(int(event["value"]), now)
             else:
-                self.lobby.left(int(event["value"]))
+                self.connection_tracker.left(int(event["value"]))

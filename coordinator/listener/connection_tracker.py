@@ -1,4 +1,4 @@
-"""Connections of one door, from the moment they are made: libzmq takes any number and never says how many. Pure.
+"""Connections of one listener, from the moment they are made: libzmq takes any number and never says how many. Pure.
 
 A connection is known by its descriptor, from libzmq's events that it came and left. It has INTRODUCE_LIMIT_S to say a
 hello that is accepted; then it is a user's, of which each may have so many. Whoever is overdue or too much is shut out
@@ -25,7 +25,7 @@ INTRODUCE_LIMIT_S: Final = 30.0
 NEWCOMERS_MAX: Final = 256
 
 
-class Lobby:
+class ConnectionTracker:
     """`connections_max` introduced ones, `per_user_max` of them under one name; those without a name ("") are not
     counted together."""
 

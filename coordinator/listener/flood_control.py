@@ -1,4 +1,4 @@
-"""What a door lets through of what arrives: each peer at its rate, told once when it says more, and then not heard."""
+"""What a listener lets through of what arrives: each peer at its rate, told once when it says more, and then not heard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import Meter, Verdict, cost_of
+from coordinator.listener.rate_limiter import RateLimiter, Verdict, cost_of
 from coordinator.listener.router import Received
 from protocol.errors import CapacityError, HiSparseError
 
@@ -15,20 +15,24 @@ RATE: Final = "rate"
 CUT: Final = "cut"
 
 
-class Cutting(Protocol):
+class Disconnecting(Protocol):
     """What a gate needs of coordinator.listener.router.RouterSocket."""
 
     def cut(self, received: Received) -> None: ...
 
 
-class Gate:
-    """One per door. `refuse` tells a peer why it is not heard."""
+class FloodControl:
+    """One per listener. `refuse` tells a peer why it is not heard."""
 
     def __init__(
-        self, socket: Cutting, meter: Meter, dropped: Dropped, refuse: Callable[[Received, HiSparseError], None]
+        self,
+        socket: Disconnecting,
+        rate_limiter: RateLimiter,
+        dropped: Dropped,
+        refuse: Callable[[Received, HiSparseError], None],
     ) -> None:
         self._socket = socket
-        self._meter = meter
+        self._rate_limiter = rate_limiter
         self._dropped = dropped
         self._refuse = refuse
 
@@ -36,11 +40,13 @@ class Gate:
         """Whether to read `received`. The rate is that of its user, who may have several connections; without keys
         that of its connection."""
         sender = received.user.encode() or received.peer
-        match self._meter.judge(sender, received.peer, cost_of(len(received.frame)), now):
+        match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):
             case Verdict.TAKE:
                 return True
             case Verdict.REFUSE:
-                self._dropped.note(RATE, received.peer, f"more than {self._meter.per_s:g} messages a second", now)
+                self._dropped.note(
+                    RATE, received.peer, f"more than {self._rate_limiter.per_s:g} messages a second", now
+                )
                 self._refuse(received, self._error())
             case Verdict.IGNORE:
                 self._dropped.note(RATE, received.peer, "still too many messages", now)
@@ -51,8 +57,8 @@ class Gate:
 
     def _error(self) -> CapacityError:
         return CapacityError(
-            f"more than {self._meter.per_s:g} messages a second, and {self._meter.burst:g} at once, are not heard",
+            f"more than {self._rate_limiter.per_s:g} messages a second, and {self._rate_limiter.burst:g} at once, are not heard",
             field="messages_per_s",
-            value=self._meter.per_s,
+            value=self._rate_limiter.per_s,
             remedy="send fewer or smaller ones, over one connection that stays, or raise coordinator.messages_per_s",
         )

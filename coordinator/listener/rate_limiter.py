@@ -1,4 +1,4 @@
-"""How much each sender may say at a door: token buckets. Pure.
+"""How much each sender may say at a listener: token buckets. Pure.
 
 A bucket holds `burst` tokens and gains `per_s` of them a second; a message takes what it costs. A bucket is a user's,
 whatever the number of his connections, or a connection's where nobody knows users. What a connection says past an empty
@@ -46,8 +46,8 @@ class _Bucket:
     at: float
 
 
-class Meter:
-    """The buckets of one door. Times are seconds of any clock that does not go back."""
+class RateLimiter:
+    """The buckets of one listener. Times are seconds of any clock that does not go back."""
 
     def __init__(self, per_s: float, burst: float, senders_max: int = SENDERS_MAX) -> None:
         self.per_s = per_s

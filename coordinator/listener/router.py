@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 import trio
 import zmq
 
-from coordinator.listener.authentication import Door, attested_pid, attested_user, guard_door
-from coordinator.listener.connection_events import Visits
-from coordinator.listener.connection_tracker import Lobby
+from coordinator.listener.authentication import CurveGuard, apply_guard, attested_pid, attested_user
+from coordinator.listener.connection_events import ConnectionEvents
+from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.endpoint_lock import EndpointLock
 from protocol.transport.curve import check_guarded
 from protocol.transport.keys import Insecure
@@ -90,7 +90,7 @@ class RouterSocket(Watched):
         credentials: bool = False,
         queue_messages: int = ROUTER_QUEUE_MESSAGES,
         unread_messages: int | None = None,
-        guard: Door | Insecure | None = None,
+        guard: CurveGuard | Insecure | None = None,
         connections_max: int = CONNECTIONS_MAX,
         per_user_max: int = CONNECTIONS_MAX,
     ) -> None:
@@ -99,7 +99,7 @@ class RouterSocket(Watched):
         check_guarded(endpoint, guard)
         self.endpoint = endpoint
         self.message_bytes_max = message_bytes_max
-        self.lobby = Lobby(connections_max, per_user_max)
+        self.connection_tracker = ConnectionTracker(connections_max, per_user_max)
         self._lock = EndpointLock(endpoint)
         socket = context_of("router").socket(zmq.ROUTER)
         set_options(socket, endpoint, queue_messages, bytes_max=message_bytes_max * HARD_LIMIT_FACTOR)
@@ -107,14 +107,14 @@ class RouterSocket(Watched):
             socket.setsockopt(zmq.RCVHWM, unread_messages)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
-        self._has_keys = isinstance(guard, Door) and not endpoint.startswith("ipc://")
-        if isinstance(guard, Door) and self._has_keys:
-            guard_door(socket, guard)
-        self._visits = Visits(socket, self.lobby)
+        self._has_keys = isinstance(guard, CurveGuard) and not endpoint.startswith("ipc://")
+        if isinstance(guard, CurveGuard) and self._has_keys:
+            apply_guard(socket, guard)
+        self._connection_events = ConnectionEvents(socket, self.connection_tracker)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._visits.close()
+            self._connection_events.close()
             socket.close()
             self._lock.release()
             raise unusable(endpoint, error) from error
@@ -161,26 +161,26 @@ class RouterSocket(Watched):
 
     def introduce(self, received: Received) -> None:
         """The connection has said a hello that is accepted. Raises CapacityError when its user has too many."""
-        self._visits.introduce(received.descriptor, received.user, trio.current_time())
+        self._connection_events.introduce(received.descriptor, received.user, trio.current_time())
 
     def cut(self, received: Received) -> None:
         """End the connection that `received` came by. Its owner is heard no more, and sees it as lost."""
-        self._visits.cut(received.descriptor)
+        self._connection_events.cut(received.descriptor)
 
     def cut_users(self, users: Collection[str]) -> int:
         """End the connections of these users; returns how many."""
-        return self._visits.cut_users(users, trio.current_time())
+        return self._connection_events.cut_users(users, trio.current_time())
 
     async def sweep(self, on_cut: Callable[[str], None]) -> None:
         """Shut out who does not introduce himself, until cancelled or closed; `on_cut` is told the reason for each."""
         await trio.sleep(SWEEP_INTERVAL_S)
         while not self.closed:
-            for _ in range(self._visits.cut_overdue(trio.current_time())):
+            for _ in range(self._connection_events.cut_overdue(trio.current_time())):
                 on_cut("no hello")
             await trio.sleep(SWEEP_INTERVAL_S)
 
     def close(self) -> None:
         if not self.closed:
-            self._visits.close()
+            self._connection_events.close()
         super().close()
         self._lock.release()

@@ -1,11 +1,11 @@
 """Who may come in: the answer to every CURVE handshake, by ZAP (ZMQ's RFC 27).
 
 libzmq asks on an inproc address, one per context, and lets nobody in until it is answered; pyzmq's own handlers run on
-asyncio or in a thread. A question names the door that was knocked at (its ZAP domain is the role) and the peer's public
+asyncio or in a thread. A question names the listener that was knocked at (its ZAP domain is the role) and the peer's public
 key; the answer is the user that the peer is from then on, which libzmq attaches to each of its messages. A key that is
-allowed at one door is unknown at the others, so a client's key opens neither the admins' nor the workers' door.
+allowed at one listener is unknown at the others, so a client's key opens neither the admins' nor the workers' listener.
 
-A door without a handler stays shut (sockets.py sets ZAP_ENFORCE_DOMAIN): what fails here, fails closed.
+A listener without a handler stays shut (sockets.py sets ZAP_ENFORCE_DOMAIN): what fails here, fails closed.
 
 A key that knocks more than KNOCKS_PER_S times a second is put off: a handshake costs each side most of a millisecond of
 arithmetic, one at a time (1.5 ms for both, making and closing the socket included).
@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import Meter, Verdict
+from coordinator.listener.rate_limiter import RateLimiter, Verdict
 from coordinator.listener.router import ZAP_ENDPOINT
 from protocol.transport.keys import AllowedKey
 from protocol.transport.watched import Watched, context_of
@@ -44,14 +44,14 @@ class Answer(Enum):
 
 
 class AllowList:
-    """Who may come in at which door. Pure."""
+    """Who may come in at which listener. Pure."""
 
     def __init__(self, allowed: Iterable[AllowedKey]) -> None:
         self._users = {(key.role, key.public): key.user for key in allowed}
-        self._knocks = Meter(KNOCKS_PER_S, KNOCKS_BURST)
+        self._knocks = RateLimiter(KNOCKS_PER_S, KNOCKS_BURST)
 
     def judge(self, role: str, public: str, now: float) -> tuple[Answer, str]:
-        """The answer to the bearer of `public` at the door of `role`, and who that is."""
+        """The answer to the bearer of `public` at the listener of `role`, and who that is."""
         user = self._users.get((role, public), "")
         if not user:
             return Answer.REFUSED, ""
@@ -68,7 +68,7 @@ class AllowList:
 
 
 class ZapHandler:
-    """Answers for every CURVE door of this process. Bound at once, so that no door opens before it; `run` until
+    """Answers for every CURVE listener of this process. Bound at once, so that no listener opens before it; `run` until
     cancelled."""
 
     def __init__(self, allowed: AllowList, counter: Counter[tuple[str, str]]) -> None:

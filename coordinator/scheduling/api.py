@@ -15,10 +15,10 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.events import Handle, Verb, WorkerPort
-from coordinator.scheduling.request_table import Requests, Swaps
-from coordinator.scheduling.scheduling_state import Roster
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_table import RequestTable, Swaps
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import ProtocolError
@@ -29,7 +29,7 @@ FLOOD_MARGIN: Final = 64
 
 Message: TypeAlias = (
     events.SubmitAsk
-    | events.VerbAsk
+    | events.CommandAsk
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
@@ -51,12 +51,12 @@ Message: TypeAlias = (
 )
 
 
-class Front(Actor[Message]):
+class SchedulerApi(Actor[Message]):
     """Base of the Scheduler, which fills in who there is."""
 
-    _requests: Requests
-    _roster: Roster
-    _fleet: Fleet
+    _requests: RequestTable
+    _placement_table: PlacementTable
+    _registry: WorkerRegistry
     _auditor: Auditor
     _clock: Callable[[], float]
     _journal: Journal
@@ -78,19 +78,19 @@ class Front(Actor[Message]):
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._verb(Verb.ABORT, request_ids, owner, user=user)
+        return await self._command(RequestCommand.ABORT, request_ids, owner, user=user)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._verb(Verb.RETRACT, request_ids, owner, keep=keep, hold=hold)
+        return await self._command(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Let held requests wait for memory again; all or none."""
-        return await self._verb(Verb.RESUME, request_ids, owner)
+        return await self._command(RequestCommand.RESUME, request_ids, owner)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._verb(Verb.RESIZE, request_ids, owner, hot_slots=hot_slots)
+        return await self._command(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
@@ -129,7 +129,7 @@ class Front(Actor[Message]):
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
-        return self._fleet.model
+        return self._registry.model
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         """Live requests in rank order, then ended ones, latest first; at most `limit`."""
@@ -137,16 +137,16 @@ class Front(Actor[Message]):
 
     def describe(
         self, request_id: str, user: str | None = None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
-        """One request and its story. Raises NotFound."""
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
+        """One request and its history. Raises NotFound."""
         return self._requests.describe(request_id, self._clock(), user)
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
-        return self._fleet.worker_rows()
+        return self._registry.worker_rows()
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        return self._fleet.pool_rows()
+        return self._registry.pool_rows()
 
     def count_by_state(self) -> Counter[str]:
         """Live requests by state."""
@@ -202,7 +202,7 @@ class Front(Actor[Message]):
             return
         live = self._requests.admitted(worker, epoch, event.admission)
         if live is None:
-            if isinstance(event, messages.Released) and event.admission in self._roster.tickets:
+            if isinstance(event, messages.Released) and event.admission in self._placement_table.tickets:
                 self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
@@ -215,9 +215,9 @@ class Front(Actor[Message]):
         """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
         self.tell(events.Starving(slots))
 
-    async def _verb(
+    async def _command(
         self,
-        verb: Verb,
+        command: RequestCommand,
         request_ids: tuple[str, ...],
         owner: str,
         *,
@@ -228,7 +228,7 @@ class Front(Actor[Message]):
     ) -> tuple[str, ...]:
         check_writes(self._journal)
         return await self.ask(
-            lambda reply: events.VerbAsk(
-                verb, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
+            lambda reply: events.CommandAsk(
+                command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
             )
         )

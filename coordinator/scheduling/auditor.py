@@ -13,12 +13,12 @@ from coordinator.journal import records as journal
 from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
-from coordinator.scheduling.dispatch import Heard
+from coordinator.scheduling.dispatch import Effects
 from coordinator.scheduling.effects import Step
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
-from coordinator.scheduling.placements import Worker
-from coordinator.scheduling.request_table import Live, Requests
-from coordinator.scheduling.scheduling_state import Roster
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.errors import ProtocolError
@@ -28,7 +28,7 @@ from protocol.sizing import Memory
 
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0
-#: Lines of a request's story in the log.
+#: Lines of a request's history in the log.
 STORY_LINES: Final = 8
 REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 
@@ -47,14 +47,14 @@ class Auditor:
 
     def __init__(
         self,
-        roster: Roster,
+        placement_table: PlacementTable,
         ledgers: Mapping[str, Ledger],
-        requests: Requests,
+        requests: RequestTable,
         token_log: TokenLog,
         counters: CoordinatorCounters,
         interval_s: float,
     ) -> None:
-        self._roster = roster
+        self._placement_table = placement_table
         self._ledgers = ledgers
         self._requests = requests
         self._token_log = token_log
@@ -90,34 +90,34 @@ class Auditor:
             self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
         self._asked.append(_Asked(list(live), ask.reply, now + ASK_LIMIT_S))
 
-    def _live(self) -> dict[EpochKey, Worker]:
+    def _live(self) -> dict[EpochKey, WorkerEntry]:
         return {
             (worker.name, worker.epoch): worker
-            for worker in self._roster.workers.values()
+            for worker in self._placement_table.workers.values()
             if not worker.awaited and self._ledgers[worker.node].has_live(worker.name)
         }
 
     # ---------------------------------------------------------------- hearing
 
-    def hear(self, event: InventoryTaken, now: float) -> Heard:
+    def hear(self, event: InventoryTaken, now: float) -> Effects:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
         key, steps = (event.worker, event.epoch), list[Step]()
         worker = self._live().get(key)
         if worker is None or not self._rounds.expects(key, event.inventory.number):
-            return Heard()
+            return Effects()
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
             found = compare(ledger, key, event.inventory, self._at_ask.get(key, {}), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
-            return Heard()
+            return Effects()
         for difference in self._rounds.hear(key, found):
             steps += self._tell(worker.name, worker.node, worker, difference)
         if self._rounds.is_node_due(worker.node, now):
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
                 steps += self._tell(worker.node, worker.node, None, difference)
-        return Heard(tuple(steps))
+        return Effects(tuple(steps))
 
     def _is_to_come(self, admission: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
@@ -129,10 +129,10 @@ class Auditor:
         return live is not None and live.entry.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
-        kept = [entry.admission for entry in self._roster.kept.values() if entry.node == node]
-        return kept + [it.admission for it in self._roster.tickets.values() if it.node == node]
+        kept = [entry.admission for entry in self._placement_table.kept.values() if entry.node == node]
+        return kept + [it.admission for it in self._placement_table.tickets.values() if it.node == node]
 
-    def _tell(self, name: str, node: str, worker: Worker | None, difference: Difference) -> list[Step]:
+    def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[Step]:
         self._counters.audit_differences[difference.kind] += 1
         live = self._requests.by_admission.get(difference.admission)
         log.error(
@@ -145,12 +145,14 @@ class Auditor:
                 worker=difference.worker,
                 repaired=difference.kind in REPAIRED,
                 request=live.state.request_id if live else "",
-                story=_story(live),
+                history=_history(live),
             ),
         )
         return self._repair(node, worker, difference, live)
 
-    def _repair(self, node: str, worker: Worker | None, difference: Difference, live: Live | None) -> list[Step]:
+    def _repair(
+        self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
+    ) -> list[Step]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
         admission = difference.admission
         if difference.kind == STRAY and worker is not None:
@@ -189,6 +191,6 @@ class Auditor:
         return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
 
 
-def _story(live: Live | None) -> str:
-    lines = live.state.story()[-STORY_LINES:] if live is not None else ()
+def _history(live: LiveRequest | None) -> str:
+    lines = live.state.history()[-STORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""Verbs of clients and operators: checked for all requests named, then carried out for all. Pure."""
+"""Commands of clients and operators: checked for all requests named, then carried out for all. Pure."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.dispatch import Dispatch, Heard
-from coordinator.scheduling.events import Verb, VerbAsk
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.events import CommandAsk, RequestCommand
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import Ended, Live, Requests
+from coordinator.scheduling.request_table import Ended, LiveRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, can_force
 
-#: Requests named in one verb.
+#: Requests named in one command.
 IDS_MAX: Final = 20_000
 
 
 def carry_out(
-    ask: VerbAsk, requests: Requests, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
-) -> tuple[list[Heard], tuple[str, ...]]:
+    ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
+) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing done."""
     lives = find(ask, requests)
-    if ask.verb is Verb.RESIZE:
+    if ask.command is RequestCommand.RESIZE:
         for live in lives:
             _check_size(ask.hot_slots, live, capacities)
-    heard = [_apply(ask, live, dispatch) for live in lives]
-    return heard, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
+    effects = [_apply(ask, live, dispatch) for live in lives]
+    return effects, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
 
 
 def release_quarantine(
     workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch
-) -> tuple[list[Heard], tuple[str, ...]]:
+) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
     No evidence against requests follows: nobody saw a process die. Raises NotFound, with nothing done.
@@ -44,59 +44,59 @@ def release_quarantine(
             raise NotFound(
                 "has nothing in quarantine", field="worker", value=name[:NAME_CHARS_MAX], remedy="see: hisparse pool"
             )
-    heard = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
-    return heard, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
+    effects = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
+    return effects, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
 
 
-def find(ask: VerbAsk, requests: Requests) -> list[Live]:
-    """The live requests named, each once, all of which may be asked for `ask.verb` now. Raises NotFound or WrongState
+def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
+    """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or WrongState
     of the first that may not, BadInput for none or too many."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
         count = len(ask.request_ids)
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")
-    lives: list[Live] = []
+    lives: list[LiveRequest] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
         if isinstance(found, Ended):
             raise WrongState(
-                f"cannot {ask.verb.value} a request that is {found.live.state.state}",
+                f"cannot {ask.command.value} a request that is {found.live.state.state}",
                 field="request_id",
                 value=request_id,
                 remedy="it has ended: read its output, or submit it again",
             )
-        found.state.check_verb(ask.verb)
+        found.state.check_command(ask.command)
         lives.append(found)
     return lives
 
 
-def _apply(ask: VerbAsk, live: Live, dispatch: Dispatch) -> Heard:
-    reason = f"{ask.verb.value} by {ask.owner}"
-    match ask.verb:
-        case Verb.ABORT:
+def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
+    reason = f"{ask.command.value} by {ask.owner}"
+    match ask.command:
+        case RequestCommand.ABORT:
             return dispatch.end(live.entry, "ABORTED", reason)
-        case Verb.RETRACT:
+        case RequestCommand.RETRACT:
             return dispatch.retract(live.entry, keep=ask.keep, hold=ask.hold, reason=reason)
-        case Verb.RESUME:
+        case RequestCommand.RESUME:
             return dispatch.resume(live.entry, reason)
-        case Verb.RESIZE:
+        case RequestCommand.RESIZE:
             return dispatch.force(live.entry, ask.hot_slots)
 
 
-def _promise(ask: VerbAsk, live: Live) -> str:
-    match ask.verb:
-        case Verb.ABORT:
+def _promise(ask: CommandAsk, live: LiveRequest) -> str:
+    match ask.command:
+        case RequestCommand.ABORT:
             return "aborted once its memory is released" if live.state.admission else "aborted"
-        case Verb.RETRACT:
+        case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
-        case Verb.RESUME:
+        case RequestCommand.RESUME:
             return "waits for memory"
-        case Verb.RESIZE if ask.hot_slots == NO_HOT_BUFFER:
+        case RequestCommand.RESIZE if ask.hot_slots == NO_HOT_BUFFER:
             return "hot buffer sized by policy"
-        case Verb.RESIZE:
+        case RequestCommand.RESIZE:
             return f"{describe_size(ask.hot_slots)} as soon as chunks are free"
 
 
-def _check_size(hot_slots: int, live: Live, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
+def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
     capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
     classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):

@@ -7,16 +7,16 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from coordinator.scheduling.placements import Entry, Worker
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from protocol.messages import NO_TOKEN
-from protocol.sizing import Memory, Rung
+from protocol.sizing import HotSize, Memory
 
 
 class Transfer(msgspec.Struct, frozen=True):
     """What is to be taken in on another node: `ticket` is an admission there, with `pages` host pages and a seat."""
 
     ticket: int
-    worker: Worker
+    worker: WorkerEntry
     pages: int
 
 
@@ -25,28 +25,28 @@ class Admit(msgspec.Struct, frozen=True):
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
     by `transfer`."""
 
-    entry: Entry
-    worker: Worker
+    entry: RequestEntry
+    worker: WorkerEntry
     admission: int
     take_over: int | None
     durable_tokens: int
     memory: Memory
-    rung: Rung
+    hot_size: HotSize
     first_token: int = NO_TOKEN
     decoder: str = ""
     transfer: Transfer | None = None
 
 
 class Grow(msgspec.Struct, frozen=True):
-    entry: Entry
+    entry: RequestEntry
     more: Memory
 
 
 class Resize(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
-    entry: Entry
-    rung: Rung
+    entry: RequestEntry
+    hot_size: HotSize
     more: int
 
 
@@ -64,7 +64,7 @@ DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 
 class Retract(msgspec.Struct, frozen=True):
-    entry: Entry
+    entry: RequestEntry
     keep: bool
     cause: Cause
     reason: str
@@ -73,7 +73,7 @@ class Retract(msgspec.Struct, frozen=True):
 class Demote(msgspec.Struct, frozen=True):
     """`admission` is the departed one under which `node` keeps its pages."""
 
-    entry: Entry
+    entry: RequestEntry
     node: str
     admission: int
     reason: str

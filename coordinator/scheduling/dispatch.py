@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: roster and ledger changes in, decisions and tells out. Pure.
+"""What the Scheduler does with what it hears: placement_table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 
@@ -24,6 +24,7 @@ from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, Prov
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.effects import Send, Step
+from coordinator.scheduling.entries import ON_WORKER, EntryPhase, RequestEntry, Ticket, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Demoted,
     Departed,
@@ -37,28 +38,27 @@ from coordinator.scheduling.events import (
     Stage,
     Tell,
 )
-from coordinator.scheduling.placements import ON_WORKER, Drain, Entry, Phase, Ticket, Worker
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.scheduling_state import Roster
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS, pages_for
 
 
-class Heard(NamedTuple):
+class Effects(NamedTuple):
     """Ledger changes to apply first, then tells and commands."""
 
     steps: tuple[Step, ...] = ()
     tells: tuple[Tell, ...] = ()
     sends: tuple[Send, ...] = ()
 
-    def plus(self, other: Heard) -> Heard:
-        return Heard(self.steps + other.steps, self.tells + other.tells, self.sends + other.sends)
+    def plus(self, other: Effects) -> Effects:
+        return Effects(self.steps + other.steps, self.tells + other.tells, self.sends + other.sends)
 
 
-NOTHING = Heard()
+NOTHING = Effects()
 #: Transfers of one request that may fail, with both workers alive, before it does.
 TRANSFERS_FAILED_MAX: Final = 6
 #: Pause after the first of them, twice as long after each: what fails at once may do so until its cause is gone.
@@ -69,14 +69,14 @@ class Dispatch:
     """`ledgers`, by node, are read for planning; they change only through the steps returned here."""
 
     def __init__(self, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
-        self.roster = Roster()
-        self.policy = Policy(self.roster, ledgers, ahead_tokens)
+        self.placement_table = PlacementTable()
+        self.policy = Policy(self.placement_table, ledgers, ahead_tokens)
         self.dirty = False
         self._now = 0.0  # of the last plan
 
     # ---------------------------------------------------------------- from Requests
 
-    def progressed(self, event: Progressed) -> Heard:
+    def progressed(self, event: Progressed) -> Effects:
         entry = self._current(event.slot, event.admission)
         if entry is None:
             return NOTHING
@@ -85,32 +85,32 @@ class Dispatch:
             case Stage.STAGED:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
                 if entry.prefills_only:
-                    self.roster.leave(entry, frees_pages=False)
-                return _heard(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
+                    self.placement_table.leave(entry, frees_pages=False)
+                return _effects(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
             case Stage.STARTED:
-                self.roster.start(entry)
+                self.placement_table.start(entry)
             case Stage.PARKED:
                 self.starve(entry)
             case Stage.LEAVING:
-                self.roster.leave(entry, frees_pages=True)
+                self.placement_table.leave(entry, frees_pages=True)
         return NOTHING
 
-    def resized(self, event: Resized) -> Heard:
+    def resized(self, event: Resized) -> Effects:
         entry = self._current(event.slot, event.admission)
         if entry is None or entry.resizing is None:
             return NOTHING
         self.dirty = True
-        if freed := self.roster.resized(entry):
-            return _heard(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))
+        if freed := self.placement_table.resized(entry):
+            return _effects(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))
         return NOTHING
 
-    def departed(self, event: Departed, generated: int) -> Heard:
+    def departed(self, event: Departed, generated: int) -> Effects:
         """The admission is over: keep its rows, or release everything."""
         entry = self._current(event.slot, event.admission)
         if entry is None:
             return NOTHING
         self.dirty = True
-        if ticket := self.roster.ticket_of(entry):
+        if ticket := self.placement_table.ticket_of(entry):
             return self._departed_sender(entry, ticket, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
@@ -121,13 +121,13 @@ class Dispatch:
             journal.Departed(entry.slot, kept_tokens, first_token),
         )
         entry.generated = generated
-        self.roster.depart(entry, kept_tokens, pages, first_token)
+        self.placement_table.depart(entry, kept_tokens, pages, first_token)
         if event.final or entry.ending:
-            self.roster.close(entry)
+            self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
-        return Heard((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
+        return Effects((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
 
-    def _departed_sender(self, entry: Entry, ticket: Ticket, event: Departed, generated: int) -> Heard:
+    def _departed_sender(self, entry: RequestEntry, ticket: Ticket, event: Departed, generated: int) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
         they have arrived, the other one says."""
         entry.generated = generated
@@ -139,80 +139,80 @@ class Dispatch:
             key = ticket.node, ticket.worker, ticket.epoch
             note = journal.HandedOver(entry.slot, ticket.admission, *key, kept_tokens, event.first_token)
             step = Step(entry.node, Release(entry.admission), note)
-            self.roster.hand_over(entry, ticket, kept_tokens, event.first_token)
+            self.placement_table.hand_over(entry, ticket, kept_tokens, event.first_token)
             if ticket.arrived:
-                self.roster.close_ticket(ticket)
-            return _heard(step)
+                self.placement_table.close_ticket(ticket)
+            return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
         step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
         tells = (Tell(entry.slot, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
-        self.roster.depart(entry, 0, 0)
-        heard = self.revoke(ticket)
-        heard = Heard((step, *heard.steps), tells, heard.sends)
+        self.placement_table.depart(entry, 0, 0)
+        effects = self.revoke(ticket)
+        effects = Effects((step, *effects.steps), tells, effects.sends)
         if event.final or entry.ending:
-            self.roster.close(entry)
+            self.placement_table.close(entry)
         elif is_failure:
-            heard = heard.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
-        return heard
+            effects = effects.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
+        return effects
 
-    def revoke(self, ticket: Ticket) -> Heard:
+    def revoke(self, ticket: Ticket) -> Effects:
         """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
         if entry is not None:
             entry.ticket = 0
         ticket.slot = None
         if not ticket.arrived:
-            return Heard(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
-        self.roster.close_ticket(ticket)
-        return _heard(Step(ticket.node, Release(ticket.admission)))
+            return Effects(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+        self.placement_table.close_ticket(ticket)
+        return _effects(Step(ticket.node, Release(ticket.admission)))
 
-    def _count_failure(self, entry: Entry, reason: str) -> Heard:
+    def _count_failure(self, entry: RequestEntry, reason: str) -> Effects:
         entry.transfers_failed += 1
         if entry.transfers_failed < TRANSFERS_FAILED_MAX:
             entry.paused_until = self._now + TRANSFER_PAUSE_S * 2 ** (entry.transfers_failed - 1)
             return NOTHING
         return self.end(entry, "FAILED", f"{TRANSFERS_FAILED_MAX} transfers failed, the last: {reason}")
 
-    def ticket_closed(self, worker: str, epoch: int, admission: int, durable_tokens: int) -> Heard:
+    def ticket_closed(self, worker: str, epoch: int, admission: int, durable_tokens: int) -> Effects:
         """The worker has let go of a ticket: nothing is written to its pages any more. All rows have arrived, or none
         count."""
-        ticket = self.roster.tickets.get(admission)
+        ticket = self.placement_table.tickets.get(admission)
         if ticket is None or (ticket.worker, ticket.epoch) != (worker, epoch) or ticket.arrived:
             return NOTHING
         if not durable_tokens:
             return self.close_ticket(ticket, f"{worker} has not taken its rows in", is_lost=False)
         self.dirty = True
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
         if entry is None:
             return self.close_ticket(ticket, "", is_lost=False)
         ticket.arrived = True
-        if entry.phase is Phase.WAITING:
-            self.roster.close_ticket(ticket)
-        return _heard(Step(ticket.node, Keep(admission, ticket.pages)))
+        if entry.phase is EntryPhase.WAITING:
+            self.placement_table.close_ticket(ticket)
+        return _effects(Step(ticket.node, Keep(admission, ticket.pages)))
 
-    def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Heard:
+    def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Effects:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
-        entry = self.roster.entries.get(ticket.slot) if ticket.slot is not None else None
-        self.roster.close_ticket(ticket)
-        released = Heard((Step(ticket.node, Release(ticket.admission)),))
+        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
+        self.placement_table.close_ticket(ticket)
+        released = Effects((Step(ticket.node, Release(ticket.admission)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
-    def _transfer_failed(self, entry: Entry, released: Heard, reason: str, *, is_lost: bool) -> Heard:
+    def _transfer_failed(self, entry: RequestEntry, released: Effects, reason: str, *, is_lost: bool) -> Effects:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=True)
-            heard = released._replace(tells=(Tell(entry.slot, Retract(False, False, reason)),))
+            self.placement_table.leave(entry, frees_pages=True)
+            effects = released._replace(tells=(Tell(entry.slot, Retract(False, False, reason)),))
         else:
-            self.roster.demote(entry)
+            self.placement_table.demote(entry)
             note = journal.Departed(entry.slot, 0)
-            heard = Heard((released.steps[0]._replace(note=note),), (Tell(entry.slot, Demoted(reason)),))
-        if is_lost or entry.phase is Phase.CLOSING:
-            return heard
-        return heard.plus(self._count_failure(entry, reason))
+            effects = Effects((released.steps[0]._replace(note=note),), (Tell(entry.slot, Demoted(reason)),))
+        if is_lost or entry.phase is EntryPhase.CLOSING:
+            return effects
+        return effects.plus(self._count_failure(entry, reason))
 
     @staticmethod
-    def _pages_kept(entry: Entry, kept_tokens: int) -> int:
+    def _pages_kept(entry: RequestEntry, kept_tokens: int) -> int:
         """Those with rows; of a prompt that is handed over, all that were reserved for decoding it, unless its worker
         may still write there."""
         if kept_tokens and entry.prefills_only and not entry.lost:
@@ -221,113 +221,113 @@ class Dispatch:
 
     def closed(self, slot: int) -> None:
         """The request is over; nothing of it is left anywhere."""
-        self.roster.remove(self.roster.entries[slot])
+        self.placement_table.remove(self.placement_table.entries[slot])
 
-    def starve(self, entry: Entry) -> None:
+    def starve(self, entry: RequestEntry) -> None:
         """It is short of granted pages."""
-        if entry.phase is Phase.RUNNING or entry.phase is Phase.STARTING:
-            self.roster.starving[entry.slot] = entry
+        if entry.phase is EntryPhase.RUNNING or entry.phase is EntryPhase.STARTING:
+            self.placement_table.starving[entry.slot] = entry
             self.dirty = True
 
     # ---------------------------------------------------------------- from worker links
 
-    def worker_up(self, worker: Worker) -> Heard:
-        self.roster.add_worker(worker)
+    def worker_up(self, worker: WorkerEntry) -> Effects:
+        self.placement_table.add_worker(worker)
         self.dirty = True
         joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
-        return _heard(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
+        return _effects(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
-    def worker_down(self, worker: Worker, *, proved_exit: bool, died: bool = False) -> Heard:
+    def worker_down(self, worker: WorkerEntry, *, proved_exit: bool, died: bool = False) -> Effects:
         """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
-        lost = self.roster.lose(worker)
+        lost = self.placement_table.lose(worker)
         key = worker.name, worker.epoch
-        self.roster.suspects.lost(key, lost)
+        self.placement_table.poison_detector.lost(key, lost)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
         step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
-        heard = Heard((step, *ends.steps), (*ends.tells, *tells), ends.sends)
-        for ticket in self.roster.tickets_on(*key):
-            heard = heard.plus(self.close_ticket(ticket, reason, is_lost=True))
-        return heard.plus(self._tell_exited(key)) if proved_exit and died else heard
+        effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)
+        for ticket in self.placement_table.tickets_on(*key):
+            effects = effects.plus(self.close_ticket(ticket, reason, is_lost=True))
+        return effects.plus(self._tell_exited(key)) if proved_exit and died else effects
 
-    def _tell_exited(self, key: EpochKey) -> Heard:
+    def _tell_exited(self, key: EpochKey) -> Effects:
         """To whoever may be waiting for it to let go of pages."""
-        pid = self.roster.pids.pop(key, 0)
-        takers = {it.worker for it in self.roster.tickets.values() if not it.arrived}
-        return Heard(sends=tuple(Send(name, Exited(key[0], pid)) for name in sorted(takers)))
+        pid = self.placement_table.pids.pop(key, 0)
+        takers = {it.worker for it in self.placement_table.tickets.values() if not it.arrived}
+        return Effects(sends=tuple(Send(name, Exited(key[0], pid)) for name in sorted(takers)))
 
-    def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Heard:
+    def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Effects:
         self.dirty = True
         ends, struck = self._judge((worker, epoch), died=died)
         nodes = enumerate(self.policy.ledgers)
         steps = [Step(node, ProveExit(worker, epoch), None if number else struck) for number, node in nodes]
-        heard = Heard((*steps, *ends.steps), ends.tells, ends.sends)
-        return heard.plus(self._tell_exited((worker, epoch))) if died else heard
+        effects = Effects((*steps, *ends.steps), ends.tells, ends.sends)
+        return effects.plus(self._tell_exited((worker, epoch))) if died else effects
 
-    def _judge(self, key: EpochKey, *, died: bool) -> tuple[Heard, journal.Struck | None]:
+    def _judge(self, key: EpochKey, *, died: bool) -> tuple[Effects, journal.Struck | None]:
         """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
         so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
-            self.roster.suspects.survived(key)
+            self.placement_table.poison_detector.survived(key)
             return NOTHING, None
-        heard, struck = NOTHING, self.roster.suspects.died(key, self.roster.entries)
+        effects, struck = NOTHING, self.placement_table.poison_detector.died(key, self.placement_table.entries)
         for entry in struck:
-            if entry.strikes >= POISON_STRIKES and entry.phase is not Phase.CLOSING:
-                heard = heard.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
+            if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
+                effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
         said = [(entry.slot, entry.strikes, entry.mark) for entry in struck]
-        return heard, journal.struck_of(key[0], said) if said else None
+        return effects, journal.struck_of(key[0], said) if said else None
 
     # ---------------------------------------------------------------- from operators
 
-    def retract(self, entry: Entry, *, keep: bool, hold: bool, reason: str) -> Heard:
+    def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
         self.dirty = True
         tell = Tell(entry.slot, Retract(keep, hold, reason))
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=not keep)
-            self.roster.hold(entry, entry.held or hold)
-            return Heard((), (tell,))
-        self.roster.hold(entry, entry.held or hold)
+            self.placement_table.leave(entry, frees_pages=not keep)
+            self.placement_table.hold(entry, entry.held or hold)
+            return Effects((), (tell,))
+        self.placement_table.hold(entry, entry.held or hold)
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
 
-    def resume(self, entry: Entry, reason: str) -> Heard:
+    def resume(self, entry: RequestEntry, reason: str) -> Effects:
         self.dirty = True
-        self.roster.hold(entry, False)
-        return Heard((), (Tell(entry.slot, Resume(reason)),))
+        self.placement_table.hold(entry, False)
+        return Effects((), (Tell(entry.slot, Resume(reason)),))
 
-    def end(self, entry: Entry, outcome: str, reason: str, cause: str = "") -> Heard:
+    def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
         tell = Tell(entry.slot, End(outcome, reason, cause))
         if entry.phase in ON_WORKER:
-            self.roster.leave(entry, frees_pages=True)
+            self.placement_table.leave(entry, frees_pages=True)
             entry.ending = True
-            return Heard((), (tell,))
-        heard = self._give_up(entry, reason, tell)
-        self.roster.close(entry)
-        return heard
+            return Effects((), (tell,))
+        effects = self._give_up(entry, reason, tell)
+        self.placement_table.close(entry)
+        return effects
 
-    def force(self, entry: Entry, hot_slots: int) -> Heard:
-        self.roster.force(entry, hot_slots)
+    def force(self, entry: RequestEntry, hot_slots: int) -> Effects:
+        self.placement_table.force(entry, hot_slots)
         self.dirty = True
         return NOTHING
 
-    def drain(self, worker: Worker, drain: Drain | None) -> None:
-        self.roster.drain(worker, drain)
+    def drain(self, worker: WorkerEntry, drain: WorkerDrain | None) -> None:
+        self.placement_table.drain(worker, drain)
         self.dirty = True
 
-    def _give_up(self, entry: Entry, reason: str, tell: Tell) -> Heard:
+    def _give_up(self, entry: RequestEntry, reason: str, tell: Tell) -> Effects:
         """A waiting request loses what it keeps."""
         if not entry.pages:
-            return Heard((), (tell,))
-        if ticket := self.roster.ticket_of(entry):
-            heard = self.revoke(ticket)
-            self.roster.demote(entry)
-            return heard._replace(tells=(tell, Tell(entry.slot, Demoted(reason))))
+            return Effects((), (tell,))
+        if ticket := self.placement_table.ticket_of(entry):
+            effects = self.revoke(ticket)
+            self.placement_table.demote(entry)
+            return effects._replace(tells=(tell, Tell(entry.slot, Demoted(reason))))
         step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
-        self.roster.demote(entry)
-        return Heard((step,), (tell, Tell(entry.slot, Demoted(reason))))
+        self.placement_table.demote(entry)
+        return Effects((step,), (tell, Tell(entry.slot, Demoted(reason))))
 
     # ---------------------------------------------------------------- decisions
 
@@ -376,17 +376,17 @@ class Dispatch:
             case decisions.Grow(_, more):
                 grant = Grant(entry.admission, pages.tobytes(), more.index_pages, more.hot_chunks)
                 return Tell(entry.slot, Given(grant))
-            case decisions.Resize(_, rung):
-                return Tell(entry.slot, Given(Resize(entry.admission, rung.hot_slots, rung.hot_chunks)))
+            case decisions.Resize(_, hot_size):
+                return Tell(entry.slot, Given(Resize(entry.admission, hot_size.hot_slots, hot_size.hot_chunks)))
             case decisions.Retract(_, keep, _, reason):
                 return Tell(entry.slot, Retract(keep, False, reason))
             case decisions.Demote():
                 return Tell(entry.slot, Demoted(decision.reason))
 
-    def _current(self, slot: int, admission: int) -> Entry | None:
-        entry = self.roster.entries.get(slot)
+    def _current(self, slot: int, admission: int) -> RequestEntry | None:
+        entry = self.placement_table.entries.get(slot)
         return entry if entry is not None and entry.phase in ON_WORKER and entry.admission == admission else None
 
 
-def _heard(*steps: Step) -> Heard:
-    return Heard(steps)
+def _effects(*steps: Step) -> Effects:
+    return Effects(steps)

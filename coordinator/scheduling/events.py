@@ -2,7 +2,7 @@
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 
-    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, VerbAsk          Transact
+    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
                                                             TicketClosed
     WorkerLink ────► Request                                messages.Event, routed by admission
@@ -82,7 +82,7 @@ class Listener(Protocol):
         """The slot is about to be closed and reused: drop subscriptions to it."""
 
 
-class Verb(Enum):
+class RequestCommand(Enum):
     """What clients and operators may do to requests."""
 
     ABORT = "abort"
@@ -103,11 +103,11 @@ class SubmitAsk(msgspec.Struct, frozen=True):
     user: str = ""
 
 
-class VerbAsk(msgspec.Struct, frozen=True):
-    """One verb on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
+class CommandAsk(msgspec.Struct, frozen=True):
+    """One command on several requests, carried out for all or for none. `keep`, `hold` are for RETRACT, `hot_slots` for
     RESIZE. Requests that are not `user`'s are not found; None: an operator, to whom all belong."""
 
-    verb: Verb
+    command: RequestCommand
     request_ids: tuple[str, ...]
     owner: str
     reply: Reply[tuple[str, ...]]
@@ -118,7 +118,7 @@ class VerbAsk(msgspec.Struct, frozen=True):
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more. `user` as in VerbAsk."""
+    """Ended requests whose outputs nobody needs any more. `user` as in CommandAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]
@@ -223,7 +223,7 @@ class Resized(msgspec.Struct, frozen=True):
 
 class Departed(msgspec.Struct, frozen=True):
     """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `last_topk`,
+    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
     slot: int
@@ -231,7 +231,7 @@ class Departed(msgspec.Struct, frozen=True):
     durable_tokens: int
     final: bool
     first_token: int = messages.NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
 
 
 class Closed(msgspec.Struct, frozen=True):
@@ -242,7 +242,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 class Tell(NamedTuple):
     slot: int
-    event: Told
+    event: RequestOrder
 
 
 class Recovered(msgspec.Struct, frozen=True):
@@ -334,4 +334,4 @@ class Adopted(msgspec.Struct, frozen=True):
     grant: messages.Grant | None
 
 
-Told: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted
+RequestOrder: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted

@@ -12,7 +12,7 @@
     TRANSFERRING  prefilled by a worker that will not decode it: it leaves that worker, its rows are handed over
     PREFILLED   all rows of its prompt are where it will be decoded; waits for a worker to do it
     READY       rows are in host memory; index keys are being loaded or the batch is about to take it in
-    RUNNING     decodes. Out of granted pages it waits in place (Parked, in the story)
+    RUNNING     decodes. Out of granted pages it waits in place (Parked, in the history)
     RETRACTING  Withdraw sent; the worker's Released is awaited
     RETRACTED   off its worker: *held* until an operator resumes it, or with rows *kept* in host pages, or both
     RELEASING   the outcome is decided; the worker's Released is awaited
@@ -20,7 +20,7 @@
 Commands from the Scheduler and events from a worker cross each other, so the table says for each state what a late
 one means: `SAME` does nothing. What is not in the table is a defect (ours: InternalError) or a broken worker
 (IllegalEventError); the state is untouched either way. Whether an *operator* may ask for something is a narrower
-question, answered by `RequestState.check_verb` before anything is told to anybody.
+question, answered by `RequestState.check_command` before anything is told to anybody.
 
 Rejected: one state per combination of held and kept (they are orthogonal to waiting); a PARKED state (the worker
 resumes by itself when a grant arrives, without a word, so the state would be stale).

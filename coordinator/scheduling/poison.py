@@ -5,7 +5,7 @@ A process dies and everything on it is suspect. Dying once or twice is life: an 
 
     1 strike    readmitted like anybody: recovery is not slowed down for what happens once
     2 strikes   a *suspect*: it joins a worker only when everybody there has come further since they came, and nobody
-                joins until it has too. Both take about one token, so suspects of a large batch are through in seconds
+                joins until it has too. Both take about one token, so poison_detector of a large batch are through in seconds
     6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and nobody else was new
 
 So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from coordinator.memory.ledger import EpochKey
-from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.entries import RequestEntry
 
-#: Strikes from which a request is kept apart from other suspects and from newcomers.
+#: Strikes from which a request is kept apart from other poison_detector and from newcomers.
 SUSPECT_STRIKES: Final = 2
 #: Strikes at which it is failed.
 POISON_STRIKES: Final = 6
@@ -37,20 +37,20 @@ LOSSES_MAX: Final = 1_024
 assert POISON_STRIKES - SUSPECT_STRIKES >= 2  # it takes more than one accident as the only suspect
 
 
-class Suspects:
-    """`Entry.strikes` and `Entry.mark` are kept here; `Entry.generated` is as fresh as whoever calls made it."""
+class PoisonDetector:
+    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever calls made it."""
 
     def __init__(self) -> None:
-        self._suspects: dict[int, Entry] = {}
-        self._losses: OrderedDict[EpochKey, list[tuple[Entry, int]]] = OrderedDict()
+        self._suspects: dict[int, RequestEntry] = {}
+        self._losses: OrderedDict[EpochKey, list[tuple[RequestEntry, int]]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: RequestEntry) -> bool:
         return entry.slot in self._suspects
 
-    def lost(self, key: EpochKey, passengers: Iterable[Entry]) -> None:
+    def lost(self, key: EpochKey, passengers: Iterable[RequestEntry]) -> None:
         """An epoch went down with `passengers`; whether it died is not known yet."""
         self._losses[key] = [(entry, entry.generated) for entry in passengers]
         if len(self._losses) > LOSSES_MAX:
@@ -60,10 +60,10 @@ class Suspects:
         """Its process had not died: it emptied itself."""
         self._losses.pop(key, None)
 
-    def died(self, key: EpochKey, live: Mapping[int, Entry]) -> list[Entry]:
+    def died(self, key: EpochKey, live: Mapping[int, RequestEntry]) -> list[RequestEntry]:
         """Its process is proved dead: strikes for who was there and is still `live`. Returns them; those with
         POISON_STRIKES are to be failed."""
-        struck: list[Entry] = []
+        struck: list[RequestEntry] = []
         for entry, generated in self._losses.pop(key, ()):
             if live.get(entry.slot) is not entry:
                 continue
@@ -74,22 +74,22 @@ class Suspects:
                 self._suspects[entry.slot] = entry
         return struck
 
-    def recover(self, entry: Entry, strikes: int, mark: int) -> None:
+    def recover(self, entry: RequestEntry, strikes: int, mark: int) -> None:
         """Those that it had in an earlier life."""
         entry.strikes, entry.mark = strikes, mark
         if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
             self._suspects[entry.slot] = entry
 
     def clear(self) -> None:
-        """Suspects that have come further than where they were struck are none any more."""
+        """PoisonDetector that have come further than where they were struck are none any more."""
         for slot, entry in list(self._suspects.items()):
             if entry.generated > entry.mark:
                 del self._suspects[slot]
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: RequestEntry) -> None:
         self._suspects.pop(entry.slot, None)
 
-    def may_join(self, entry: Entry, present: Iterable[Entry]) -> bool:
+    def may_join(self, entry: RequestEntry, present: Iterable[RequestEntry]) -> bool:
         """Whether `entry` may be admitted where `present` are."""
         if not self._suspects:
             return True
@@ -97,7 +97,7 @@ class Suspects:
         return not any(other in self or (is_suspect and other.generated <= other.came_with) for other in present)
 
 
-def poison_reason(entry: Entry, worker: str) -> str:
+def poison_reason(entry: RequestEntry, worker: str) -> str:
     return (
         f"its worker died {entry.strikes} times without its coming further (poison limit {POISON_STRIKES}), "
         f"{entry.strikes - SUSPECT_STRIKES} times with nobody else suspect; the last was {worker}"

@@ -1,7 +1,7 @@
 """Who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
 
-`Policy.plan` looks at the roster and the ledgers and returns decisions, in the order in which they are to be carried
-out; the roster already reflects them. It is called after every batch of events, and its common path costs a few
+`Policy.plan` looks at the placement_table and the ledgers and returns decisions, in the order in which they are to be carried
+out; the placement_table already reflects them. It is called after every batch of events, and its common path costs a few
 microseconds per admission.
 
 Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
@@ -9,17 +9,17 @@ waiting request that does not fit blocks the nodes on which it could run for eve
 overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
 
 Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
-  GPU    what leaving requests will free; hot buffers shrunk, largest first, one rung at a time; then lower-ranked
+  GPU    what leaving requests will free; hot buffers shrunk, largest first, one hot_size at a time; then lower-ranked
          requests retracted (keep), lowest first
   host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
          progress by themselves; then lower-ranked requests retracted (drop), lowest first
 Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
 never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
 
-Two ways to be admitted (messages.ADMISSIONS). Staged: one worker of role `both` computes the prompt and decodes it.
+Two ways to be admitted (messages.PREFILL_MODES). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
 been retracted; on another node, its rows are sent to pages there that a *ticket* holds, with a seat of the worker that
-lets them in (coordinator.scheduling.placements). The pair is admitted at once or not at all: host pages and the first
+lets them in (coordinator.scheduling.entries). The pair is admitted at once or not at all: host pages and the first
 worker's memory are reserved, the second worker's are *promised* until the prompt is there, that is, subtracted at the
 request's place in the order of rank. So only a better-ranked request can come between, and a coordinator that restarts
 has no promise to look after. Asked for neither, a request goes directly while there is a worker that does nothing but
@@ -48,20 +48,20 @@ from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract, Transfer
+from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import HostSpace, Space
-from coordinator.scheduling.placements import Entry, Phase, Rank, Worker
-from coordinator.scheduling.preemption import Needs, Remedy, find_remedy, is_pinned, next_lower
-from coordinator.scheduling.scheduling_state import Roster
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.preemption import Needs, Preemption, find_preemption, is_pinned, next_lower
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
-    NO_RUNG,
+    NO_HOT_SIZE,
     RESIDENT,
+    HotSize,
     Memory,
-    Rung,
     first_memory,
-    forced_rung,
-    ladder,
-    largest_rung,
+    forced_hot_size,
+    hot_sizes,
+    largest_hot_size,
     least_chunks,
     misfit,
     page_limit,
@@ -88,13 +88,13 @@ assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
 class _Ask(NamedTuple):
-    """What a request asks of a worker. `rungs` are the hot sizes it may have; `spare_chunks` of the need are not its
+    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not its
     own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
     prefills; the host pages are in that."""
 
-    worker: Worker
+    worker: WorkerEntry
     pages: int
-    rungs: list[Rung]
+    hot_sizes: list[HotSize]
     need: Needs
     spare_chunks: int = 0
     decoder: _Ask | None = None
@@ -108,21 +108,21 @@ class _Shape(NamedTuple):
     """What a request asks of any worker of one capacity."""
 
     pages: int
-    rungs: list[Rung]
+    hot_sizes: list[HotSize]
     need: Needs
 
 
 class Policy:
-    """Plans over one roster. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of need."""
+    """Plans over one placement_table. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of need."""
 
-    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
-        self.roster = roster
+    def __init__(self, placement_table: PlacementTable, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+        self.placement_table = placement_table
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
-        """What to do now; applied to the roster, yet to be applied to the ledgers. `tick`: do what can wait, too."""
-        self.roster.suspects.clear()
+        """What to do now; applied to the placement_table, yet to be applied to the ledgers. `tick`: do what can wait, too."""
+        self.placement_table.poison_detector.clear()
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
@@ -130,7 +130,7 @@ class Policy:
         plan.meet_demands()
         plan.hand_over()
         plan.apply_forced()
-        if tick and not self.roster.waiting and not self.roster.starving:
+        if tick and not self.placement_table.waiting and not self.placement_table.starving:
             plan.enlarge()
         return plan.decisions
 
@@ -139,53 +139,53 @@ class _Plan:
     """One call of `Policy.plan`. Free counts are as they will be once the decisions so far are carried out."""
 
     def __init__(self, policy: Policy, now: float) -> None:
-        self.roster = policy.roster
+        self.placement_table = policy.placement_table
         self.ahead_tokens = policy.ahead_tokens
         self.ledgers = policy.ledgers
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: set[str] = set()
-        self.takers = [worker for worker in policy.roster.workers.values() if worker.takes]
+        self.takers = [worker for worker in policy.placement_table.workers.values() if worker.takes]
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
         self.hosts = hosts
         self.spaces = {
             worker.name: Space(policy.ledgers[worker.node], worker.name, hosts[worker.node])
-            for worker in self.roster.workers.values()
+            for worker in self.placement_table.workers.values()
         }
 
-    def frees(self, entry: Entry) -> int:
+    def frees(self, entry: RequestEntry) -> int:
         return self.ledgers[entry.node].freeable(entry.admission)
 
     # ---------------------------------------------------------------- demands, by rank
 
     def meet_demands(self) -> None:
         """Serve starving and waiting requests, and those to whom memory is promised, best rank first."""
-        at, demands = 0, self.roster.starving | self.roster.promised
+        at, demands = 0, self.placement_table.starving | self.placement_table.promised
         for entry in sorted(demands.values(), key=lambda entry: entry.rank):
             at = self._admit_until(at, entry.rank)
             if entry.decoder:
                 self._promise(entry)
-            elif entry.phase is Phase.RUNNING and entry.resizing is None:
-                self._feed(entry, self.roster.workers[entry.worker])
+            elif entry.phase is EntryPhase.RUNNING and entry.resizing is None:
+                self._feed(entry, self.placement_table.workers[entry.worker])
         self._admit_until(at, None)
 
     def _admit_until(self, at: int, rank: Rank | None) -> int:
         """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
-        waiting = self.roster.waiting
-        nodes = {worker.node for worker in self.roster.workers.values()}
+        waiting = self.placement_table.waiting
+        nodes = {worker.node for worker in self.placement_table.workers.values()}
         while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked:
-            at += not self._consider(self.roster.by_rank[waiting[at]])
+            at += not self._consider(self.placement_table.by_rank[waiting[at]])
         return at
 
-    def _consider(self, entry: Entry) -> bool:
+    def _consider(self, entry: RequestEntry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on, or that is not to be
         tried again yet, blocks none."""
         if self.now < entry.paused_until:
             return False
         all_asks = self._asks(entry)
-        suspects = self.roster.suspects
-        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if suspects else all_asks
+        poison_detector = self.placement_table.poison_detector
+        asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if poison_detector else all_asks
         best = max(filter(self._fits, reversed(asks)), key=self._preference, default=None)
         made = best or self._make_room(entry, asks)
         if made is not None and self._fits(made):
@@ -194,20 +194,20 @@ class _Plan:
         self.blocked.update(ask.worker.node for ask in all_asks)
         return False
 
-    def _may_join(self, entry: Entry, worker: Worker) -> bool:
+    def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
-        return self.roster.suspects.may_join(entry, self.roster.on(worker.name))
+        return self.placement_table.poison_detector.may_join(entry, self.placement_table.on(worker.name))
 
-    def _asks(self, entry: Entry) -> list[_Ask]:
+    def _asks(self, entry: RequestEntry) -> list[_Ask]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
-        asks = self._asks_of(entry, BOTH) if entry.way != DIRECT else []
-        if entry.way == STAGED or not (self.has_prefillers or entry.way == DIRECT):
+        asks = self._asks_of(entry, BOTH) if entry.prefill_mode != DIRECT else []
+        if entry.prefill_mode == STAGED or not (self.has_prefillers or entry.prefill_mode == DIRECT):
             return asks
         return asks + self._pairs(entry)
 
-    def _asks_of(self, entry: Entry, part: str) -> list[_Ask]:
+    def _asks_of(self, entry: RequestEntry, part: str) -> list[_Ask]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
         shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
         asks: list[_Ask] = []
@@ -224,10 +224,10 @@ class _Plan:
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
 
-    def _pairs(self, entry: Entry) -> list[_Ask]:
+    def _pairs(self, entry: RequestEntry) -> list[_Ask]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
-        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.way == DIRECT or not ask.worker.decodes]
+        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.prefill_mode == DIRECT or not ask.worker.decodes]
         if not first:
             return []
         second = self._asks_of(entry, DECODE)
@@ -241,42 +241,42 @@ class _Plan:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.prompt_tokens)
                 need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
-                pairs.append(_Ask(worker, pages, [NO_RUNG], need, 0, other))
+                pairs.append(_Ask(worker, pages, [NO_HOT_SIZE], need, 0, other))
         return pairs
 
-    def _shape(self, entry: Entry, worker: Worker, part: str) -> _Shape | None:
+    def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
         if misfit(entry.length, worker.capacity, worker.name, part):
             return None
         pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
-        rungs = self._rungs(entry, pages, worker)
-        memory = first_memory(entry.length, pages, entry.pages, rungs[0])
-        return _Shape(pages, rungs, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
+        hot_sizes = self._rungs(entry, pages, worker)
+        memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
+        return _Shape(pages, hot_sizes, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
     def _fits(self, ask: _Ask) -> bool:
         fits = self.spaces[ask.worker.name].covers(ask.need)
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
-    def _promise(self, entry: Entry) -> None:
+    def _promise(self, entry: RequestEntry) -> None:
         """What a prompt under way was promised counts as taken by everybody after it."""
-        worker = self.roster.workers.get(entry.decoder)
+        worker = self.placement_table.workers.get(entry.decoder)
         shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
-            has_ticket = entry.ticket in self.roster.tickets  # with a seat and host pages
+            has_ticket = entry.ticket in self.placement_table.tickets  # with a seat and host pages
             need = shape.need._replace(seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
             self.spaces[worker.name].promise(need)
 
-    def _rungs(self, entry: Entry, pages: int, worker: Worker) -> list[Rung]:
+    def _rungs(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
-            return [forced_rung(entry.forced_slots, pages)]
-        return ladder(pages, worker.capacity)
+            return [forced_hot_size(entry.forced_slots, pages)]
+        return hot_sizes(pages, worker.capacity)
 
-    def _with_margin(self, entry: Entry, ask: _Ask) -> _Ask:
+    def _with_margin(self, entry: RequestEntry, ask: _Ask) -> _Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
         target = ask.worker
         chunks = index_pages = host_pages = 0
-        for worker in self.roster.of_node(target.node):
+        for worker in self.placement_table.of_node(target.node):
             for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
-                ahead = self.roster.by_rank[rank]
+                ahead = self.placement_table.by_rank[rank]
                 growth = max(0, page_limit(ahead.length, worker.capacity) - ahead.pages)
                 host_pages += growth
                 if worker is target:
@@ -290,36 +290,36 @@ class _Plan:
         seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
         space = self.spaces[last.worker.name]
-        is_resident = last.rungs[-1].hot_chunks <= space.chunks
+        is_resident = last.hot_sizes[-1].hot_chunks <= space.chunks
         is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
         return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
 
-    def _admit(self, entry: Entry, ask: _Ask) -> None:
+    def _admit(self, entry: RequestEntry, ask: _Ask) -> None:
         worker = ask.worker
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
-        rung = next(rung for rung in reversed(ask.rungs) if rung.hot_chunks <= chunks)
-        memory = first_memory(entry.length, ask.pages, entry.pages, rung)
+        hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
+        memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
         take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
-        admission = self.roster.admit(entry, worker, memory, rung, decoder)
+        admission = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
         self.spaces[worker.name].take(_needs(memory))
         if ask.decoder:
             self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, admission, take_over, durable_tokens, memory, rung, first_token, decoder, transfer)
+            Admit(entry, worker, admission, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
         )
 
-    def _open_transfer(self, entry: Entry, ask: _Ask) -> Transfer | None:
+    def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
         """To a worker of another node."""
         if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
             return None
         worker, pages = ask.decoder.worker, ask.decoder.pages
-        return Transfer(self.roster.open_ticket(entry, worker, pages), worker, pages)
+        return Transfer(self.placement_table.open_ticket(entry, worker, pages), worker, pages)
 
     # ---------------------------------------------------------------- growth
 
-    def _feed(self, entry: Entry, worker: Worker) -> None:
+    def _feed(self, entry: RequestEntry, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
         plenty, enough, least = (
             max(0, pages_wanted(entry.length, ahead_tokens, worker.capacity) - entry.pages)
@@ -330,7 +330,7 @@ class _Plan:
             )
         )
         if not plenty:
-            del self.roster.starving[entry.slot]
+            del self.placement_table.starving[entry.slot]
         for pages in (plenty, enough, least):
             if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
                 return self._grow(entry, worker, pages)
@@ -338,36 +338,38 @@ class _Plan:
             self._feed_urgently(entry, worker, least)
         return None
 
-    def _feed_urgently(self, entry: Entry, worker: Worker, pages: int) -> None:
+    def _feed_urgently(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
         ask = _Ask(worker, pages, [], _growth(entry, pages))
         if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self._fits(ask):
             self._grow(entry, worker, pages)
 
-    def _grow(self, entry: Entry, worker: Worker, pages: int) -> None:
+    def _grow(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
         need = _growth(entry, pages)
         more = Memory(pages, need.chunks, pages)
-        self.roster.grow(entry, more)
+        self.placement_table.grow(entry, more)
         self.spaces[worker.name].take(need)
         self.decisions.append(Grow(entry, more))
 
-    def _become_managed(self, entry: Entry, worker: Worker, pages: int) -> bool:
+    def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
-        rung = largest_rung(entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity)
-        if is_pinned(entry, worker) or rung is None or rung.hot_slots == RESIDENT or any(larger):
+        hot_size = largest_hot_size(
+            entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity
+        )
+        if is_pinned(entry, worker) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
             return False
-        self._resize(entry, worker, rung)
+        self._resize(entry, worker, hot_size)
         return True
 
-    def _resizable(self, worker: Worker) -> Iterator[Entry]:
-        entries = (self.roster.by_rank[rank] for rank in worker.ranks)
-        return (entry for entry in entries if entry.phase is Phase.RUNNING and entry.resizing is None)
+    def _resizable(self, worker: WorkerEntry) -> Iterator[RequestEntry]:
+        entries = (self.placement_table.by_rank[rank] for rank in worker.ranks)
+        return (entry for entry in entries if entry.phase is EntryPhase.RUNNING and entry.resizing is None)
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: Entry, asks: list[_Ask]) -> _Ask | None:
+    def _make_room(self, entry: RequestEntry, asks: list[_Ask]) -> _Ask | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
         found = [
             (_cost(remedies), at, remedies) for at, ask in enumerate(asks) if (remedies := self._remedies(entry, ask))
@@ -379,18 +381,18 @@ class _Plan:
             self._carry_out(entry, part, remedy)
         return asks[at]
 
-    def _remedies(self, entry: Entry, ask: _Ask) -> list[Remedy]:
+    def _remedies(self, entry: RequestEntry, ask: _Ask) -> list[Preemption]:
         """One for each worker concerned; none when one of them has none."""
-        remedies: list[Remedy] = []
+        remedies: list[Preemption] = []
         for part in ask.parts:
             free = self.spaces[part.worker.name].free()
-            remedy = find_remedy(self.roster, part.worker, free, part.need, entry, self.frees)
+            remedy = find_preemption(self.placement_table, part.worker, free, part.need, entry, self.frees)
             if remedy is None:
                 return []
             remedies.append(remedy)
         return remedies
 
-    def _carry_out(self, entry: Entry, ask: _Ask, remedy: Remedy) -> None:
+    def _carry_out(self, entry: RequestEntry, ask: _Ask, remedy: Preemption) -> None:
         worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
@@ -398,54 +400,54 @@ class _Plan:
             self._retract(victim, False, Cause.HOST_PAGES, f"host pages go to {whom}")
         for victim in remedy.retract:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
-        for shrunk, rung in remedy.shrink:
-            self._resize(shrunk, worker, rung)
+        for shrunk, hot_size in remedy.shrink:
+            self._resize(shrunk, worker, hot_size)
         if not self.spaces[worker.name].covers(ask.need):
             self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
 
-    def _demote(self, entry: Entry, reason: str) -> None:
+    def _demote(self, entry: RequestEntry, reason: str) -> None:
         self.hosts[entry.node].pages += self.frees(entry)
         self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
-        self.roster.demote(entry)
+        self.placement_table.demote(entry)
 
-    def _retract(self, entry: Entry, keep: bool, cause: Cause, reason: str) -> None:
+    def _retract(self, entry: RequestEntry, keep: bool, cause: Cause, reason: str) -> None:
         entry.displaced = entry.displaced or cause in DISPLACING
-        self.roster.leave(entry, frees_pages=not keep)
+        self.placement_table.leave(entry, frees_pages=not keep)
         self.decisions.append(Retract(entry, keep, cause, reason))
 
-    def _resize(self, entry: Entry, worker: Worker, rung: Rung) -> None:
-        more = max(0, rung.hot_chunks - entry.chunks)
-        self.roster.resize(entry, rung, self.now)
+    def _resize(self, entry: RequestEntry, worker: WorkerEntry, hot_size: HotSize) -> None:
+        more = max(0, hot_size.hot_chunks - entry.chunks)
+        self.placement_table.resize(entry, hot_size, self.now)
         self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
-        self.decisions.append(Resize(entry, rung, more))
+        self.decisions.append(Resize(entry, hot_size, more))
 
     # ---------------------------------------------------------------- what is nobody's demand
 
     def meet_deadlines(self) -> None:
         """Past its deadline a draining worker keeps nobody."""
-        for worker in self.roster.workers.values():
+        for worker in self.placement_table.workers.values():
             if worker.drain is not None and self.now >= worker.drain.deadline:
                 for rank in list(worker.ranks):
                     self._retract(
-                        self.roster.by_rank[rank], True, Cause.DRAIN, f"{worker.name} drains: deadline passed"
+                        self.placement_table.by_rank[rank], True, Cause.DRAIN, f"{worker.name} drains: deadline passed"
                     )
 
     def hand_over(self) -> None:
         """Take running requests off a draining worker while another of its node has, or can make, room for them."""
-        for worker in self.roster.workers.values():
+        for worker in self.placement_table.workers.values():
             if worker.drain is None or not worker.drain.handover or worker.node in self.blocked:
                 continue
-            running = [self.roster.by_rank[rank] for rank in worker.ranks]
-            for entry in [entry for entry in running if entry.phase is Phase.RUNNING][:HANDOVER_BATCH_MAX]:
+            running = [self.placement_table.by_rank[rank] for rank in worker.ranks]
+            for entry in [entry for entry in running if entry.phase is EntryPhase.RUNNING][:HANDOVER_BATCH_MAX]:
                 if not self._hand_over(entry, worker):
                     break
 
-    def _hand_over(self, entry: Entry, worker: Worker) -> bool:
+    def _hand_over(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Nobody is retracted for it; shrinking is left to its admission, which follows."""
         for ask in self._asks_of(entry, DECODE):
             target = ask.worker
             space = self.spaces[target.name]
-            remedy = find_remedy(self.roster, target, space.free(), ask.need, entry, self.frees)
+            remedy = find_preemption(self.placement_table, target, space.free(), ask.need, entry, self.frees)
             if remedy is not None and not any(remedy.cost[:3]):
                 space.claim(remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
@@ -454,28 +456,30 @@ class _Plan:
 
     def apply_forced(self) -> None:
         """Begin the resizes that operators asked for, as far as chunks are free."""
-        for entry in list(self.roster.forcing.values()):
-            worker = self.roster.workers.get(entry.worker)
-            if worker is None or entry.phase is not Phase.RUNNING or entry.resizing is not None:
+        for entry in list(self.placement_table.forcing.values()):
+            worker = self.placement_table.workers.get(entry.worker)
+            if worker is None or entry.phase is not EntryPhase.RUNNING or entry.resizing is not None:
                 continue
-            rung = forced_rung(entry.forced_slots, entry.pages)
-            if rung == entry.hot or not is_pinned(entry, worker):
-                del self.roster.forcing[entry.slot]
-            elif rung.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
-                del self.roster.forcing[entry.slot]
-                self._resize(entry, worker, rung)
+            hot_size = forced_hot_size(entry.forced_slots, entry.pages)
+            if hot_size == entry.hot or not is_pinned(entry, worker):
+                del self.placement_table.forcing[entry.slot]
+            elif hot_size.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
+                del self.placement_table.forcing[entry.slot]
+                self._resize(entry, worker, hot_size)
 
     def enlarge(self) -> None:
         """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
-        for worker in self.roster.workers.values():
+        for worker in self.placement_table.workers.values():
             if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
-                managed = [e for e in worker.managed.values() if e.phase is Phase.RUNNING and not is_pinned(e, worker)]
+                managed = [
+                    e for e in worker.managed.values() if e.phase is EntryPhase.RUNNING and not is_pinned(e, worker)
+                ]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)
 
-    def _enlarge(self, entry: Entry, worker: Worker) -> None:
-        above = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks > entry.chunks]
+    def _enlarge(self, entry: RequestEntry, worker: WorkerEntry) -> None:
+        above = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks]
         reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
         if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])
@@ -483,7 +487,7 @@ class _Plan:
     def give_up_stranded(self) -> None:
         """Kept pages tie a request to their node. Nobody there to decode it for long: let it be prefilled again, where
         that can be. Its own node may do that too: pages of a prompt that was to be decoded on another lie there."""
-        for entry in list(self.roster.kept.values()):
+        for entry in list(self.placement_table.kept.values()):
             if entry.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
@@ -491,22 +495,24 @@ class _Plan:
             elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
                 self._demote(entry, f"nobody to decode it on {entry.node} for {STRANDED_LIMIT_S:g} s")
 
-    def _could_begin_anew(self, entry: Entry) -> bool:
+    def _could_begin_anew(self, entry: RequestEntry) -> bool:
         """Whether there are workers who could take it on from its prompt."""
 
-        def able(part: str) -> list[Worker]:
-            takers = (it for it in self.roster.workers.values() if it.takes and it.capacity.role in (part, BOTH))
+        def able(part: str) -> list[WorkerEntry]:
+            takers = (
+                it for it in self.placement_table.workers.values() if it.takes and it.capacity.role in (part, BOTH)
+            )
             return [it for it in takers if self._shape(entry, it, part)]
 
-        if entry.way != DIRECT and able(BOTH):
+        if entry.prefill_mode != DIRECT and able(BOTH):
             return True
         pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
-        return entry.way != STAGED and any(
-            one.hands_to(other) and (entry.way == DIRECT or not one.decodes) for one, other in pairs
+        return entry.prefill_mode != STAGED and any(
+            one.hands_to(other) and (entry.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
         )
 
 
-def _cost(remedies: list[Remedy]) -> tuple[int, ...]:
+def _cost(remedies: list[Preemption]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(remedy.cost for remedy in remedies), strict=True)))
 
 
@@ -515,6 +521,6 @@ def _needs(memory: Memory) -> Needs:
     return Needs(1, memory.hot_chunks, memory.index_pages, memory.slab_pages, memory.host_pages)
 
 
-def _growth(entry: Entry, pages: int) -> Needs:
+def _growth(entry: RequestEntry, pages: int) -> Needs:
     """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
     return Needs(0, pages if entry.hot.hot_slots == RESIDENT else 0, pages, 0, pages)

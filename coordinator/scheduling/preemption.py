@@ -1,6 +1,6 @@
 """How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
 
-`find_remedy` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
+`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
 vain. The order in which room is made, and why, is told in coordinator.scheduling.policy.
 """
 
@@ -12,10 +12,10 @@ from heapq import heapify, heapreplace
 from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
-from coordinator.scheduling.placements import Entry, Phase, Worker
-from coordinator.scheduling.scheduling_state import Roster
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import Rung, can_force, ladder
+from protocol.sizing import HotSize, can_force, hot_sizes
 
 
 class Needs(NamedTuple):
@@ -47,15 +47,15 @@ class Needs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Remedy:
+class Preemption:
     """What to do on `worker`, and what will be free once it is done and what is on its way has arrived."""
 
-    worker: Worker
+    worker: WorkerEntry
     will_be_free: Needs
-    demote: list[Entry] = field(default_factory=list)
-    drop: list[Entry] = field(default_factory=list)
-    retract: list[Entry] = field(default_factory=list)
-    shrink: list[tuple[Entry, Rung]] = field(default_factory=list)
+    demote: list[RequestEntry] = field(default_factory=list)
+    drop: list[RequestEntry] = field(default_factory=list)
+    retract: list[RequestEntry] = field(default_factory=list)
+    shrink: list[tuple[RequestEntry, HotSize]] = field(default_factory=list)
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
@@ -64,38 +64,43 @@ class Remedy:
 
 
 #: How many host pages the end of a request's stay would free: fewer than it holds when a quarantine has them too.
-Frees: TypeAlias = Callable[[Entry], int]
+Frees: TypeAlias = Callable[[RequestEntry], int]
 
 
-def all_pages(entry: Entry) -> int:
+def all_pages(entry: RequestEntry) -> int:
     return entry.pages
 
 
-def find_remedy(
-    roster: Roster, worker: Worker, free: Needs, need: Needs, asker: Entry, frees: Frees = all_pages
-) -> Remedy | None:
+def find_preemption(
+    placement_table: PlacementTable,
+    worker: WorkerEntry,
+    free: Needs,
+    need: Needs,
+    asker: RequestEntry,
+    frees: Frees = all_pages,
+) -> Preemption | None:
     """How `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
 
     The remedy may be empty: then what is on its way suffices, and waiting is all there is to do.
     """
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at everybody on it
-    lower = [entry for entry in _lower(roster, worker, asker) if not entry.prefills_only]
+    lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=lambda entry: entry.rank, reverse=True)
-    remedy = Remedy(worker, free.plus(_on_its_way(roster, worker, frees)))
-    victims = _relieve_gpu(roster, remedy, need, lower, asker)
-    if victims is None or not _relieve_host(roster, remedy, need, victims, asker, frees):
+    remedy = Preemption(worker, free.plus(_on_its_way(placement_table, worker, frees)))
+    victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
+    if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
         return None
     remedy.retract = [victim for victim in victims if victim not in remedy.drop]
     return remedy
 
 
-def _on_its_way(roster: Roster, worker: Worker, frees: Frees) -> Needs:
+def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Needs:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
     they are there for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
-    starting = [entry for entry in _active(roster, worker) if entry.phase is Phase.STARTING]
+    starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
     passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker).hot_chunks for entry in starting)
     return Needs(
@@ -105,20 +110,22 @@ def _on_its_way(roster: Roster, worker: Worker, frees: Frees) -> Needs:
         slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
         host_pages=sum(
             frees(entry)
-            for other in roster.of_node(worker.node)
+            for other in placement_table.of_node(worker.node)
             for entry in other.leaving.values()
             if entry.frees_pages
         ),
     )
 
 
-def _relieve_gpu(roster: Roster, remedy: Remedy, need: Needs, lower: list[Entry], asker: Entry) -> list[Entry] | None:
+def _relieve_gpu(
+    placement_table: PlacementTable, remedy: Preemption, need: Needs, lower: list[RequestEntry], asker: RequestEntry
+) -> list[RequestEntry] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone = remedy.worker, 0
     shrinkable = {
         entry.slot: entry.chunks - _floor(entry, worker).hot_chunks
-        for entry in _active(roster, worker)
-        if entry is not asker and entry.phase is Phase.RUNNING and entry.resizing is None
+        for entry in _active(placement_table, worker)
+        if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
     }
     spare = sum(shrinkable.values())
     while True:
@@ -130,54 +137,61 @@ def _relieve_gpu(roster: Roster, remedy: Remedy, need: Needs, lower: list[Entry]
         victim = lower[gone]
         gone += 1
         spare -= shrinkable.pop(victim.slot, 0)
-        starting = victim.phase is Phase.STARTING
+        starting = victim.phase is EntryPhase.STARTING
         remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting))
-    _shrink_largest(roster, remedy, need.chunks, shrinkable)
+    _shrink_largest(placement_table, remedy, need.chunks, shrinkable)
     return lower[:gone]
 
 
-def _gpu_of(victim: Entry, worker: Worker, *, starting: bool) -> Needs:
+def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Needs:
     """What a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
     counted = victim.chunks - _floor(victim, worker).hot_chunks if starting else resizing
     return Needs(1, victim.chunks - counted, victim.pages, 0 if starting else victim.slab_pages, 0)
 
 
-def _shrink_largest(roster: Roster, remedy: Remedy, chunks: int, shrinkable: dict[int, int]) -> None:
-    """One rung at a time from whoever is largest, until `chunks` will be free."""
+def _shrink_largest(
+    placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
+) -> None:
+    """One hot_size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.chunks
     if missing <= 0:
         return
-    targets: dict[int, Rung] = {}
-    sizes = [(-roster.entries[slot].chunks, slot) for slot, spare in shrinkable.items() if spare]
+    targets: dict[int, HotSize] = {}
+    sizes = [(-placement_table.entries[slot].chunks, slot) for slot, spare in shrinkable.items() if spare]
     heapify(sizes)
     while missing > 0:
         size, slot = sizes[0]
-        rung = next_lower(roster.entries[slot], -size, worker)
-        if rung is None:  # as small as it gets: the next largest
+        hot_size = next_lower(placement_table.entries[slot], -size, worker)
+        if hot_size is None:  # as small as it gets: the next largest
             heapreplace(sizes, (0, slot))
             continue
-        targets[slot] = rung
-        missing -= -size - rung.hot_chunks
-        heapreplace(sizes, (-rung.hot_chunks, slot))
-    remedy.shrink = [(roster.entries[slot], rung) for slot, rung in targets.items()]
+        targets[slot] = hot_size
+        missing -= -size - hot_size.hot_chunks
+        heapreplace(sizes, (-hot_size.hot_chunks, slot))
+    remedy.shrink = [(placement_table.entries[slot], hot_size) for slot, hot_size in targets.items()]
     remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
 
 
 def _relieve_host(
-    roster: Roster, remedy: Remedy, need: Needs, victims: list[Entry], asker: Entry, frees: Frees
+    placement_table: PlacementTable,
+    remedy: Preemption,
+    need: Needs,
+    victims: list[RequestEntry],
+    asker: RequestEntry,
+    frees: Frees,
 ) -> bool:
     """Choose kept requests to demote, then victims to drop, worst first; False: not enough."""
     missing = need.host_pages - remedy.will_be_free.host_pages
     if missing <= 0:
         return True
     node = remedy.worker.node
-    will_be_kept = [e for w in roster.of_node(node) for e in w.leaving.values() if not e.frees_pages]
+    will_be_kept = [e for w in placement_table.of_node(node) for e in w.leaving.values() if not e.frees_pages]
     missing -= sum(frees(entry) for entry in will_be_kept if _may_demote(entry, asker))
-    kept = [e for e in roster.kept.values() if e.node == node and not e.ticket and _may_demote(e, asker)]
+    kept = [e for e in placement_table.kept.values() if e.node == node and not e.ticket and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
-    others = [e for w in roster.of_node(node) for e in _lower(roster, w, asker) if e not in victims]
+    others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
     others.sort(key=lambda entry: entry.rank, reverse=True)
     for entries, chosen in ((kept, remedy.demote), (victims, remedy.drop), (others, remedy.drop)):
         for entry in entries:
@@ -189,34 +203,34 @@ def _relieve_host(
     return missing <= 0
 
 
-def _may_demote(entry: Entry, asker: Entry) -> bool:
+def _may_demote(entry: RequestEntry, asker: RequestEntry) -> bool:
     return entry is not asker and (entry.rank > asker.rank or entry.held)
 
 
-def _active(roster: Roster, worker: Worker) -> Iterator[Entry]:
-    return (roster.by_rank[rank] for rank in worker.ranks)
+def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestEntry]:
+    return (placement_table.by_rank[rank] for rank in worker.ranks)
 
 
-def _lower(roster: Roster, worker: Worker, asker: Entry) -> Iterator[Entry]:
-    return (roster.by_rank[rank] for rank in worker.ranks if rank > asker.rank)
+def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestEntry) -> Iterator[RequestEntry]:
+    return (placement_table.by_rank[rank] for rank in worker.ranks if rank > asker.rank)
 
 
-def is_pinned(entry: Entry, worker: Worker) -> bool:
+def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
     """An operator's hot size holds where the request could reach its longest with it."""
     return entry.forced_slots != NO_HOT_BUFFER and can_force(entry.forced_slots, entry.length, worker.capacity)
 
 
-def _floor(entry: Entry, worker: Worker) -> Rung:
+def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
-    smallest = ladder(entry.pages, worker.capacity)[0]
+    smallest = hot_sizes(entry.pages, worker.capacity)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
-def next_lower(entry: Entry, chunks: int, worker: Worker) -> Rung | None:
-    """The next rung below `chunks` chunks."""
+def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> HotSize | None:
+    """The next hot_size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None
-    rungs = [rung for rung in ladder(entry.pages, worker.capacity) if rung.hot_chunks < chunks]
-    return rungs[-1] if rungs else None
+    hot_sizes = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
+    return hot_sizes[-1] if hot_sizes else None

@@ -20,20 +20,20 @@ from functools import reduce
 
 from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import Send, Step
-from coordinator.scheduling.events import Adopted, Lost, Retract, Tell, Told
-from coordinator.scheduling.placements import Entry, Phase, Ticket, Worker
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, Ticket, WorkerEntry
+from coordinator.scheduling.events import Adopted, Lost, RequestOrder, Retract, Tell
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Withdraw
-from protocol.sizing import RESIDENT, Memory, Rung
+from protocol.sizing import RESIDENT, HotSize, Memory
 
 
-def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger: Ledger) -> Heard:
+def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
     held = {it.admission: it for it in inventory}
-    entries = list(dispatch.roster.on(worker.name))
-    tickets = dispatch.roster.tickets_on(worker.name, worker.epoch)
+    entries = list(dispatch.placement_table.on(worker.name))
+    tickets = dispatch.placement_table.tickets_on(worker.name, worker.epoch)
     _check(held, {entry.admission for entry in entries} | {ticket.admission for ticket in tickets}, ledger)
     worker.awaited = False
     dispatch.dirty = True
@@ -44,7 +44,7 @@ def adopt(dispatch: Dispatch, worker: Worker, inventory: Sequence[Held], ledger:
         for entry in entries
     ]
     parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.admission)) for ticket in tickets]
-    return reduce(Heard.plus, parts, Heard())
+    return reduce(Effects.plus, parts, Effects())
 
 
 def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
@@ -57,13 +57,13 @@ def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
             raise WrongState(f"holds {has}, was given {given}", field="admission", value=admission)
 
 
-def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Heard:
+def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Effects:
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
     if ticket.slot is None and not it.is_released:
-        return Heard(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
-    return Heard()
+        return Effects(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+    return Effects()
 
 
 def _memory(it: Held, missing_pages: int) -> Memory:
@@ -77,14 +77,14 @@ def _more_chunks(it: Held, missing_pages: int) -> int:
     return missing_pages if it.hot_slots == RESIDENT else 0
 
 
-def _depart(dispatch: Dispatch, entry: Entry, worker: Worker) -> Heard:
-    dispatch.roster.leave(entry, frees_pages=entry.frees_pages)
-    return Heard((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
+def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
+    dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
+    return Effects((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
 
 
-def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
+def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) -> Effects:
     given = ledger.held(entry.admission)
-    missing = 0 if entry.phase is Phase.LEAVING else given.host_pages - it.host_pages
+    missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
     # which it was leaving, has taken them back
     is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
@@ -92,12 +92,12 @@ def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
     more = _more_chunks(it, missing)
     use = _memory(it, missing)
     slab_pages = given.slab_pages if it.is_staged else 0
-    hot = Rung(it.hot_slots, it.hot_chunks + more)
-    dispatch.roster.adopt(entry, hot, Rung(*it.resizing) if it.resizing else None, staged=it.is_staged)
+    hot = HotSize(it.hot_slots, it.hot_chunks + more)
+    dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
     if it.is_started:
-        dispatch.roster.start(entry)
+        dispatch.placement_table.start(entry)
     elif it.is_staged and entry.prefills_only:
-        dispatch.roster.leave(entry, frees_pages=False)
+        dispatch.placement_table.leave(entry, frees_pages=False)
     grant = None
     if missing:
         pages = ledger.pages_of(entry.admission)[it.host_pages :]
@@ -106,10 +106,10 @@ def _adopt(dispatch: Dispatch, entry: Entry, it: Held, ledger: Ledger) -> Heard:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
     steps = (Step(entry.node, Shrink(entry.admission, spare)),) if any(spare) else ()
-    return Heard(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
+    return Effects(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
 
 
-def _tells(entry: Entry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[Told]:
+def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.admission, *it.resizing) if it.resizing else None
     adopted = Adopted(entry.admission, it.is_staged, it.is_started, it.is_parked, resize, grant)
     return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

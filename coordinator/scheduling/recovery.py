@@ -8,7 +8,7 @@ the actors that its caller makes.
                                      (coordinator.scheduling.reconciliation). Workers decode on meanwhile
     on a worker of a lost epoch      departed: what the earlier life had begun is finished
 
-What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.placements): of the request whose
+What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.entries): of the request whose
 rows are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
 
 An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
@@ -23,17 +23,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from coordinator.journal import records as journal
-from coordinator.journal.state import Book, Known
+from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import Step
+from coordinator.scheduling.entries import RequestEntry, Ticket, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
-from coordinator.scheduling.placements import Drain, Entry, Ticket, Worker
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import Ended, Live, RequestPort, Requests
-from coordinator.scheduling.scheduling_state import Roster
+from coordinator.scheduling.request_table import Ended, LiveRequest, RequestPort, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -48,7 +48,7 @@ class RecoveringLinks(Protocol):
     def expect(self, joined: journal.Joined, *, is_live: bool) -> WorkerPort: ...
 
 
-def recover(book: Book, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
+def recover(book: JournalState, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
     """Put what `book` knows into the actors. Before any of them runs."""
     ports: dict[EpochKey, WorkerPort] = {}
     for node, ledger in book.ledgers.items():
@@ -68,35 +68,37 @@ class Place(NamedTuple):
     """Where the recovered state goes."""
 
     dispatch: Dispatch
-    requests: Requests
+    requests: RequestTable
     token_log: TokenLog
     make_request: MakeRequest
     now: float
     wall_offset_s: float
 
 
-def restore(book: Book, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Heard:
-    """Fill roster, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
-    roster = place.dispatch.roster
-    roster.go_on_from(book.arrivals, book.admissions)
+def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
+    """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    placement_table = place.dispatch.placement_table
+    placement_table.go_on_from(book.arrivals, book.admissions)
     for drained in book.drains.values():
-        drain = Drain(drained.until_s - place.wall_offset_s, drained.handover)
-        roster.drains[drained.worker] = drained.epoch, drain
+        drain = WorkerDrain(drained.until_s - place.wall_offset_s, drained.handover)
+        placement_table.drains[drained.worker] = drained.epoch, drain
     for (name, epoch), port in ports.items():
         joined = book.workers[name, epoch]
-        roster.add_worker(Worker(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True))
-    _restore_tickets(book, roster)
-    heard = Heard()
+        placement_table.add_worker(
+            WorkerEntry(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True)
+        )
+    _restore_tickets(book, placement_table)
+    effects = Effects()
     ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
     for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
-        heard = heard.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
-    for ticket in list(roster.tickets.values()):
-        heard = heard.plus(_settle_ticket(ticket, book, place.dispatch))
+        effects = effects.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
+    for ticket in list(placement_table.tickets.values()):
+        effects = effects.plus(_settle_ticket(ticket, book, place.dispatch))
     place.dispatch.dirty = True
-    return heard
+    return effects
 
 
-def _restore_tickets(book: Book, roster: Roster) -> None:
+def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> None:
     """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
     stays: set[int] = set()
     owners: dict[int, int] = {}
@@ -112,22 +114,22 @@ def _restore_tickets(book: Book, roster: Roster) -> None:
     for node, ledger in book.ledgers.items():
         for admission in sorted(ledger.admissions() - stays):
             key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
-            roster.tickets[admission] = Ticket(
+            placement_table.tickets[admission] = Ticket(
                 admission, owners.get(admission), node, *(key or ("", 0)), pages, arrived=key is None
             )
 
 
-def _settle_ticket(ticket: Ticket, book: Book, dispatch: Dispatch) -> Heard:
+def _settle_ticket(ticket: Ticket, book: JournalState, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
-        return dispatch.revoke(ticket) if ticket.slot is None else Heard()
+        return dispatch.revoke(ticket) if ticket.slot is None else Effects()
     ledger = book.ledgers[ticket.node]
     if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
-        return Heard()
+        return Effects()
     return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
 
 
-def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
+def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
     ended, accepted = known.ended, known.accepted
     assert ended is not None
@@ -136,60 +138,71 @@ def _restore_ended(known: Known, book: Book, place: Place) -> Heard:
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = Entry(accepted.slot, rank, *length, accepted.admission)
-    live = Live(
+    entry = RequestEntry(accepted.slot, rank, *length, accepted.prefill_mode)
+    live = LiveRequest(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
     live.prompt_digest = known.prompt_digest
     place.requests.ended[accepted.request_id] = Ended(live, at)
-    if known.stay is None or not _is_held(known.stay, book) or known.stay.admission in place.dispatch.roster.tickets:
-        return Heard()
-    return Heard((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+    if (
+        known.stay is None
+        or not _is_held(known.stay, book)
+        or known.stay.admission in place.dispatch.placement_table.tickets
+    ):
+        return Effects()
+    return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
 
 
-def _is_held(stay: journal.Admission, book: Book) -> bool:
+def _is_held(stay: journal.Admission, book: JournalState) -> bool:
     """Not so when an audit has taken back what a request no longer had."""
     return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
 
 
-def _restore_live(known: Known, book: Book, place: Place) -> Heard:
+def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
     slot, generated = accepted.slot, place.token_log.length(accepted.slot)
     rank = -accepted.priority, accepted.arrival
-    sampling, way = accepted.sampling, accepted.admission
-    entry = dispatch.roster.recover(slot, rank, known.prompt_tokens, sampling.max_tokens, generated, way)
-    dispatch.roster.suspects.recover(entry, known.strikes, known.mark)
+    sampling, prefill_mode = accepted.sampling, accepted.prefill_mode
+    entry = dispatch.placement_table.recover(
+        slot, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
+    )
+    dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
     if stay is not None:
         ticket = stay.ticket if known.on_worker else stay.admission
-        entry.ticket = ticket if ticket in dispatch.roster.tickets else 0
+        entry.ticket = ticket if ticket in dispatch.placement_table.tickets else 0
     state = _state_of(known, place)
-    worker = dispatch.roster.workers.get(stay.worker) if stay and known.on_worker else None
+    worker = dispatch.placement_table.workers.get(stay.worker) if stay and known.on_worker else None
     if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = Live(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
+    live = LiveRequest(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
     place.requests.add(live)
     if stay and known.on_worker:
-        heard = _restore_stay(stay, ordered, known, live, worker, book, place)
+        effects = _restore_stay(stay, ordered, known, live, worker, book, place)
     else:
-        heard = _restore_waiting(stay, ordered, known, live, book, place)
-    dispatch.roster.hold(entry, ordered.held)
-    dispatch.roster.force(entry, ordered.forced_slots)
-    return heard
+        effects = _restore_waiting(stay, ordered, known, live, book, place)
+    dispatch.placement_table.hold(entry, ordered.held)
+    dispatch.placement_table.force(entry, ordered.forced_slots)
+    return effects
 
 
 def _restore_waiting(
-    stay: journal.Admission | None, ordered: journal.Ordered, known: Known, live: Live, book: Book, place: Place
-) -> Heard:
+    stay: journal.Admission | None,
+    ordered: journal.Ordered,
+    known: RequestRecord,
+    live: LiveRequest,
+    book: JournalState,
+    place: Place,
+) -> Effects:
     """Keeping what is left of `stay`, if anything is."""
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
     if stay is not None:
         pages = book.ledgers[stay.node].held(stay.admission).host_pages
-        place.dispatch.roster.recover_kept(
+        place.dispatch.placement_table.recover_kept(
             entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
         )
     prefills_only = stay is not None and stay.prefills_only
@@ -202,24 +215,26 @@ def _restore_waiting(
     )
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
-    return Heard()
+    return Effects()
 
 
 def _restore_stay(
     stay: journal.Admission,
     ordered: journal.Ordered,
-    known: Known,
-    live: Live,
-    worker: Worker | None,
-    book: Book,
+    known: RequestRecord,
+    live: LiveRequest,
+    worker: WorkerEntry | None,
+    book: JournalState,
     place: Place,
-) -> Heard:
+) -> Effects:
     """On `worker`, or (None) on one that the earlier life had lost."""
-    roster, entry = place.dispatch.roster, live.entry
+    placement_table, entry = place.dispatch.placement_table, live.entry
     ledger = book.ledgers[stay.node]
     memory = ledger.held(stay.admission)
-    roster.recover_stay(entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only)
-    roster.recover_place(entry, worker)
+    placement_table.recover_stay(
+        entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only
+    )
+    placement_table.recover_place(entry, worker)
     staged = not memory.slab_pages
     live.state.recover_stay(
         place.now,
@@ -233,20 +248,20 @@ def _restore_stay(
     if ordered.outcome:
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
-        roster.leave(entry, frees_pages=bool(ordered.outcome))
+        placement_table.leave(entry, frees_pages=bool(ordered.outcome))
     place.requests.begin_admission(live, stay.admission, stay.epoch)
     if worker is not None:
-        return Heard()
+        return Effects()
     exited = ledger.has_exited(stay.worker, stay.epoch)
-    return Heard((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+    return Effects((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
 
 
-def _in_words(known: Known, generated: int) -> str:
+def _in_words(known: RequestRecord, generated: int) -> str:
     strikes = f", {known.strikes} strikes, the last when {known.killed} died" if known.strikes else ""
     return f"{generated} tokens in the journal{strikes}"
 
 
-def _state_of(known: Known, place: Place) -> RequestState:
+def _state_of(known: RequestRecord, place: Place) -> RequestState:
     accepted = known.accepted
     at = accepted.at_s - place.wall_offset_s
     reason = f"by {accepted.owner}"

@@ -23,8 +23,8 @@ from coordinator.scheduling.events import (
     Ending,
     Listener,
     Progressed,
+    RequestOrder,
     Resized,
-    Told,
     WorkerPort,
 )
 from coordinator.scheduling.lifecycle import State
@@ -46,7 +46,7 @@ ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
 log = logger("coordinator.scheduling.request")
 
 
-class Request(Actor[Told | WorkerEvent]):
+class Request(Actor[RequestOrder | WorkerEvent]):
     """`state` may be read by anyone between turns; only this actor changes it."""
 
     def __init__(
@@ -75,11 +75,11 @@ class Request(Actor[Told | WorkerEvent]):
         self._waits = Waits(state.state, state.held, clock())
         self._lines_logged = 0
 
-    def story(self) -> tuple[str, ...]:
-        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.story())
+    def history(self) -> tuple[str, ...]:
+        return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.history())
 
-    def log_story(self) -> None:
-        """One log line for each line that the story has gained since the last call."""
+    def log_history(self) -> None:
+        """One log line for each line that the history has gained since the last call."""
         state, logged = self.state, self._lines_logged
         self._lines_logged = state.lines_count
         if not log.isEnabledFor(logging.INFO):
@@ -89,13 +89,13 @@ class Request(Actor[Told | WorkerEvent]):
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
 
-    async def handle(self, batch: list[Told | WorkerEvent]) -> None:
+    async def handle(self, batch: list[RequestOrder | WorkerEvent]) -> None:
         for event in batch:
             if isinstance(event, Admitted):
                 self._port = event.port
             await self._apply(event)
 
-    async def _apply(self, event: Told | WorkerEvent) -> None:
+    async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
         rows, now = Rows(token_log.length(state.slot), token_log.durable(state.slot)), self._clock()
         try:
@@ -103,7 +103,7 @@ class Request(Actor[Told | WorkerEvent]):
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
-        self.log_story()
+        self.log_history()
         self._note_wait(now)
         for action in actions:
             if isinstance(action, Ending):

@@ -1,4 +1,4 @@
-"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its story kept. Pure."""
+"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its history kept. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from coordinator.scheduling.events import (
     Given,
     Lost,
     Progressed,
+    RequestCommand,
+    RequestOrder,
     Resized,
     Resume,
     Retract,
     Stage,
-    Told,
-    Verb,
 )
 from coordinator.scheduling.lifecycle import (
     ACTIVE,
@@ -45,8 +45,8 @@ from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
 from protocol.units import PAGE_TOKENS
 
-#: Lines of a request's story; older ones are dropped, the first (how it came) stays.
-STORY_LINES_MAX: Final = 64
+#: Lines of a request's history; older ones are dropped, the first (how it came) stays.
+HISTORY_LINES_MAX: Final = 64
 
 
 class IllegalEventError(ProtocolError):
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a story; `at` on the coordinator's clock."""
+    """One line of a history; `at` on the coordinator's clock."""
 
     at: float
     event: str
@@ -106,12 +106,12 @@ class RequestState:
         self.reason = ""
         self.tail_text = ""
         self.first = Line(now, "submitted", self.state, reason)
-        self.lines: deque[Line] = deque(maxlen=STORY_LINES_MAX - 1)
+        self.lines: deque[Line] = deque(maxlen=HISTORY_LINES_MAX - 1)
         self.lines_dropped = 0
 
     # ---------------------------------------------------------------- from the journal
 
-    # `known`: what the journal knows of it, for the story, which is not in the journal itself
+    # `known`: what the journal knows of it, for the history, which is not in the journal itself
 
     def recover_waiting(
         self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False, known: str = ""
@@ -154,19 +154,19 @@ class RequestState:
 
     # ---------------------------------------------------------------- queries
 
-    def check_verb(self, verb: Verb) -> None:
-        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `verb` now."""
-        remedy = _refusal(self, verb)
+    def check_command(self, command: RequestCommand) -> None:
+        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
+        remedy = _refusal(self, command)
         if remedy is not None:
             held = " (held)" if self.held else ""
             raise WrongState(
-                f"cannot {verb.value} a request that is {self.state}{held}",
+                f"cannot {command.value} a request that is {self.state}{held}",
                 field="request_id",
                 value=self.request_id,
                 remedy=remedy,
             )
 
-    def story(self) -> tuple[Line, ...]:
+    def history(self) -> tuple[Line, ...]:
         """Every line that is kept, oldest first; a gap is said."""
         if not self.lines_dropped:
             return (self.first, *self.lines)
@@ -175,11 +175,11 @@ class RequestState:
 
     @property
     def lines_count(self) -> int:
-        """Lines that the story has had, dropped ones too."""
+        """Lines that the history has had, dropped ones too."""
         return 1 + self.lines_dropped + len(self.lines)
 
     def lines_since(self, count: int) -> tuple[Line, ...]:
-        """What the story has gained since it had `count` lines, as far as it is kept."""
+        """What the history has gained since it had `count` lines, as far as it is kept."""
         fresh = [*islice(reversed(self.lines), self.lines_count - count)][::-1]
         return tuple(fresh) if count else (self.first, *fresh)
 
@@ -198,7 +198,7 @@ class RequestState:
 
     # ---------------------------------------------------------------- events
 
-    def handle(self, event: Told | WorkerEvent, rows: Rows, now: float) -> list[Action]:
+    def handle(self, event: RequestOrder | WorkerEvent, rows: Rows, now: float) -> list[Action]:
         """Apply one event; returns what to do, in order. Raises IllegalEventError or InternalError: nothing changed.
 
         What a worker says of an admission that this request has left is acknowledged by doing nothing.
@@ -260,8 +260,8 @@ class RequestState:
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
-        durable, last_topk = event.durable_tokens, event.last_topk
-        return self._depart(Kind.RELEASED, target, durable, rows, now, first_token=first_token, last_topk=last_topk)
+        durable, warm_start = event.durable_tokens, event.warm_start
+        return self._depart(Kind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start)
 
     def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
         """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
@@ -278,7 +278,7 @@ class RequestState:
         now: float,
         reason: str = "",
         first_token: int = messages.NO_TOKEN,
-        last_topk: bytes = b"",
+        warm_start: bytes = b"",
     ) -> list[Action]:
         """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it
         one that was said or `first_token`."""
@@ -286,8 +286,8 @@ class RequestState:
         kept = min(durable, self.prompt_tokens + known - 1)
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
-        last_topk = last_topk if self.kept_tokens else b""
-        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, last_topk)
+        warm_start = warm_start if self.kept_tokens else b""
+        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, warm_start)
         self.admission, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:
@@ -394,8 +394,8 @@ class RequestState:
         self.reason = reason or self.reason
 
     def _illegal(self, kind: Kind, *, by_worker: bool) -> IllegalEventError | InternalError:
-        recent = " ".join(line.event for line in self.story()[-8:])
-        what = f"{kind} cannot come to a request that is {self.state} (its story: {recent})"
+        recent = " ".join(line.event for line in self.history()[-8:])
+        what = f"{kind} cannot come to a request that is {self.state} (its history: {recent})"
         if by_worker:
             return IllegalEventError(what, field="request_id", value=self.request_id, remedy="restart the worker")
         return InternalError(what, field="request_id", value=self.request_id)
@@ -408,20 +408,20 @@ def describe_size(hot_slots: int) -> str:
 
 
 def _restarted(*known: str) -> str:
-    """The reason of a story's first line in this life."""
+    """The reason of a history's first line in this life."""
     return "; ".join(["the coordinator restarted", *filter(None, known)])
 
 
-def _refusal(request: RequestState, verb: Verb) -> str | None:
-    """What to do instead, or None when the verb may be asked for."""
+def _refusal(request: RequestState, command: RequestCommand) -> str | None:
+    """What to do instead, or None when the command may be asked for."""
     state = request.state
     if state in TERMINAL:
         return "it has ended: read its output, or submit it again"
     if state is State.RELEASING:
         return "its end is decided and it is giving its memory back: wait"
-    if verb is Verb.RETRACT and request.held:
+    if command is RequestCommand.RETRACT and request.held:
         return "it is held already: resume it, or abort it"
-    if verb is Verb.RESUME and not request.held:
+    if command is RequestCommand.RESUME and not request.held:
         return "only a held request can be resumed: this one goes on by itself"
     return None
 

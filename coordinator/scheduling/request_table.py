@@ -1,4 +1,4 @@
-"""Live and ended requests, as operators and clients ask for them: rows, stories, lookups. Pure."""
+"""Live and ended requests, as operators and clients ask for them: rows, histories, lookups. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from coordinator.journal.records import digest_of
-from coordinator.scheduling.events import Told
-from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.events import RequestOrder
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, RequestRow, Sampling, StoryLine, Submit
+from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from protocol.settings import CoordinatorSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RequestPort(Protocol):
     """A Request actor as others see it."""
 
-    def tell(self, message: Told | WorkerEvent) -> None: ...
+    def tell(self, message: RequestOrder | WorkerEvent) -> None: ...
     def room(self) -> int: ...
 
 
@@ -37,12 +37,12 @@ NO_SWAPS = Swaps(0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """A live request: its state (to read), its actor, its entry in the roster, and what an Admit carries."""
+class LiveRequest:
+    """A live request: its state (to read), its actor, its entry in the placement_table, and what an Admit carries."""
 
     state: RequestState
     request: RequestPort
-    entry: Entry
+    entry: RequestEntry
     prompt: bytes
     sampling: Sampling
     submitted_at: float
@@ -56,17 +56,17 @@ class Live:
 class Ended(NamedTuple):
     """A request that is over, and when it ended. Its prompt is gone."""
 
-    live: Live
+    live: LiveRequest
     at: float
 
 
-class Requests:
+class RequestTable:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
     def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
-        self.live: dict[str, Live] = {}
-        self.by_slot: dict[int, Live] = {}
-        self.by_admission: dict[int, Live] = {}
+        self.live: dict[str, LiveRequest] = {}
+        self.by_slot: dict[int, LiveRequest] = {}
+        self.by_admission: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
         self._token_log = token_log
         self._settings = settings
@@ -74,7 +74,7 @@ class Requests:
 
     # ---------------------------------------------------------------- life
 
-    def add(self, live: Live) -> None:
+    def add(self, live: LiveRequest) -> None:
         self.live[live.state.request_id] = self.by_slot[live.entry.slot] = live
 
     def check_room(self, waiting: int) -> None:
@@ -87,7 +87,7 @@ class Requests:
             if count >= bound:
                 raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
 
-    def begin_admission(self, live: Live, admission: int, epoch: int) -> None:
+    def begin_admission(self, live: LiveRequest, admission: int, epoch: int) -> None:
         live.epoch = epoch
         self.by_admission[admission] = live
 
@@ -96,8 +96,8 @@ class Requests:
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
-    def end(self, live: Live, now: float) -> None:
-        """It is over: only its state, its story and its tokens stay, for a while."""
+    def end(self, live: LiveRequest, now: float) -> None:
+        """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
         self.ended[live.state.request_id] = Ended(live, now)
         del self.live[live.state.request_id], self.by_slot[live.entry.slot]
@@ -142,7 +142,7 @@ class Requests:
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, admission: int) -> Live | None:
+    def admitted(self, worker: str, epoch: int, admission: int) -> LiveRequest | None:
         """Whose admission it is; None when it has departed or is another worker's."""
         live = self.by_admission.get(admission)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
@@ -156,8 +156,8 @@ class Requests:
         user's."""
         live = _live(self.find(submit.request_id))
         is_same_prompt = (live.prompt_digest or digest_of(live.prompt)) == digest_of(submit.prompt)
-        asked = user, submit.sampling, submit.priority, submit.admission
-        known = live.user, live.sampling, -live.entry.rank[0], live.entry.way
+        asked = user, submit.sampling, submit.priority, submit.prefill_mode
+        known = live.user, live.sampling, -live.entry.rank[0], live.entry.prefill_mode
         if not is_same_prompt or asked != known:
             raise WrongState(
                 "is in use by another request",
@@ -170,7 +170,7 @@ class Requests:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> Live | Ended:
+    def find(self, request_id: str, user: str | None = None) -> LiveRequest | Ended:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
         if found is None or user not in (None, _live(found).user):
@@ -197,13 +197,13 @@ class Requests:
 
     def describe(
         self, request_id: str, now: float, user: str | None = None
-    ) -> tuple[RequestRow, tuple[StoryLine, ...]]:
+    ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
         found = self.find(request_id, user)
         live, at = found if isinstance(found, Ended) else (found, now)
-        return self.row(live, at), self.story(live)
+        return self.row(live, at), self.history(live)
 
-    def row(self, live: Live, now: float) -> RequestRow:
+    def row(self, live: LiveRequest, now: float) -> RequestRow:
         state, entry, slot = live.state, live.entry, live.entry.slot
         swaps = _add(live.swaps_before, live.swaps)
         return RequestRow(
@@ -226,9 +226,9 @@ class Requests:
             reason=state.reason,
         )
 
-    def story(self, live: Live) -> tuple[StoryLine, ...]:
+    def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""
-        return tuple(StoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.story())
+        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
 
     def count_by_state(self) -> Counter[str]:
         return Counter(str(live.state.state) for live in self.live.values())
@@ -237,7 +237,7 @@ class Requests:
         return sum(live.state.held for live in self.live.values())
 
 
-def _live(found: Live | Ended) -> Live:
+def _live(found: LiveRequest | Ended) -> LiveRequest:
     return found.live if isinstance(found, Ended) else found
 
 

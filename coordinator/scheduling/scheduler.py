@@ -3,10 +3,10 @@
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
 committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Verbs and submissions are answered when they are in the journal (Front).
+asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (SchedulerApi).
 
-Operators' verbs pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
-cross. A verb on several requests is checked for all of them before anything is told.
+Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
+cross. A command on several requests is checked for all of them before anything is told.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.scheduling import decisions, events
-from coordinator.scheduling.api import Front, Message
+from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import Send, Step
-from coordinator.scheduling.events import Listener, Tell, Verb, WorkerPort
-from coordinator.scheduling.placements import Drain, Entry
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain
+from coordinator.scheduling.events import Listener, RequestCommand, Tell, WorkerPort
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import Live, Requests
-from coordinator.scheduling.submission import Reception
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
-from coordinator.scheduling.warm_start import LastTopk
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.warm_start import WarmStarts
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -54,7 +54,7 @@ BATCH_MAX: Final = 1_024
 #: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
 #: end; and a slot is reported starving once until the next grant. Workers cannot make it more (request_state).
 MESSAGES_PER_REQUEST: Final = 16
-#: Verbs, workers and ticks on top.
+#: Commands, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096
 #: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
 TICK_S: Final = 0.25
@@ -78,10 +78,10 @@ class _Turn:
     joined: list[Reply[None]] = field(default_factory=list)
     released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
 
-    def take(self, heard: Heard) -> None:
-        self.steps += heard.steps
-        self.tells += heard.tells
-        self.sends += heard.sends
+    def take(self, effects: Effects) -> None:
+        self.steps += effects.steps
+        self.tells += effects.tells
+        self.sends += effects.sends
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class _Stop:
     failed_at: float | None = None
 
 
-class Scheduler(Front):
+class Scheduler(SchedulerApi):
     """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
@@ -122,17 +122,17 @@ class Scheduler(Front):
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
-        self._roster = self._dispatch.roster
-        self._fleet = Fleet(self._roster, self._ledgers, self._open_pool)
-        self._requests = Requests(token_log, settings, wall_offset_s)
-        self._last_topk = LastTopk()
+        self._placement_table = self._dispatch.placement_table
+        self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
+        self._requests = RequestTable(token_log, settings, wall_offset_s)
+        self._warm_starts = WarmStarts()
         self._auditor = Auditor(
-            self._roster, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+            self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
         )
-        self._reception = Reception(
+        self._submissions = Submissions(
             self._requests,
             self._dispatch,
-            self._fleet,
+            self._registry,
             token_log,
             listener,
             supervisor,
@@ -154,25 +154,25 @@ class Scheduler(Front):
         """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
         book = self._journal.book
         for node, opened in book.pools.items():
-            self._fleet.recover(opened, book.joined(node))
+            self._registry.recover(opened, book.joined(node))
             self._start_pool(node)
         place = Place(
-            self._dispatch, self._requests, self._token_log, self._reception.start, self._clock(), self._wall_offset_s
+            self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
         )
         first = restore(book, place, ports)
-        self._reception.ids_made = book.arrivals
+        self._submissions.ids_made = book.arrivals
         for live in self._requests.live.values():
-            if live.entry.admission and live.entry.worker in self._roster.workers and live.state.admission:
+            if live.entry.admission and live.entry.worker in self._placement_table.workers and live.state.admission:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
-    def _worker_back(self, hello: messages.WorkerHello) -> Heard:
-        worker = self._roster.workers.get(hello.worker)
+    def _worker_back(self, hello: messages.WorkerHello) -> Effects:
+        worker = self._placement_table.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        heard = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        effects = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
         worker.receiver, worker.pid = hello.receiver, hello.pid
-        return heard
+        return effects
 
     # ---------------------------------------------------------------- one turn
 
@@ -200,7 +200,7 @@ class Scheduler(Front):
             self._journal.append(()).answer(told, lines, "the quarantine was released")
         if tick:
             self._auditor.tick(now)
-            self._reception.forget(self._requests.forget_old(now))
+            self._submissions.forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
         await self._decide(now, tick)
         if self._stop is not None:
@@ -208,17 +208,17 @@ class Scheduler(Front):
 
     def _starving(self, message: events.Starving) -> None:
         for slot in message.slots.tolist():
-            if entry := self._roster.entries.get(slot):
+            if entry := self._placement_table.entries.get(slot):
                 self._dispatch.starve(entry)
 
-    def _ticket_closed(self, it: events.TicketClosed) -> Heard:
+    def _ticket_closed(self, it: events.TicketClosed) -> Effects:
         return self._dispatch.ticket_closed(it.worker, it.epoch, it.admission, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
         for tell in turn.tells:
             self._tell(tell)
         for send in turn.sends:
-            if worker := self._roster.workers.get(send.worker):
+            if worker := self._placement_table.workers.get(send.worker):
                 worker.port.send(send.command)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
@@ -230,9 +230,9 @@ class Scheduler(Front):
             case events.Departed():
                 self._requests.end_admission(message.admission)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
-                self._last_topk.keep(message.slot, message.last_topk)
+                self._warm_starts.keep(message.slot, message.warm_start)
             case events.Closed():
-                self._last_topk.take(message.slot)
+                self._warm_starts.take(message.slot)
                 self._dispatch.closed(message.slot)
                 self._requests.end(self._requests.by_slot[message.slot], now)
             case events.TicketClosed():
@@ -244,10 +244,10 @@ class Scheduler(Front):
             case events.InventoryTaken():
                 turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells, sends):
-                turn.take(Heard(steps, tells, sends))
+                turn.take(Effects(steps, tells, sends))
             case (
                 events.SubmitAsk()
-                | events.VerbAsk()
+                | events.CommandAsk()
                 | events.ForgetAsk()
                 | events.DrainAsk()
                 | events.ReleaseAsk()
@@ -264,7 +264,7 @@ class Scheduler(Front):
     def _answer(
         self,
         ask: events.SubmitAsk
-        | events.VerbAsk
+        | events.CommandAsk
         | events.ForgetAsk
         | events.DrainAsk
         | events.ReleaseAsk
@@ -278,25 +278,25 @@ class Scheduler(Front):
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
-                handle, commit = self._reception.submit(ask, now, stopping=self.stopping)
+                handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
                 commit.answer(ask.reply, handle, "the request was queued")
-            case events.VerbAsk():
-                heard, lines = carry_out(ask, self._requests, self._dispatch, self._fleet.capacities())
-                if ask.verb is Verb.RETRACT:
+            case events.CommandAsk():
+                effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+                if ask.command is RequestCommand.RETRACT:
                     self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
-                for each in heard:
+                for each in effects:
                     turn.take(each)
-                self._reception.write_orders(ask).answer(ask.reply, lines, f"{ask.verb.value} was begun")
+                self._submissions.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
             case events.ForgetAsk(request_ids):
-                commit = self._reception.forget(self._requests.forget(request_ids, ask.user))
+                commit = self._submissions.forget(self._requests.forget(request_ids, ask.user))
                 lines = tuple(f"{it}: forgotten" for it in request_ids)
                 commit.answer(ask.reply, lines, "the outputs were forgotten")
             case events.DrainAsk():
                 lines, commit = self._drain(ask, now)
                 commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
             case events.ReleaseAsk():
-                heard, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
-                for each in heard:
+                effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
+                for each in effects:
                     turn.take(each)
                 turn.released.append((ask.reply, lines))
                 log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
@@ -304,7 +304,7 @@ class Scheduler(Front):
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
-                turn.take(self._dispatch.worker_up(self._fleet.join(ask.hello, ask.port, is_changing=is_changing)))
+                turn.take(self._dispatch.worker_up(self._registry.join(ask.hello, ask.port, is_changing=is_changing)))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))
@@ -325,11 +325,11 @@ class Scheduler(Front):
         """A pool with nothing in it. Whoever kept rows in the one before is prefilled again."""
         if hello.node in self._pools:
             self._pools[hello.node].close()
-        for entry in [entry for entry in self._roster.kept.values() if entry.node == hello.node]:
-            self._roster.demote(entry)
+        for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
+            self._placement_table.demote(entry)
             self._journal.append([Departed(entry.slot, 0)])
             self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
-        for ticket in [ticket for ticket in self._roster.tickets.values() if ticket.node == hello.node]:
+        for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
         self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
@@ -350,17 +350,17 @@ class Scheduler(Front):
         if isinstance(message, events.WorkerExited):
             turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
             return
-        worker = self._roster.workers.get(message.worker)
+        worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
-            self._fleet.leave(worker)
-            for entry in self._roster.on(worker.name):
+            self._registry.leave(worker)
+            for entry in self._placement_table.on(worker.name):
                 entry.generated = self._token_log.length(entry.slot)
             turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
-        workers = self._fleet.find(ask.workers)
+        workers = self._registry.find(ask.workers)
         check_deadline(ask.deadline_s, DEADLINE_MAX_S)
-        drain = None if ask.undrain else Drain(now + ask.deadline_s, ask.handover)
+        drain = None if ask.undrain else WorkerDrain(now + ask.deadline_s, ask.handover)
         for worker in workers:
             self._dispatch.drain(worker, drain)
         until_s = now + ask.deadline_s + self._wall_offset_s
@@ -373,7 +373,7 @@ class Scheduler(Front):
     # ---------------------------------------------------------------- decisions
 
     async def _decide(self, now: float, tick: bool) -> None:
-        for entry in self._roster.in_view():
+        for entry in self._placement_table.in_view():
             entry.generated = self._token_log.length(entry.slot)
         plan = self._dispatch.plan(now, tick=tick)
         pairs = [(self._dispatch.ticket_step(decision), self._dispatch.step(decision)) for decision in plan]
@@ -414,18 +414,18 @@ class Scheduler(Front):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
-    def _receive(self, entry: Entry, transfer: decisions.Transfer, pages: Int32Array) -> None:
+    def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
         request_id = self._requests.by_slot[entry.slot].state.request_id
         transfer.worker.port.send(
             messages.Receive(transfer.ticket, entry.slot, request_id, entry.prompt_tokens, pages.tobytes())
         )
 
     def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
-        entry, worker, rung = decision.entry, decision.worker, decision.rung
+        entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         live = self._requests.by_slot[entry.slot]
         self._requests.begin_admission(live, decision.admission, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
-        last_topk = self._last_topk.take(entry.slot)
+        warm_start = self._warm_starts.take(entry.slot)
         command = messages.Admit(
             admission=decision.admission,
             slot=entry.slot,
@@ -437,24 +437,24 @@ class Scheduler(Front):
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             slab_pages=decision.memory.slab_pages,
-            hot_slots=rung.hot_slots,
-            hot_chunks=rung.hot_chunks,
+            hot_slots=hot_size.hot_slots,
+            hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
             ticket=decision.transfer.ticket if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
-            last_topk=last_topk if decision.durable_tokens else b"",
+            warm_start=warm_start if decision.durable_tokens else b"",
         )
-        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(rung.hot_slots)}"
+        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
 
-    def _begin_admission(self, entry: Entry, durable_tokens: int) -> None:
+    def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
         self._token_log.begin_admission(
             entry.slot, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
-    def _granted_tokens(self, entry: Entry) -> int:
-        capacity = self._roster.workers[entry.worker].capacity
+    def _granted_tokens(self, entry: RequestEntry) -> int:
+        capacity = self._placement_table.workers[entry.worker].capacity
         return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
 
     # ---------------------------------------------------------------- the end
@@ -480,13 +480,13 @@ class Scheduler(Front):
                 for live in lives:
                     turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped", "stopped"))
         elif now >= stop.failed_at + RELEASE_LIMIT_S:
-            for worker in [worker for worker in self._roster.workers.values() if worker.requests]:
+            for worker in [worker for worker in self._placement_table.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))
         await self._transact(turn.steps)
         self._announce_turn(turn)
 
     @staticmethod
-    def _is_over(stop: _Stop, lives: Sequence[Live], now: float) -> bool:
+    def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
         return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
 

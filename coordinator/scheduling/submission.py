@@ -13,13 +13,13 @@ from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import Accepted, Forgotten, Ordered
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
-from coordinator.scheduling.events import Handle, Listener, Verb, WorkerPort
+from coordinator.scheduling.events import Handle, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import Live, Requests
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
-from coordinator.scheduling.worker_registry import Fleet
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.arrays import pack_int32
@@ -28,12 +28,12 @@ from protocol.sizing import Length
 
 
 @dataclass(slots=True)
-class Reception:
+class Submissions:
     """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one."""
 
-    requests: Requests
+    requests: RequestTable
     dispatch: Dispatch
-    fleet: Fleet
+    registry: WorkerRegistry
     token_log: TokenLog
     listener: Listener
     supervisor: Supervisor
@@ -47,7 +47,7 @@ class Reception:
     def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> tuple[Handle, Commit]:
         """A submission repeated under its id is the same request, whatever became of it: nothing is done again.
 
-        Raises what `Front.submit` says, having done nothing.
+        Raises what `SchedulerApi.submit` says, having done nothing.
         """
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self.requests.knows(submit.request_id):
@@ -55,22 +55,22 @@ class Reception:
             return Handle(submit.request_id, slot), self.journal.append(())
         if stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
-        if self.fleet.model is None:
+        if self.registry.model is None:
             raise Unavailable("no worker has registered yet", remedy="start a worker, then retry")
-        prompt = check_submit(submit, self.fleet.model)
+        prompt = check_submit(submit, self.registry.model)
         length = Length(prompt.size, 0, sampling.max_tokens)
-        check_fits(length, self.fleet.capacities(), submit.admission)
-        roster = self.dispatch.roster
-        self.requests.check_room(len(roster.waiting))
+        check_fits(length, self.registry.capacities(), submit.prefill_mode)
+        placement_table = self.dispatch.placement_table
+        self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()
         slot = self.token_log.open(sampling.max_tokens)
         self.token_log.times.submitted(slot, now)
-        entry = roster.add(slot, submit.priority, length.prompt, length.max, submit.admission)
+        entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.prefill_mode)
         self.dispatch.dirty = True
         state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
-        self.requests.add(Live(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
+        self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
-        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.admission
+        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
         accepted = Accepted(slot, entry.rank[1], *about)
         return Handle(request_id, slot), self.journal.append([accepted])
 
@@ -88,13 +88,13 @@ class Reception:
             port=port,
         )
         if state.state not in TERMINAL:
-            request.log_story()
+            request.log_history()
             self.supervisor.start(request, Level.REQUEST)
         return request
 
-    def write_orders(self, ask: events.VerbAsk) -> Commit:
-        """What is now wanted of the requests that a verb named."""
-        ends = ("ABORTED", f"abort by {ask.owner}") if ask.verb is Verb.ABORT else ("", "")
+    def write_orders(self, ask: events.CommandAsk) -> Commit:
+        """What is now wanted of the requests that a command named."""
+        ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append(
             [Ordered(it.entry.slot, it.entry.held, it.entry.forced_slots, *ends) for it in lives]

@@ -9,13 +9,13 @@ from typing import Final
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import BadInput, CapacityError, Unavailable
 from protocol.messages import (
-    ADMISSIONS,
     AUTO,
     BOTH,
     DECODE,
     DIRECT,
     NAME_CHARS_MAX,
     PREFILL,
+    PREFILL_MODES,
     STAGED,
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
@@ -41,12 +41,12 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     _check_tokens(prompt, model)
     _check_sampling(submit.sampling)
     _check_range("priority", submit.priority, -PRIORITY_MAX, PRIORITY_MAX)
-    if submit.admission not in ADMISSIONS:
+    if submit.prefill_mode not in PREFILL_MODES:
         raise BadInput(
-            "no such way to be admitted",
-            field="admission",
-            value=submit.admission[:NAME_CHARS_MAX],
-            remedy=f"use one of {', '.join(ADMISSIONS)}",
+            "no such prefill mode",
+            field="prefill_mode",
+            value=submit.prefill_mode[:NAME_CHARS_MAX],
+            remedy=f"use one of {', '.join(PREFILL_MODES)}",
         )
     total = prompt.size + submit.sampling.max_tokens
     if total > model.context_max_tokens:
@@ -60,23 +60,23 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     return prompt
 
 
-def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], way: str = AUTO) -> None:
+def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:
     """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
-    (directly) no two of them together. Raise Unavailable when there are no workers for the `way` that it was asked to
+    (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was asked to
     come."""
-    alone = None if way == DIRECT else _misfit_alone(length, capacities)
+    alone = None if prefill_mode == DIRECT else _misfit_alone(length, capacities)
     if not capacities or alone == ():
         return
-    paired = None if way == STAGED else _misfit_paired(length, capacities, way)
+    paired = None if prefill_mode == STAGED else _misfit_paired(length, capacities, prefill_mode)
     if paired == ():
         return
     known = [misfits for misfits in (alone, paired) if misfits is not None]
     if not known:
         raise Unavailable(
-            "no worker prefills and decodes" if way == STAGED else "no worker prefills for another to decode",
-            field="admission",
-            value=way,
-            remedy="ask for another way, or retry when workers of these roles are there",
+            "no worker prefills and decodes" if prefill_mode == STAGED else "no worker prefills for another to decode",
+            field="prefill_mode",
+            value=prefill_mode,
+            remedy="ask for another prefill mode, or retry when workers of these roles are there",
         )
     raise CapacityError(
         "; ".join(sorted(known, key=len)[0]),
@@ -104,7 +104,7 @@ def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacit
 
 
 def _misfit_paired(
-    length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], way: str
+    length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str
 ) -> tuple[str, ...] | None:
     """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
     found = [
@@ -112,7 +112,7 @@ def _misfit_paired(
         + misfit(length, one, first, PREFILL)
         + misfit(length, other, second, DECODE)
         for first, one in capacities
-        if one.role == PREFILL or (way == DIRECT and one.role == BOTH)
+        if one.role == PREFILL or (prefill_mode == DIRECT and one.role == BOTH)
         for second, other in capacities
         if other.decodes and first != second and (_share(one, other) or (one.sends and other.receives))
     ]

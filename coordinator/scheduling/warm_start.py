@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import Final
 
 from protocol.errors import InternalError
-from protocol.messages import LAST_TOPK_BYTES_MAX
+from protocol.messages import WARM_START_BYTES_MAX
 
 #: Of all requests together; a thousand prompts of a model with 61 index groups and top-k 2048.
 KEPT_BYTES_MAX: Final = 128 * 1024 * 1024
 
-assert LAST_TOPK_BYTES_MAX < KEPT_BYTES_MAX
+assert WARM_START_BYTES_MAX < KEPT_BYTES_MAX
 
 
-class LastTopk:
+class WarmStarts:
     """By slot; unread. `kept_bytes` is their sum."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LastTopk:
     def keep(self, slot: int, packed: bytes) -> None:
         """Replace what was kept of `slot`; nothing is kept past a bound."""
         self.take(slot)
-        if packed and len(packed) <= min(LAST_TOPK_BYTES_MAX, KEPT_BYTES_MAX - self.kept_bytes):
+        if packed and len(packed) <= min(WARM_START_BYTES_MAX, KEPT_BYTES_MAX - self.kept_bytes):
             self._kept[slot] = packed
             self.kept_bytes += len(packed)
 

@@ -15,9 +15,9 @@ import msgspec
 
 from coordinator.journal.records import Joined, PoolOpened
 from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.entries import ON_WORKER, WorkerEntry
 from coordinator.scheduling.events import WorkerPort
-from coordinator.scheduling.placements import ON_WORKER, Worker
-from coordinator.scheduling.scheduling_state import Roster
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.validation import check_name
 from protocol.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import ROLES, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
@@ -33,11 +33,13 @@ HOST_PAGES_MAX: Final = 1 << 24
 GPU_COUNT_MAX: Final = 1 << 30
 
 
-class Fleet:
+class WorkerRegistry:
     """`open_pool(hello)` starts the HostPool of a worker's node with an empty ledger; `ledgers` has them by node."""
 
-    def __init__(self, roster: Roster, ledgers: Mapping[str, Ledger], open_pool: Callable[[WorkerHello], None]) -> None:
-        self._roster = roster
+    def __init__(
+        self, placement_table: PlacementTable, ledgers: Mapping[str, Ledger], open_pool: Callable[[WorkerHello], None]
+    ) -> None:
+        self._placement_table = placement_table
         self._ledgers = ledgers
         self._open_pool = open_pool
         self._pools: dict[str, WorkerCapacity] = {}
@@ -47,7 +49,7 @@ class Fleet:
 
     # ---------------------------------------------------------------- joining and leaving
 
-    def join(self, hello: WorkerHello, port: WorkerPort, *, is_changing: bool = False) -> Worker:
+    def join(self, hello: WorkerHello, port: WorkerPort, *, is_changing: bool = False) -> WorkerEntry:
         """The worker that may join now; its node has a pool. Raises what `Scheduler.worker_up` says, then unchanged.
 
         `is_changing`: the node's ledger has changes before it that were decided and not yet applied.
@@ -76,7 +78,7 @@ class Fleet:
             self._epochs.popitem(last=False)
         self._gone.pop(hello.worker, None)
         about = hello.capacity, hello.model, port
-        return Worker(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
+        return WorkerEntry(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
 
     def recover(self, opened: PoolOpened, joined: Sequence[Joined]) -> None:
         """A node of an earlier life, and its epochs."""
@@ -85,7 +87,7 @@ class Fleet:
         for it in joined:
             self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: WorkerEntry) -> None:
         """Remember how it was last."""
         if not self._ledgers[worker.node].has_live(worker.name):
             return  # it went before it was there
@@ -93,20 +95,20 @@ class Fleet:
         if len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
 
-    def find(self, names: tuple[str, ...]) -> list[Worker]:
+    def find(self, names: tuple[str, ...]) -> list[WorkerEntry]:
         """Connected workers by name, all of them for no name. Raises NotFound, WrongState."""
         for name in names:
             if name in self._gone:
                 raise WrongState("is disconnected", field="worker", value=name, remedy="wait until it is back")
-            if name not in self._roster.workers:
+            if name not in self._placement_table.workers:
                 raise NotFound("no worker of this name", field="worker", value=name[:128], remedy="list workers")
-        return [self._roster.workers[name] for name in dict.fromkeys(names or self._roster.workers)]
+        return [self._placement_table.workers[name] for name in dict.fromkeys(names or self._placement_table.workers)]
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
         """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
         connected: list[tuple[str, WorkerCapacity]] = []
         seen: dict[int, int] = {}
-        for worker in self._roster.workers.values():
+        for worker in self._placement_table.workers.values():
             seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
             if times <= 2:
                 connected.append((worker.name, worker.capacity))
@@ -116,13 +118,13 @@ class Fleet:
 
     def worker_rows(self) -> list[WorkerRow]:
         """Connected workers, then those that are gone, as they were last."""
-        there = [it for it in self._roster.workers.values() if self._ledgers[it.node].has_live(it.name)]
+        there = [it for it in self._placement_table.workers.values() if self._ledgers[it.node].has_live(it.name)]
         return [self._row(worker) for worker in there] + [*self._gone.values()]
 
     def pool_rows(self) -> list[PoolRow]:
         return [self._pool_row(node, ledger) for node, ledger in self._ledgers.items()]
 
-    def _row(self, worker: Worker) -> WorkerRow:
+    def _row(self, worker: WorkerEntry) -> WorkerRow:
         state = "disconnected" if worker.awaited else "connected"
         if worker.drain is not None and not worker.awaited:
             state = "draining" if worker.requests else "drained"
@@ -152,13 +154,13 @@ class Fleet:
             quarantined=counts.quarantined,
             page_bytes=self._pools[node].page_bytes,
             reservations=ledger.holdings_count,
-            workers=tuple(worker.name for worker in self._roster.of_node(node)),
+            workers=tuple(worker.name for worker in self._placement_table.of_node(node)),
         )
 
     # ---------------------------------------------------------------- checks
 
     def _check_epoch(self, hello: WorkerHello) -> None:
-        connected = self._roster.workers.get(hello.worker)
+        connected = self._placement_table.workers.get(hello.worker)
         if connected is not None:
             raise Unavailable(f"epoch {connected.epoch} is still up", field="worker", value=hello.worker)
         if hello.epoch <= self._epochs.get(hello.worker, -1):
@@ -166,7 +168,11 @@ class Fleet:
 
     def _check_model(self, hello: WorkerHello) -> None:
         model = self.model
-        if model is None or model == hello.model or not (self._roster.workers or self._roster.entries):
+        if (
+            model is None
+            or model == hello.model
+            or not (self._placement_table.workers or self._placement_table.entries)
+        ):
             return
         raise ConfigError(
             f"its model {hello.model.name} ({hello.model.fingerprint[:12]}, context {hello.model.context_max_tokens}) "
@@ -185,7 +191,7 @@ class Fleet:
             return
         ours = (hello.capacity.host_pages, hello.capacity.page_bytes, hello.capacity.pool_path)
         theirs = (known.host_pages, known.page_bytes, known.pool_path)
-        in_use = self._roster.of_node(hello.node) or ledger.holdings_count or ledger.quarantines
+        in_use = self._placement_table.of_node(hello.node) or ledger.holdings_count or ledger.quarantines
         if ours != theirs and in_use:
             raise ConfigError(
                 f"its host pool (pages, page bytes, path) is {ours}, that of node {hello.node} is {theirs}",
@@ -197,8 +203,8 @@ class Fleet:
     def _check_pool_is_left(self, hello: WorkerHello) -> None:
         """The node's pool was created anew: its rows are gone, and with them what quarantines guard. Raise Unavailable
         while somebody may still use the one before."""
-        leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._roster.entries.values())
-        if leaving or self._roster.of_node(hello.node):
+        leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._placement_table.entries.values())
+        if leaving or self._placement_table.of_node(hello.node):
             raise Unavailable(
                 f"workers of node {hello.node} still use the host pool that was there before",
                 field="pool_dir",

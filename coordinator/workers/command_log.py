@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from protocol.errors import CapacityError, InternalError, ProtocolError
 from protocol.messages import (
     CLIENT_MESSAGE_BYTES_MAX,
-    LAST_TOPK_BYTES_MAX,
+    WARM_START_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Command,
@@ -37,7 +37,7 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 COMMAND_BYTES_FIXED: Final = 256
 
 #: Of one Admit, beside the tokens that it carries.
-ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + LAST_TOPK_BYTES_MAX
+ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + WARM_START_BYTES_MAX
 
 assert BATCH_BYTES_MAX + ADMIT_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # one more Admit always fits
 
@@ -179,7 +179,7 @@ def command_bytes(command: Command) -> int:
     match command:
         case Admit(prompt=prompt, generated=generated, host_pages=pages, sampling=sampling, request_id=request_id):
             chars = sum(map(len, sampling.stop)) + len(request_id)
-            return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.last_topk))) + 4 * chars
+            return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.warm_start))) + 4 * chars
         case Grant(host_pages=pages):
             return COMMAND_BYTES_FIXED + len(pages)
         case _:

@@ -33,7 +33,7 @@ class Course(Enum):
     SUCCEED = "succeed"
 
 
-class Known(NamedTuple):
+class KnownWorker(NamedTuple):
     """The latest epoch under a name. `is_awaited`: from the journal, not seen by this coordinator."""
 
     epoch: int
@@ -42,7 +42,7 @@ class Known(NamedTuple):
     is_awaited: bool = False
 
 
-def judge(hello: WorkerHello, process: int, known: Known | None, incarnation: int) -> Course:
+def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnation: int) -> Course:
     """Raises what the worker is refused with: ProtocolError, BadInput (for good), Unavailable (for now), WrongState."""
     _check(hello, incarnation)
     if known is not None and known.epoch == hello.epoch:
@@ -79,7 +79,7 @@ def _check(hello: WorkerHello, incarnation: int) -> None:
         )
 
 
-def _taken(hello: WorkerHello, known: Known) -> Unavailable:
+def _taken(hello: WorkerHello, known: KnownWorker) -> Unavailable:
     holder = f"process {known.process}" if known.process else "another process"
     return Unavailable(
         f"{holder} has that name",

@@ -33,8 +33,8 @@ import trio
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Joined
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.flood_control import Gate
-from coordinator.listener.rate_limiter import Meter
+from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.events import LinkStats, WorkerPort
 from coordinator.tokens.token_log import TokenLog
@@ -43,7 +43,7 @@ from coordinator.workers.processes import Process, has_ended, process_of, wait_e
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
-from coordinator.workers.worker_hello import Course, Known, judge
+from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -146,7 +146,9 @@ class WorkerLinks:
         self._journal = journal
         self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
-        self._gate = Gate(socket, Meter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused)
+        self._flood_control = FloodControl(
+            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused
+        )
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
@@ -161,7 +163,7 @@ class WorkerLinks:
     def close(self) -> None:
         self._closing.set()
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return tuple(
             f"{link.name}: epoch {link.state.epoch}, {'down' if link.is_down else 'up'}, "
             f"report {link.state.report_ack}, command {link.state.commands.acknowledged}"
@@ -215,7 +217,7 @@ class WorkerLinks:
     async def _read(self) -> None:
         while True:
             for received in await self._socket.recv_batch():
-                if not self._gate.admits(received, trio.current_time()):
+                if not self._flood_control.admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(received)
@@ -312,7 +314,7 @@ class WorkerLinks:
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
-        known = Known(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
+        known = KnownWorker(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
         match judge(hello, received.pid, known, self._incarnation), link:
             case Course.CONTINUE, WorkerLink():
                 self._continue(link, received.peer, hello)

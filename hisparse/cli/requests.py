@@ -1,4 +1,4 @@
-"""Requests: list them, read one's story, abort, retract, resume, resize."""
+"""Requests: list them, read one's history, abort, retract, resume, resize."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def _states(words: Iterable[str]) -> set[str]:
     return wanted
 
 
-@click.command(short_help="Show one request and its story.")
+@click.command(short_help="Show one request and its history.")
 @click.argument("request_id", metavar="ID")
 @output_option
 @with_config()
 def request(config: Config, request_id: str, output: str) -> None:
-    """Show one request with its story: every transition with time and reason, hit rate, pages."""
+    """Show one request with its history: every transition with time and reason, hit rate, pages."""
     from hisparse.console.output import emit_one
     from hisparse.console.session import call
 
     detail = call(config, "client", lambda client: client.request(request_id))
-    emit_one({"request": detail.row, "story": detail.story}, output, _story_lines(detail))
+    emit_one({"request": detail.row, "history": detail.history}, output, _history_lines(detail))
 
 
-def _story_lines(detail: RequestDetail) -> Iterator[str]:
+def _history_lines(detail: RequestDetail) -> Iterator[str]:
     from datetime import datetime
 
     from hisparse.console.output import duration_text, hot_text, share_text
@@ -96,7 +96,7 @@ def _story_lines(detail: RequestDetail) -> Iterator[str]:
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
     yield f"  swap-in   {share_text(row.hits, row.hits + row.misses)} hits ({row.hits} hits, {row.misses} misses)"
     yield f"  age       {duration_text(row.age_s)}, priority {row.priority}, retracted {row.retractions} times"
-    for line in detail.story:
+    for line in detail.history:
         moment = datetime.fromtimestamp(line.at_s).isoformat(sep=" ", timespec="milliseconds")
         yield f"  {moment}  {line.event:<12} {line.state:<11} {line.reason}".rstrip()
 

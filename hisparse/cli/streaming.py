@@ -66,7 +66,7 @@ def submit_and_follow(
     *,
     request_id: str,
     priority: int,
-    admission: str,
+    prefill_mode: str,
     detach: bool,
 ) -> int:
     """Submit `prompt` (text, or ids) and show its output; with `detach` print only its id."""
@@ -78,11 +78,11 @@ def submit_and_follow(
             raise BadInput("empty prompt", field="prompt", value="", remedy="give it at least one token")
         if detach:
             accepted = await client.submit_detached(
-                ids, sampling, request_id=request_id, priority=priority, admission=admission
+                ids, sampling, request_id=request_id, priority=priority, prefill_mode=prefill_mode
             )
             write_line(accepted) if follow.output == "table" else write_json({"request_id": accepted})
             return 0
-        stream = await client.submit(ids, sampling, request_id=request_id, priority=priority, admission=admission)
+        stream = await client.submit(ids, sampling, request_id=request_id, priority=priority, prefill_mode=prefill_mode)
         return await follow.show(stream, tokenizer)
 
     return follow.run(action)

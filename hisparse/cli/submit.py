@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--priority", default=0, show_default=True, help="Higher goes first.")
 @click.option(
-    "--admission",
+    "--prefill-mode",
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "staged", "direct"]),
@@ -51,7 +51,7 @@ def submit(
     output: str,
     request_id: str,
     priority: int,
-    admission: str,
+    prefill_mode: str,
     raw: bool,
     detach: bool,
     **sampling: Any,
@@ -70,7 +70,7 @@ def submit(
         Sampling(**sampling),
         request_id=request_id,
         priority=priority,
-        admission=admission,
+        prefill_mode=prefill_mode,
         detach=detach,
     )
 

@@ -117,7 +117,7 @@ def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) ->
 def audit(config: Config, output: str) -> int:
     """Compare what every connected worker holds with the ledger of its node, now and twice; exit 1 on differences.
 
-    The coordinator does the same all the time. What it finds is in its log, with the story of the request concerned,
+    The coordinator does the same all the time. What it finds is in its log, with the history of the request concerned,
     and repaired where only one side still holds something.
     """
     from hisparse.console.options import EXIT_FAILED

@@ -1,4 +1,4 @@
-"""The Python client: every verb of the service, and token streams that survive a lost connection.
+"""The Python client: every command of the service, and token streams that survive a lost connection.
 
     async with open_client(endpoint) as client:
         stream = await client.submit(prompt_ids, Sampling(max_tokens=100))
@@ -11,7 +11,7 @@ or, from code without trio, one action per connection:
     rows = run_client(endpoint, lambda client: client.requests())
 
 A lost connection comes back by itself, and streams go on where they were: see hisparse.client.connection. Admin
-verbs need a connection to the admin endpoint with role "admin".
+commands need a connection to the admin endpoint with role "admin".
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
-        admission: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> Stream:
         """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
 
         With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
-        1000, goes first. `admission`, one of messages.ADMISSIONS, says how the prompt is to come to the worker that
+        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker that
         decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is
         full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of it.
         """
@@ -79,7 +79,7 @@ class Client:
         return await self._connection.surely(
             request_id,
             lambda: self._subscribe(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, admission), start=0
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode), start=0
             ),
         )
 
@@ -90,14 +90,14 @@ class Client:
         *,
         request_id: str = "",
         priority: int = 0,
-        admission: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
         accepted = await self._connection.surely(
             request_id,
             lambda: self._call(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, admission),
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
                 messages.Accepted,
             ),
         )
@@ -142,7 +142,7 @@ class Client:
         return await self._call(lambda tag: messages.ListRequests(tag, limit), messages.RequestRows)
 
     async def request(self, request_id: str) -> messages.RequestDetail:
-        """One request with its story. Raises NotFound."""
+        """One request with its history. Raises NotFound."""
         return await self._call(lambda tag: messages.DescribeRequest(tag, request_id), messages.RequestDetail)
 
     async def workers(self) -> tuple[messages.WorkerRow, ...]:

@@ -5,7 +5,7 @@ handle to their streams. A stream buffers what its reader has not taken: at most
 
 When the connection is lost the task connects anew, for at most `reconnect_limit_s`, and attaches every unfinished
 stream again at the offset it holds. A submission with a request id of the caller's choice is submitted again: the same
-one under the same id is the same request. Other calls in flight raise ConnectionLost instead: whether a verb was
+one under the same id is the same request. Other calls in flight raise ConnectionLost instead: whether a command was
 carried out cannot be known, and repeating it is the caller's choice.
 """
 
@@ -77,7 +77,7 @@ class Connection:
     async def exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
         """Send, and return what `read` makes of the reply, in the same instant as the reply arrives.
 
-        Raises what the reply says, or what `encode` does. Cancelled: the verb may still be carried out.
+        Raises what the reply says, or what `encode` does. Cancelled: the command may still be carried out.
         """
         self._tag += 1
         tag = self._tag

@@ -47,7 +47,7 @@ class Call(Generic[T]):
 def encode(message: messages.AdminMessage, role: str) -> bytes:
     """Checked as the gateway would, which hangs up on what it cannot read: that would cost every call in flight.
 
-    Raises NotAllowed for a verb that `role` does not have, BadInput naming the field that does not fit.
+    Raises NotAllowed for a command that `role` does not have, BadInput naming the field that does not fit.
     """
     if role != "admin" and not isinstance(message, CLIENT_MESSAGES):
         remedy = 'connect to the admin endpoint with role="admin"'

@@ -186,10 +186,10 @@ async def running_cluster(
             remove_pool(cluster.pool)
 
 
-def _start(verb: str, config: Config, log_dir: Path | None) -> Child:
-    """`hisparse VERB` with the whole of `config` in its environment."""
-    name = config.worker.name if verb == "worker" else verb
-    command = [sys.executable, "-m", "hisparse.cli", verb, "--die-with", str(os.getpid())]
+def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+    """`hisparse SUBCOMMAND` with the whole of `config` in its environment."""
+    name = config.worker.name if subcommand == "worker" else subcommand
+    command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
     return Child.start(
         name, command, child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
     )

@@ -1,4 +1,4 @@
-"""What every verb shares: settings options, exit codes, errors in one line on stderr. Imports click alone."""
+"""What every command shares: settings options, exit codes, errors in one line on stderr. Imports click alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_MEANINGS: Final = {
     EXIT_FAILED: "it ran, and the outcome is bad: a request aborted or failed, a mismatch or a leak in the demo",
     EXIT_CODES["bad_input"]: "bad usage or bad input",
     EXIT_CODES["not_found"]: "no such request or worker",
-    EXIT_CODES["wrong_state"]: "right verb, wrong moment",
+    EXIT_CODES["wrong_state"]: "right command, wrong moment",
     EXIT_CODES["capacity"]: "does not fit, now or ever (the message says which)",
     EXIT_CODES["unavailable"]: "nobody answers, or the service is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",

@@ -1,4 +1,4 @@
-"""One verb, one connection: what the verbs that ask and tell have in common."""
+"""One command, one connection: what the commands that ask and tell have in common."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) ->
     return run_client(endpoint, action, role=role, name="hisparse", key=key)
 
 
-def tell(config: Config, role: str, output: str, verb: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:
-    """Carry out a verb that changes something and print its lines: one per request or worker."""
-    lines = call(config, role, verb)
+def tell(config: Config, role: str, output: str, command: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:
+    """Carry out a command that changes something and print its lines: one per request or worker."""
+    lines = call(config, role, command)
     if output == "jsonl":
         for line in lines:
             write_json({"detail": line})

@@ -1,4 +1,4 @@
-"""What happens to the requests while they decode, through the operator's verbs alone.
+"""What happens to the requests while they decode, through the operator's commands alone.
 
     all tasks below share one client connection
     follow    one per request: collects its tokens

@@ -1,6 +1,6 @@
 """What the demo saw while it ran: rows of requests, workers and pools, folded as they arrive. Pure.
 
-Everything here comes through the operator's verbs (`requests`, `workers`, `pool`), the way anyone else would see it.
+Everything here comes through the operator's commands (`requests`, `workers`, `pool`), the way anyone else would see it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hisparse top`: a live view of a cluster on a terminal, and the verbs of whoever watches it.
+"""`hisparse top`: a live view of a cluster on a terminal, and the commands of whoever watches it.
 
     keys.py      bytes of a terminal -> names of keys                                    pure
     sample.py    what the coordinator said at one moment, and rates between two of them   pure

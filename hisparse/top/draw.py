@@ -3,7 +3,7 @@
     head        the cluster and the connection to it
     pools       a line per node: host pages
     workers     at most a quarter of the height, around the selected one
-    requests    what is left, around the selected one; or the story of one; or the keys
+    requests    what is left, around the selected one; or the history of one; or the keys
     foot        keys, the question that waits for an answer, or a notice
 
 Text is ASCII but for names, so that it looks the same in any locale; what a terminal could take for a command is
@@ -41,7 +41,7 @@ HELP: Final = (
     "r   retract: leave the worker, keep host pages, wait for R",
     "R   resume a held request                           a       abort",
     "d   drain a worker with handover                    D       undrain",
-    "Enter   the story of a request                      Esc     back; no filter",
+    "Enter   the history of a request                      Esc     back; no filter",
     f"s   sort by {', '.join(ORDERS)}",
     "S   reverse the order                               e       show ended requests",
     "/   find: part of an id, a state, a worker, held    q       quit",
@@ -89,8 +89,8 @@ def draw(screen: Screen, width: int, height: int, now: float) -> list[Text]:
         lines += [_fit(Text(line), width) for line in HELP[:room]]
     elif screen.history.latest is None:
         lines += [_fit(Text(f" {line}"), width) for line in wrap(clean(screen.lost), width - 2)[:room]]
-    elif screen.story_id:
-        lines += _story(screen, width, room)
+    elif screen.history_id:
+        lines += _history(screen, width, room)
     else:
         lines += _requests(screen, width, room)
     lines += [Text()] * (height - 1 - len(lines))
@@ -218,27 +218,27 @@ def _summary(screen: Screen, width: int) -> Text:
     return _fit(Text("".join(parts)), width, "bold")
 
 
-def _story(screen: Screen, width: int, rows_max: int) -> list[Text]:
+def _history(screen: Screen, width: int, rows_max: int) -> list[Text]:
     sample = screen.history.latest
-    detail = sample.story if sample else None
-    head = [_fit(Text(f" {clean(screen.story_id)}: Esc goes back"), width, "bold")]
-    if detail is None or detail.row.request_id != screen.story_id:
+    detail = sample.history if sample else None
+    head = [_fit(Text(f" {clean(screen.history_id)}: Esc goes back"), width, "bold")]
+    if detail is None or detail.row.request_id != screen.history_id:
         return [*head, Text(" ...")]
-    lines = [_fit(Text(f" {line}"), width) for line in _story_lines(detail)[screen.scroll :]]
+    lines = [_fit(Text(f" {line}"), width) for line in _history_lines(detail)[screen.scroll :]]
     return head + lines[: rows_max - 1]
 
 
-def _story_lines(detail: RequestDetail) -> list[str]:
+def _history_lines(detail: RequestDetail) -> list[str]:
     return [
         f"{datetime.fromtimestamp(line.at_s):%H:%M:%S.%f}"[:12]
         + f"  {line.event:<10} {line.state:<11} {clean(line.reason)}"
-        for line in detail.story
+        for line in detail.history
     ]
 
 
 def _foot(screen: Screen, width: int) -> Text:
     if screen.pending is not None:
-        question = screen.pending.verb.value.format(clean(screen.pending.target))
+        question = screen.pending.command.value.format(clean(screen.pending.target))
         return _fit(Text(f" {question} y/N"), width, "bold black on yellow")
     if screen.mode is Mode.FILTER:
         return _fit(Text(f" find: {clean(screen.filter)}_   Enter keeps it, Esc drops it"), width, "reverse")

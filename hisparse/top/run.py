@@ -26,7 +26,7 @@ from hisparse.console.session import connected
 from hisparse.top.draw import draw, page_rows
 from hisparse.top.keys import KeyDecoder
 from hisparse.top.sample import Sample
-from hisparse.top.screen import Ask, Screen, Verb
+from hisparse.top.screen import Action, Ask, Screen
 from hisparse.top.terminal import Terminal
 from protocol.errors import HiSparseError, NotFound
 from protocol.messages import RequestDetail
@@ -40,12 +40,12 @@ ASKS_MAX: Final = 1
 DRAIN_DEADLINE_S: Final = 300.0
 
 Act = Callable[[Client, str], Awaitable[tuple[str, ...]]]
-ACTS: Final[dict[Verb, Act]] = {
-    Verb.RETRACT: lambda client, name: client.retract([name]),
-    Verb.RESUME: lambda client, name: client.resume([name]),
-    Verb.ABORT: lambda client, name: client.abort([name]),
-    Verb.DRAIN: lambda client, name: client.drain([name], handover=True, deadline_s=DRAIN_DEADLINE_S),
-    Verb.UNDRAIN: lambda client, name: client.undrain([name]),
+ACTS: Final[dict[Action, Act]] = {
+    Action.RETRACT: lambda client, name: client.retract([name]),
+    Action.RESUME: lambda client, name: client.resume([name]),
+    Action.ABORT: lambda client, name: client.abort([name]),
+    Action.DRAIN: lambda client, name: client.drain([name], handover=True, deadline_s=DRAIN_DEADLINE_S),
+    Action.UNDRAIN: lambda client, name: client.undrain([name]),
 }
 
 
@@ -111,11 +111,11 @@ class Top:
             truncated=found.truncated,
             workers=await client.workers(),
             pools=await client.pools(),
-            story=await self._story(client),
+            history=await self._history(client),
         )
 
-    async def _story(self, client: Client) -> RequestDetail | None:
-        name = self._screen.story_id
+    async def _history(self, client: Client) -> RequestDetail | None:
+        name = self._screen.history_id
         if not name:
             return None
         try:
@@ -142,7 +142,7 @@ class Top:
         """Whether the key says to leave."""
         screen, now = self._screen, trio.current_time()
         ask = screen.handle(key, now, page_rows(self._terminal.size()[1]))
-        if ask is not None and ask.verb is not Verb.QUIT:
+        if ask is not None and ask.command is not Action.QUIT:
             try:
                 self._send_ask.send_nowait(ask)
             except trio.WouldBlock:
@@ -150,21 +150,21 @@ class Top:
         if key == "enter":
             self._look_now.set()
         self._changed.set()
-        return ask is not None and ask.verb is Verb.QUIT
+        return ask is not None and ask.command is Action.QUIT
 
     async def _act(self) -> None:
         async for ask in self._asks:
-            self._say(f"{ask.verb.name.lower()} {ask.target} ...")
+            self._say(f"{ask.command.name.lower()} {ask.target} ...")
             try:
                 with trio.fail_after(ANSWER_LIMIT_S):
                     async with self._connect("admin")() as client:
-                        lines = await ACTS[ask.verb](client, ask.target)
+                        lines = await ACTS[ask.command](client, ask.target)
             except HiSparseError as error:
                 self._say(str(error), bad=True)
             except trio.TooSlowError:
                 self._say(f"no answer within {ANSWER_LIMIT_S:g} s: it may still be carried out", bad=True)
             else:
-                self._say("; ".join(lines) or f"{ask.verb.name.lower()} {ask.target}: done")
+                self._say("; ".join(lines) or f"{ask.command.name.lower()} {ask.target}: done")
             self._look_now.set()
 
     def _say(self, text: str, *, bad: bool = False) -> None:

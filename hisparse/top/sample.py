@@ -22,7 +22,7 @@ assert SAMPLES_MAX > 5 * WINDOW_S
 
 @dataclass(frozen=True)
 class Sample:
-    """`at_s` on the watcher's clock. `story` of the request that is looked at, if any."""
+    """`at_s` on the watcher's clock. `history` of the request that is looked at, if any."""
 
     at_s: float
     incarnation: int
@@ -31,7 +31,7 @@ class Sample:
     truncated: bool
     workers: tuple[WorkerRow, ...]
     pools: tuple[PoolRow, ...]
-    story: RequestDetail | None = None
+    history: RequestDetail | None = None
 
 
 @dataclass(frozen=True)

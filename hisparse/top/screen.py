@@ -29,11 +29,11 @@ class Mode(Enum):
     BROWSE = auto()
     CONFIRM = auto()
     FILTER = auto()
-    STORY = auto()
+    HISTORY = auto()
     HELP = auto()
 
 
-class Verb(Enum):
+class Action(Enum):
     """What may be asked for; the value is how its question is put."""
 
     RETRACT = "retract {} and hold it until it is resumed, keeping its host pages?"
@@ -48,12 +48,12 @@ class Verb(Enum):
 class Ask:
     """`target` is a request id or a worker's name."""
 
-    verb: Verb
+    command: Action
     target: str = ""
 
 
-REQUEST_VERBS: Final = {"r": Verb.RETRACT, "R": Verb.RESUME, "a": Verb.ABORT}
-WORKER_VERBS: Final = {"d": Verb.DRAIN, "D": Verb.UNDRAIN}
+REQUEST_ACTIONS: Final = {"r": Action.RETRACT, "R": Action.RESUME, "a": Action.ABORT}
+WORKER_ACTIONS: Final = {"d": Action.DRAIN, "D": Action.UNDRAIN}
 
 
 def _hit_share(row: RequestRow) -> float:
@@ -89,8 +89,8 @@ class Screen:
         self.filter = ""
         self.show_ended = False
         self.pending: Ask | None = None  # waits for its confirmation
-        self.story_id = ""
-        self.scroll = 0  # lines of a story that are scrolled past
+        self.history_id = ""
+        self.scroll = 0  # lines of a history that are scrolled past
         self.notice = ""
         self.notice_is_bad = False
         self._notice_until_s = 0.0
@@ -154,15 +154,15 @@ class Screen:
                 self._edit_filter(key)
             case Mode.HELP:
                 self.mode = Mode.BROWSE
-            case Mode.STORY:
-                return self._read_story(key, now, page_rows)
+            case Mode.HISTORY:
+                return self._read_history(key, now, page_rows)
             case Mode.BROWSE:
                 return self._browse(key, now, page_rows)
         return None
 
     def _confirm(self, key: str, now: float) -> Ask | None:
         pending, self.pending = self.pending, None
-        self.mode = Mode.STORY if self.story_id else Mode.BROWSE
+        self.mode = Mode.HISTORY if self.history_id else Mode.BROWSE
         if key in ("y", "Y"):
             return pending
         self.say("nothing done", now)
@@ -178,21 +178,21 @@ class Screen:
             self.filter += key
         self._follow(False)
 
-    def _read_story(self, key: str, now: float, page_rows: int) -> Ask | None:
+    def _read_history(self, key: str, now: float, page_rows: int) -> Ask | None:
         if key in ("escape", "enter", "q"):
-            self.mode, self.story_id = Mode.BROWSE, ""
+            self.mode, self.history_id = Mode.BROWSE, ""
         elif key in MOVES:
             sample = self.history.latest
-            lines = len(sample.story.story) if sample and sample.story else 0
+            lines = len(sample.history.history) if sample and sample.history else 0
             self.scroll = max(0, min(lines - 1, MOVES[key](self.scroll, page_rows, lines)))
-        elif key in REQUEST_VERBS:
-            self._ask(REQUEST_VERBS[key], self.story_id, now)
+        elif key in REQUEST_ACTIONS:
+            self._ask(REQUEST_ACTIONS[key], self.history_id, now)
         return None
 
     def _browse(self, key: str, now: float, page_rows: int) -> Ask | None:
         if key in MOVES:
             self._move(key, page_rows)
-        elif key in REQUEST_VERBS or key in WORKER_VERBS:
+        elif key in REQUEST_ACTIONS or key in WORKER_ACTIONS:
             self._ask_of_selected(key, now)
         elif key in _SETTINGS:
             _SETTINGS[key](self)
@@ -202,31 +202,31 @@ class Screen:
         elif key == "escape":
             self.filter = ""
         elif key == "q":
-            return Ask(Verb.QUIT)
+            return Ask(Action.QUIT)
         return None
 
     def _ask_of_selected(self, key: str, now: float) -> None:
-        of_workers = key in WORKER_VERBS
+        of_workers = key in WORKER_ACTIONS
         if of_workers != self.focus_workers:
             self.say(f"Tab to the {'workers' if of_workers else 'requests'} and select one first", now, bad=True)
             return
-        verb = WORKER_VERBS[key] if of_workers else REQUEST_VERBS[key]
-        self._ask(verb, self._selected[of_workers], now)
+        command = WORKER_ACTIONS[key] if of_workers else REQUEST_ACTIONS[key]
+        self._ask(command, self._selected[of_workers], now)
 
-    def _ask(self, verb: Verb, target: str, now: float) -> None:
+    def _ask(self, command: Action, target: str, now: float) -> None:
         if not target:
             self.say("nothing is selected", now, bad=True)
         elif self.lost:
             self.say("not connected: nothing can be done", now, bad=True)
         else:
-            self.pending, self.mode = Ask(verb, target), Mode.CONFIRM
+            self.pending, self.mode = Ask(command, target), Mode.CONFIRM
 
     def _open_story(self, now: float) -> None:
         name = self._selected[False]
         if self.focus_workers or not name:
-            self.say("select a request to read its story", now, bad=True)
+            self.say("select a request to read its history", now, bad=True)
             return
-        self.mode, self.story_id, self.scroll = Mode.STORY, name, 0
+        self.mode, self.history_id, self.scroll = Mode.HISTORY, name, 0
 
     # ---------------------------------------------------------------- the selection
 

@@ -29,7 +29,7 @@ class FakeActor(Actor[object]):
         self.batches: list[list[object]] = []
         self.log = [] if log is None else log
 
-    def story(self) -> tuple[str, ...]:
+    def history(self) -> tuple[str, ...]:
         return ("line one", "line two")
 
     async def handle(self, batch: list[object]) -> None:
@@ -127,7 +127,7 @@ async def test_a_closed_actor_handles_what_it_has_and_drops_the_rest() -> None:
         assert supervisor.count(Level.REQUEST) == 0
 
 
-async def test_an_exception_ends_everything_and_logs_the_story(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_ends_everything_and_logs_the_history(caplog: pytest.LogCaptureFixture) -> None:
     """Crash-only. caplog sees the record, whatever handlers the process has."""
     bystander, culprit = FakeActor("bystander"), FakeActor("culprit")
     logging.getLogger("hisparse").propagate = True
@@ -143,7 +143,7 @@ async def test_an_exception_ends_everything_and_logs_the_story(caplog: pytest.Lo
         await run()
     assert bystander.log == ["bystander"]
     (record,) = [record for record in caplog.records if record.msg == "actor failed"]
-    assert record.__dict__["fields"] == {"actor": "culprit", "story": "line one; line two"}
+    assert record.__dict__["fields"] == {"actor": "culprit", "history": "line one; line two"}
 
 
 async def test_who_ends_late_may_still_start_what_it_starts() -> None:

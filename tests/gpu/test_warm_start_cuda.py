@@ -36,8 +36,8 @@ def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int
         others = [sorted(set(range(cpu.PROMPT)) - set(positions))[:changed] for positions in chosen]
         hint = cpu.packed_of([old[changed:] + new for old, new in zip(chosen, others, strict=True)])
         assert cpu.misses(workers.first_step(life, hint)) == [changed] * len(chosen)
-    named = cpu.positions_of(life.last_topk, workers.first)
-    assert cpu.misses(workers.first_step(life, life.last_topk)) == [
+    named = cpu.positions_of(life.warm_start, workers.first)
+    assert cpu.misses(workers.first_step(life, life.warm_start)) == [
         len(set(old) - new) for old, new in zip(chosen, named, strict=True)
     ]
 
@@ -45,7 +45,7 @@ def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int
 def test_tokens_are_the_same_with_any_hint() -> None:
     workers = cpu.Workers(make=cuda)
     life = workers.prefill()
-    for name, hint in (cpu.hints(random.Random(1)) | {"warm its own": life.last_topk}).items():
+    for name, hint in (cpu.hints(random.Random(1)) | {"warm its own": life.warm_start}).items():
         assert workers.decode(life, hint).executor.counters.warm_starts == {name.split()[0]: 1}, name
 
 
@@ -54,12 +54,12 @@ def test_neither_keeping_nor_loading_waits_for_the_device() -> None:
     workers = cpu.Workers(make=cuda)
     with no_syncs():
         life = workers.prefill(tokens=40)
-    rig = workers.decoder(life, life.last_topk)
+    rig = workers.decoder(life, life.warm_start)
     with no_syncs():
         rig.run_until(lambda: len(life.tokens) >= 8)
         rig.coordinator.withdraw(life, "keep")
         rig.run_until(lambda: not life.admission)
-    assert life.last_topk
+    assert life.warm_start
     assert rig.coordinator.admit(life, 128)
     rig.run()
     assert rig.executor.counters.warm_starts == {"warm": 2}

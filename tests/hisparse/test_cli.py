@@ -67,7 +67,7 @@ def row(base: msgspec.Struct, **changes: Any) -> Any:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """The verbs import click and the standard library at their top, nothing else."""
+    """The commands import click and the standard library at their top, nothing else."""
     heavy = ["torch", "rich", "zmq", "trio", "numpy", "msgspec", "transformers"]
     code = f"import sys; import hisparse.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -145,11 +145,11 @@ def test_a_flag_of_its_own_comes_before_set() -> None:
 
     @click.command()
     @with_config(Setting("--seats", "worker.seats", ""))
-    def verb(config: Config) -> None:
+    def command(config: Config) -> None:
         seen.append(config.worker.seats)
 
     for args in (["--set", "worker.seats=3"], ["--set", "worker.seats=3", "--seats", "4"], ["--seats", "4"]):
-        assert CliRunner().invoke(verb, args).exit_code == 0
+        assert CliRunner().invoke(command, args).exit_code == 0
     assert seen == [3, 4, 4]
 
 
@@ -272,16 +272,19 @@ def test_interrupted_exits_with_130_whatever_else_ended_with_it(
     assert run("pool").exit_code == 130
 
 
-def test_a_request_tells_its_story(gateway: FakeGateway) -> None:
-    story = (messages.StoryLine(1.5, "submit", "QUEUED", ""), messages.StoryLine(2.5, "admit", "PREFILLING", "to w0"))
-    gateway.on(messages.DescribeRequest, lambda m: [messages.RequestDetail(tag_of(m), REQUEST, story)])
+def test_a_request_tells_its_history(gateway: FakeGateway) -> None:
+    history = (
+        messages.HistoryLine(1.5, "submit", "QUEUED", ""),
+        messages.HistoryLine(2.5, "admit", "PREFILLING", "to w0"),
+    )
+    gateway.on(messages.DescribeRequest, lambda m: [messages.RequestDetail(tag_of(m), REQUEST, history)])
     text = run("request", "r1").stdout
     assert "r1  RUNNING" in text
     assert "75.0% hits (30 hits, 10 misses)" in text
     assert text.splitlines()[-1].endswith("admit        PREFILLING  to w0")
     detail = json.loads(run("request", "r1", "-o", "json").stdout)
     assert detail["request"]["hits"] == 30
-    assert detail["story"][1] == {"at_s": 2.5, "event": "admit", "state": "PREFILLING", "reason": "to w0"}
+    assert detail["history"][1] == {"at_s": 2.5, "event": "admit", "state": "PREFILLING", "reason": "to w0"}
 
 
 def audited(*differences: messages.DifferenceRow, answered: bool = True) -> messages.AuditRows:

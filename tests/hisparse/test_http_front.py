@@ -49,7 +49,7 @@ async def test_a_completion_whole(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2})
     (name,) = await rig.submitted(1)
     assert name.startswith("cmpl-")
-    submit = rig.gateway.scheduler.verbs[0][1]
+    submit = rig.gateway.scheduler.commands[0][1]
     assert (submit.priority, submit.sampling.max_tokens, len(submit.prompt)) == (2, 4, 12)
     rig.speak(name, "hé")
     rig.gateway.scheduler.finish(name, tail_text="!")
@@ -250,7 +250,7 @@ async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig)
     *chunks, _ = await again.events()
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
     assert rig.aborted() == []
-    assert [verb for verb, *_ in rig.gateway.scheduler.verbs] == ["submit"]
+    assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
 async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_the_grace(rig: FrontRig) -> None:
@@ -270,7 +270,7 @@ async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
     rig.speak("mine", "ab")
     rig.gateway.scheduler.finish("mine")
     assert [(await peer.answer())["choices"][0]["text"] for peer in peers] == ["ab", "ab"]
-    assert [verb for verb, *_ in rig.gateway.scheduler.verbs] == ["submit"]
+    assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
 async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None:

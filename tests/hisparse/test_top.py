@@ -13,7 +13,7 @@ from coordinator.scheduling.lifecycle import TERMINAL, State
 from hisparse.top.draw import HEIGHT_MIN, WIDTH_MIN, clean, draw
 from hisparse.top.keys import SEQUENCE_BYTES_MAX, SEQUENCES, KeyDecoder
 from hisparse.top.sample import WINDOW_S, History, Sample
-from hisparse.top.screen import ENDED, FILTER_CHARS_MAX, NOTICE_S, ORDERS, STATES, Ask, Mode, Screen, Verb
+from hisparse.top.screen import ENDED, FILTER_CHARS_MAX, NOTICE_S, ORDERS, STATES, Action, Ask, Mode, Screen
 from protocol import messages
 
 CAPACITY = messages.WorkerCapacity(16, 100, 1000, 128, 4000, 98_304, (192,), 8, 1, "/tmp/p")
@@ -220,13 +220,13 @@ def test_ended_requests_are_shown_when_asked_for() -> None:
 # ---------------------------------------------------------------- asking
 
 
-@pytest.mark.parametrize(("key", "verb"), [("r", Verb.RETRACT), ("R", Verb.RESUME), ("a", Verb.ABORT)])
-def test_a_verb_is_carried_out_after_a_yes_alone(key: str, verb: Verb) -> None:
+@pytest.mark.parametrize(("key", "command"), [("r", Action.RETRACT), ("R", Action.RESUME), ("a", Action.ABORT)])
+def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: Action) -> None:
     screen = screen_of(*numbered(3))
     press(screen, "down")
     assert press(screen, key) is None
-    assert f"{verb.name.lower()} r01" in shown(screen)[-1]
-    assert press(screen, "y") == Ask(verb, "r01")
+    assert f"{command.name.lower()} r01" in shown(screen)[-1]
+    assert press(screen, "y") == Ask(command, "r01")
     for other in ("n", "enter", key, "escape", "q"):
         press(screen, key)
         assert press(screen, other) is None
@@ -234,13 +234,13 @@ def test_a_verb_is_carried_out_after_a_yes_alone(key: str, verb: Verb) -> None:
     assert "nothing done" in shown(screen)[-1]
 
 
-@pytest.mark.parametrize(("key", "verb"), [("d", Verb.DRAIN), ("D", Verb.UNDRAIN)])
-def test_workers_are_drained_where_workers_are_selected(key: str, verb: Verb) -> None:
+@pytest.mark.parametrize(("key", "command"), [("d", Action.DRAIN), ("D", Action.UNDRAIN)])
+def test_workers_are_drained_where_workers_are_selected(key: str, command: Action) -> None:
     screen = screen_of(REQUEST, workers=(WORKER, row(WORKER, worker="w1")))
     press(screen, key)
     assert screen.pending is None
     assert "Tab to the workers" in shown(screen)[-1]
-    assert press(screen, "tab", "down", key, "y") == Ask(verb, "w1")
+    assert press(screen, "tab", "down", key, "y") == Ask(command, "w1")
     press(screen, "r")
     assert screen.pending is None
 
@@ -250,7 +250,7 @@ def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
     press(screen, "r")
     screen.take(sample(*numbered(3)[1:]))
     assert screen.selected(of_workers=False) == "r01"
-    assert press(screen, "y") == Ask(Verb.RETRACT, "r00")
+    assert press(screen, "y") == Ask(Action.RETRACT, "r00")
 
 
 def test_nothing_is_asked_while_nobody_is_there() -> None:
@@ -260,22 +260,22 @@ def test_nothing_is_asked_while_nobody_is_there() -> None:
     assert screen.pending is None
     assert "not connected" in shown(screen)[-1]
     assert press(Screen(), "r", "y") is None
-    assert press(screen, "q") == Ask(Verb.QUIT)
+    assert press(screen, "q") == Ask(Action.QUIT)
 
 
-def test_a_story_is_read_and_acted_on() -> None:
-    story = tuple(messages.StoryLine(60.0 + at, f"event{at}", "RUNNING", f"reason {at}") for at in range(40))
+def test_a_history_is_read_and_acted_on() -> None:
+    history = tuple(messages.HistoryLine(60.0 + at, f"event{at}", "RUNNING", f"reason {at}") for at in range(40))
     screen = screen_of(REQUEST)
     press(screen, "enter")
-    assert screen.story_id == "r1"
-    screen.take(sample(REQUEST, story=messages.RequestDetail(0, REQUEST, story)))
+    assert screen.history_id == "r1"
+    screen.take(sample(REQUEST, history=messages.RequestDetail(0, REQUEST, history)))
     assert any("event0 " in line for line in shown(screen))
     press(screen, "end")
     assert any("event39" in line for line in shown(screen))
-    assert press(screen, "r", "y") == Ask(Verb.RETRACT, "r1")
-    assert screen.mode is Mode.STORY
+    assert press(screen, "r", "y") == Ask(Action.RETRACT, "r1")
+    assert screen.mode is Mode.HISTORY
     press(screen, "escape")
-    assert (screen.mode, screen.story_id) == (Mode.BROWSE, "")
+    assert (screen.mode, screen.history_id) == (Mode.BROWSE, "")
 
 
 def test_notices_go_after_a_while() -> None:
@@ -362,8 +362,8 @@ def test_any_size_is_filled_and_never_overrun(
 def test_names_and_reasons_cannot_command_the_terminal() -> None:
     """They come from clients and workers."""
     evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
-    detail = messages.RequestDetail(0, row(REQUEST, request_id=evil), (messages.StoryLine(1.0, "e", "S", evil),))
-    screen = screen_of(row(REQUEST, request_id=evil, reason=evil), workers=(row(WORKER, worker=evil),), story=detail)
+    detail = messages.RequestDetail(0, row(REQUEST, request_id=evil), (messages.HistoryLine(1.0, "e", "S", evil),))
+    screen = screen_of(row(REQUEST, request_id=evil, reason=evil), workers=(row(WORKER, worker=evil),), history=detail)
     press(screen, "r")
     screen.say(evil, 0.0)
     for keys in ((), ("n",), ("enter",)):

@@ -56,8 +56,8 @@ class Cluster:
         return [messages.Done(ask.tag, ("r2: leaves w0, then held",))]
 
     def _describe(self, ask: messages.AdminMessage) -> list[messages.GatewayMessage]:
-        story = (messages.StoryLine(1.5, "submitted", "QUEUED", "by me"),)
-        return [messages.RequestDetail(tag_of(ask), REQUEST, story)]
+        history = (messages.HistoryLine(1.5, "submitted", "QUEUED", "by me"),)
+        return [messages.RequestDetail(tag_of(ask), REQUEST, history)]
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_refusal_is_shown_with_its_reason(tty: Tty) -> None:
     tty.until("request_id=r1: it is FINISHED")
 
 
-def test_a_story_is_one_key_away(tty: Tty) -> None:
+def test_a_history_is_one_key_away(tty: Tty) -> None:
     tty.press(b"\r")
     tty.until("submitted", "by me")
     tty.press(b"\x1b")

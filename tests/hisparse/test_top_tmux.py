@@ -44,7 +44,7 @@ async def test_a_request_is_retracted_and_resumed_by_key_and_a_restart_is_outliv
         async with cluster.client("test") as client:
             resumed = await until_started_again(client, held)
         assert "resume" in events(resumed)
-        assert "QUEUED" not in {line.state for line in resumed.story[len(held.story) :]}, "its rows were kept"
+        assert "QUEUED" not in {line.state for line in resumed.history[len(held.history) :]}, "its rows were kept"
 
         os.kill(cluster.coordinator.pid, signal.SIGKILL)
         await tmux.until("DISCONNECTED")
@@ -69,8 +69,8 @@ async def until_started_again(client: Client, held: RequestDetail) -> RequestDet
         if "started" in events(detail)[len(events(held)) :]:
             return detail
         await trio.sleep(0.1)
-    raise AssertionError(f"not resumed: {detail.story}")
+    raise AssertionError(f"not resumed: {detail.history}")
 
 
 def events(detail: RequestDetail) -> list[str]:
-    return [line.event for line in detail.story]
+    return [line.event for line in detail.history]

@@ -121,9 +121,9 @@ def test_it_goes_on_when_the_coordinator_comes_back(cluster: Cluster) -> None:
         assert watch.row()["generated_tokens"] == 9
 
 
-@pytest.mark.parametrize(("verb", "name"), [("requests", "r1"), ("workers", "w0"), ("pool", "n0")])
-def test_each_look_is_one_array(cluster: Cluster, verb: str, name: str) -> None:
-    with watching(cluster, verb, "--watch", "0.1", "--json") as watch:
+@pytest.mark.parametrize(("command", "name"), [("requests", "r1"), ("workers", "w0"), ("pool", "n0")])
+def test_each_look_is_one_array(cluster: Cluster, command: str, name: str) -> None:
+    with watching(cluster, command, "--watch", "0.1", "--json") as watch:
         for _ in range(3):
             (row,) = watch.row()
             assert next(iter(row.values())) == name

@@ -47,8 +47,8 @@ def found(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
             yield name, match
 
 
-def default_of(verb: str, option: str) -> float:
-    return next(float(it.default) for it in main.commands[verb].params if option in it.opts)
+def default_of(command: str, option: str) -> float:
+    return next(float(it.default) for it in main.commands[command].params if option in it.opts)
 
 
 # ---------------------------------------------------------------- commands and settings
@@ -74,9 +74,11 @@ def test_each_command_and_option_exists() -> None:
 
 
 def test_each_flag_in_prose_is_somebodys() -> None:
-    """`--deterministic` by itself: of some verb."""
-    verbs = [each for verb in main.commands.values() for each in (verb, *getattr(verb, "commands", {}).values())]
-    known = {spelt for verb in verbs for it in verb.params for spelt in (*it.opts, *it.secondary_opts)}
+    """`--deterministic` by itself: of some command."""
+    commands = [
+        each for command in main.commands.values() for each in (command, *getattr(command, "commands", {}).values())
+    ]
+    known = {spelt for command in commands for it in command.params for spelt in (*it.opts, *it.secondary_opts)}
     ours = {name for name in DOCUMENTS if name not in ("CONTRIBUTING.md", "testing.md", "http.md")}
     flags = [(name, match[1]) for name, match in found(r"`(--[a-z][a-z-]+)[` =]") if name in ours]
     assert len(flags) > 30

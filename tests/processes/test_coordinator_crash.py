@@ -48,7 +48,7 @@ class Crew:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
-        verb = ["coordinator"] if name == "coordinator" else ["worker", "--name", name, "--node", "n0"]
+        command = ["coordinator"] if name == "coordinator" else ["worker", "--name", name, "--node", "n0"]
         quiet = {
             "OMP_NUM_THREADS": "1",
             "HISPARSE_COORDINATOR_METRICS_PORT": "-1",
@@ -56,7 +56,7 @@ class Crew:
         }
         with (self.path / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", "hisparse.cli", *verb],
+                [sys.executable, "-m", "hisparse.cli", *command],
                 cwd=ROOT,
                 env=os.environ | to_environ(self.config) | quiet,
                 stderr=log,

@@ -59,16 +59,16 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
-    """Operators' verbs at random on random requests, until cancelled. What comes too late is refused, and says so."""
+    """Operators' commands at random on random requests, until cancelled. What comes too late is refused, and says so."""
     dice = random.Random(seed)
     while True:
         await trio.sleep(dice.uniform(0.0, 0.05))
         name = f"churned-{dice.randrange(REQUESTS)}"
-        verb = dice.choice(("keep", "drop", "resize", "resize", "drain"))
+        command = dice.choice(("keep", "drop", "resize", "resize", "drain"))
         try:
-            match verb:
+            match command:
                 case "keep" | "drop":
-                    await client.retract([name], keep=verb == "keep", hold=dice.random() < 0.5)
+                    await client.retract([name], keep=command == "keep", hold=dice.random() < 0.5)
                 case "resize":
                     await client.resize([name], dice.choice((*SIZE_CLASSES, 0, -1)))
                 case "drain":
@@ -76,7 +76,7 @@ async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
                     await client.drain([worker], handover=True, deadline_s=2)
                     await trio.sleep(dice.uniform(0.0, 0.3))
                     await client.undrain()
-            moves[verb] = moves.get(verb, 0) + 1
+            moves[command] = moves.get(command, 0) + 1
         except (NotFound, WrongState, CapacityError):
             continue
 

@@ -69,8 +69,8 @@ async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
         await trio.sleep(0.05)
 
 
-async def stories(client: Client, prefix: str) -> list[str]:
-    return [line.event for i in range(REQUESTS) for line in (await client.request(f"{prefix}{i}")).story]
+async def histories(client: Client, prefix: str) -> list[str]:
+    return [line.event for i in range(REQUESTS) for line in (await client.request(f"{prefix}{i}")).history]
 
 
 async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             crashed.update(await decode_all(client, prompts, "crashed-"))
-            events = await stories(client, "crashed-")
+            events = await histories(client, "crashed-")
             nursery.cancel_scope.cancel()
         await assert_nothing_leaked(client)
     assert crashed == quiet
@@ -125,7 +125,7 @@ async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             crashed.update(await decode_all(client, prompts, "crashed-"))
-        events = await stories(client, "crashed-")
+        events = await histories(client, "crashed-")
         await until_all_connected(client, 60)
         await assert_nothing_leaked(client)
     assert crashed == quiet

@@ -79,14 +79,14 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
         assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
         copied = {worker: await samples(tmp_path, worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         starts = [await samples(tmp_path, worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
-        story = (await client.request("auto-9")).story
+        history = (await client.request("auto-9")).history
         await assert_nothing_leaked(client)
     assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
     assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
     assert all(copied[worker]["preload"] > 0 for worker in ("w2", "w3"))
     assert all(copied[worker]["backup"] == 0 for worker in ("w0", "w1"))
     assert sum(it["warm"] for it in starts) > 0 == sum(it["refused"] for it in starts)
-    passed = [line.state for line in story if line.event in ("admitted", "staged", "released", "started")]
+    passed = [line.state for line in history if line.event in ("admitted", "staged", "released", "started")]
     assert passed[:4] == ["PREFILLING", "TRANSFERRING", "PREFILLED", "READY"]
 
 
@@ -111,8 +111,8 @@ async def test_prompts_of_a_worker_that_is_lost_are_prefilled_by_another(
         with suppress(trio.TooSlowError):
             await until_all_connected(client, 60)
         await assert_nothing_leaked(client)
-        stories = [(await client.request(f"lost-{i}")).story for i in range(REQUESTS)]
-    assert any(line.event == "lost" for story in stories for line in story), said
+        histories = [(await client.request(f"lost-{i}")).history for i in range(REQUESTS)]
+    assert any(line.event == "lost" for history in histories for line in history), said
 
 
 # ---------------------------------------------------------------- two nodes
@@ -137,12 +137,12 @@ async def test_rows_of_one_node_are_decoded_on_another(
         assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
         copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         starts = [await nodes.samples(worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
-        story = (await client.request("far-9")).story
+        history = (await client.request("far-9")).history
         await assert_nothing_leaked(client)
     assert all(copied[worker]["stage"] > 0 for worker in ("w0", "w1"))
     assert all(copied[worker]["stage"] == 0 for worker in ("w2", "w3"))
     assert sum(it["warm"] for it in starts) > 0 == sum(it["refused"] for it in starts)
-    assert "w2" in " ".join(line.reason for line in story) or "w3" in " ".join(line.reason for line in story)
+    assert "w2" in " ".join(line.reason for line in history) or "w3" in " ".join(line.reason for line in history)
 
 
 @pytest.mark.parametrize("victim", ["w0", "w2"], ids=["prefills", "decodes"])

@@ -47,7 +47,7 @@ def place(tmp_path: Path, model: Path) -> Place:
 def admit(admission: int, *, generated: list[int] | None = None, durable: int = 0, max_tokens: int = TOKENS) -> Admit:
     """A request that holds the first PAGES host pages, managed at the smallest size."""
     return Admit(
-        admission=admission,
+        prefill_mode=prefill_mode,
         slot=0,
         request_id=f"r{admission}",
         prompt=pack_int32(PROMPT),

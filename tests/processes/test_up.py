@@ -179,8 +179,8 @@ def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
         psutil.Process(first).send_signal(number)
         eventually(lambda: pid_of(up, "worker") != first)
         eventually(lambda: generated(up, name) > before + 100)
-        story = json.loads(up.hisparse("request", name, "-o", "json").stdout)["story"]
-        assert [line["event"] for line in story].count("staged") == 1, story
+        history = json.loads(up.hisparse("request", name, "-o", "json").stdout)["history"]
+        assert [line["event"] for line in history].count("staged") == 1, history
         up.process.send_signal(signal.SIGINT)
         stderr = up.until("draining for up to")
         up.process.send_signal(signal.SIGINT)

@@ -167,7 +167,7 @@ def test_verbs_of_both_go_through_the_door_that_the_operator_chose(
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
     assert door(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
-    assert door(config, "admin")[0] == "admin", "an operator's verb is one whoever asks"
+    assert door(config, "admin")[0] == "admin", "an operator's command is one whoever asks"
 
 
 def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

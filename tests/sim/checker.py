@@ -27,7 +27,7 @@ import trio
 import trio._core._run
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.placements import Entry, Phase
+from coordinator.scheduling.entries import Phase, RequestEntry
 from coordinator.workers.worker_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
@@ -68,7 +68,7 @@ class Checker(trio.abc.Instrument):
         self._given: dict[Conversation, list[messages.Command]] = defaultdict(list)
         self._obeyed: dict[Conversation, int] = defaultdict(int)
         self._reports: dict[tuple[str, int], list[messages.Report]] = defaultdict(list)
-        self._heard: dict[Conversation, int] = {}
+        self._effects: dict[Conversation, int] = {}
         self._incarnations: dict[int, int] = defaultdict(int)
         self.ledger_changes = 0
         self._booked = 0  # of them, when books were looked at last
@@ -153,7 +153,7 @@ class Checker(trio.abc.Instrument):
                             "I2", f"page {page} of {node} is given to {other.admission} and {run.admission}"
                         )
 
-    def _check_rows(self, life: CoordinatorLife, entry: Entry) -> None:
+    def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
         """What the coordinator counts as durable is there."""
         truth = life.truth_of(entry.slot)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):
@@ -221,15 +221,15 @@ class Checker(trio.abc.Instrument):
         come, or before."""
         life, reports = self._cluster.coordinator, self._reports[worker, report.epoch]
         assert life is not None
-        last = self._heard.get((life.incarnation, worker, report.epoch))
+        last = self._effects.get((life.incarnation, worker, report.epoch))
         if last is None:
             last = min(
                 report.number - 1,
-                max((n for key, n in self._heard.items() if key[1:] == (worker, report.epoch)), default=0),
+                max((n for key, n in self._effects.items() if key[1:] == (worker, report.epoch)), default=0),
             )
         if report.number != last + 1 or reports[last] != report:
             raise Violation("I4", f"report {report.number} of {worker} is applied as its report {last + 1}")
-        self._heard[life.incarnation, worker, report.epoch] = report.number
+        self._effects[life.incarnation, worker, report.epoch] = report.number
 
     # ---------------------------------------------------------------- clients
 

@@ -25,8 +25,8 @@ from tests.sim.trace import Violation
 RETRY_S: Final = 0.2
 #: A client that was killed returns within this time.
 RETURN_S: Final = (0.05, 1.0)
-#: A verb of the operator is given up after this.
-VERB_LIMIT_S: Final = 4.0
+#: A command of the operator is given up after this.
+COMMAND_LIMIT_S: Final = 4.0
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class SimClient:
                     truth.sampling,
                     request_id=truth.request_id,
                     priority=truth.priority,
-                    admission=truth.way,
+                    prefill_mode=truth.prefill_mode,
                 )
             except WrongState:  # an earlier submit was carried out, and its answer lost
                 pending.is_acknowledged = True
@@ -134,13 +134,13 @@ class Operator:
             except Unavailable:
                 await trio.sleep(RETRY_S)
 
-    async def order(self, verb: Callable[[Client], Awaitable[object]]) -> bool:
+    async def order(self, command: Callable[[Client], Awaitable[object]]) -> bool:
         """Whether it was carried out for certain."""
         if self._client is None:
             return False
         try:
-            with trio.fail_after(VERB_LIMIT_S):
-                await verb(self._client)
+            with trio.fail_after(COMMAND_LIMIT_S):
+                await command(self._client)
         except (HiSparseError, trio.TooSlowError):
             return False
         return True

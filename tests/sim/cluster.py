@@ -38,7 +38,7 @@ from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.placements import Entry
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.service import Coordinator
@@ -291,7 +291,7 @@ class CoordinatorLife:
 
     @property
     def is_draining(self) -> bool:
-        return self._scheduler is not None and any(it.drain for it in self._scheduler._roster.workers.values())
+        return self._scheduler is not None and any(it.drain for it in self._scheduler._placement_table.workers.values())
 
     # ------------------------------------------------------------ for the checker
 
@@ -299,8 +299,8 @@ class CoordinatorLife:
     def ledgers(self) -> dict[str, Ledger]:
         return self._scheduler._ledgers if self._scheduler else {}
 
-    def entries(self) -> list[Entry]:
-        return list(self.scheduler._roster.entries.values()) if self._scheduler else []
+    def entries(self) -> list[RequestEntry]:
+        return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
 
     def truth_of(self, slot: int) -> Truth | None:
         live = self.scheduler._requests.by_slot.get(slot)
@@ -312,7 +312,7 @@ class CoordinatorLife:
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""
-        return self.scheduler._fleet._pools[node].pool_id
+        return self.scheduler._registry._pools[node].pool_id
 
     @property
     def audit_differences(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class CoordinatorLife:
 
     def drains(self) -> list[tuple[str, int, bool]]:
         """Workers that have joined this life, their epochs, and whether they drain."""
-        workers = self._scheduler._roster.workers.values() if self._scheduler else ()
+        workers = self._scheduler._placement_table.workers.values() if self._scheduler else ()
         return [(it.name, it.epoch, it.drain is not None) for it in workers if not it.awaited]
 
     @property
@@ -337,7 +337,7 @@ class CoordinatorLife:
     def check_invariants(self) -> None:
         if self._scheduler is None:
             return
-        self._scheduler._roster.check_invariants(lambda node: self.ledgers[node])
+        self._scheduler._placement_table.check_invariants(lambda node: self.ledgers[node])
         for live in self._scheduler._requests.live.values():
             live.state.check_invariants()
         self._parts.token_log.check_invariants()

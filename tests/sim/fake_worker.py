@@ -372,8 +372,8 @@ class FakeExecutor:
                 f"admission {admit.admission} resumes at {durable} rows: "
                 f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
             )
-        if admit.last_topk not in (b"", admit.request_id.encode() if durable else b""):
-            raise Violation("I3", f"admission {admit.admission} begins with the top-k of {admit.last_topk!r}")
+        if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
+            raise Violation("I3", f"admission {admit.admission} begins with the top-k of {admit.warm_start!r}")
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -522,8 +522,8 @@ class FakeExecutor:
         rows = run.position if run.prefilled == len(run.prompt) else 0
         del self.runs[run.admission]
         durable, first_token = run.left_behind(rows)
-        last_topk = run.admit.request_id.encode() if durable else b""
-        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, last_topk))
+        warm_start = run.admit.request_id.encode() if durable else b""
+        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))

@@ -280,8 +280,8 @@ class Faults:
 
     # ---------------------------------------------------------------- the operator
 
-    def _order(self, verb: Callable[[Client], Awaitable[object]]) -> None:
-        self._nursery.start_soon(self._workload.operator.order, verb)
+    def _order(self, command: Callable[[Client], Awaitable[object]]) -> None:
+        self._nursery.start_soon(self._workload.operator.order, command)
 
     def _request(self) -> str | None:
         ids = self._workload.unfinished

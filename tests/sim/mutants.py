@@ -16,10 +16,10 @@ from coordinator.gateway.connections import Connections
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.journal import records as journal_records
 from coordinator.journal.journal import Commit
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling import dispatch, events, scheduler, scheduling_state
+from coordinator.scheduling import dispatch, events, placement_table, scheduler
 from coordinator.scheduling.lifecycle import Kind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
@@ -264,10 +264,10 @@ def reuse_destination_pages_before_revocation() -> Plan:
     def departed_sender(self: Any, entry: Any, ticket: Any, event: Any, generated: int) -> Any:
         was_lost = entry.lost and not ticket.arrived
         heard = original(self, entry, ticket, event, generated)
-        if not was_lost or ticket.admission not in self.roster.tickets:
+        if not was_lost or ticket.admission not in self.placement_table.tickets:
             return heard
-        self.roster.close_ticket(ticket)
-        return heard.plus(dispatch.Heard((dispatch.Step(ticket.node, Release(ticket.admission)),)))
+        self.placement_table.close_ticket(ticket)
+        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.admission)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 
@@ -386,16 +386,16 @@ def obey_an_earlier_coordinator() -> Plan:
 @plant
 def forget_drains_with_the_coordinator() -> Plan:
     """A new life knows every request: that must do."""
-    original = Book._note_of_node
+    original = JournalState._note_of_node
 
-    def note(self: Book, record: Any) -> None:
+    def note(self: JournalState, record: Any) -> None:
         if not isinstance(record, journal_records.Drained):
             original(self, record)
 
-    yield Book, "_note_of_node", note
+    yield JournalState, "_note_of_node", note
 
 
 @plant
 def drain_a_process_for_the_one_before() -> Plan:
     """A worker is its name."""
-    yield scheduling_state, "follows", lambda epoch, before: bool(before)
+    yield placement_table, "follows", lambda epoch, before: bool(before)

@@ -77,7 +77,7 @@ class Truth:
     prompt: Int32Array
     sampling: Sampling
     priority: int = 0
-    way: str = AUTO
+    prefill_mode: str = AUTO
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     rows: Rows = field(init=False)

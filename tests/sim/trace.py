@@ -42,7 +42,7 @@ class Violation(Exception):
         self.invariant = invariant
 
 
-class Entry(NamedTuple):
+class RequestEntry(NamedTuple):
     at: float
     who: str
     what: str
@@ -54,11 +54,11 @@ class Trace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.entries: list[Entry] = []
+        self.entries: list[RequestEntry] = []
 
     def note(self, who: str, what: str, detail: object = "") -> None:
         """`detail` must not change afterwards: text, number, or a frozen message."""
-        self.entries.append(Entry(self._clock(), who, what, detail))
+        self.entries.append(RequestEntry(self._clock(), who, what, detail))
 
     def lines(self, last: int | None = None) -> Iterator[str]:
         for entry in self.entries if last is None else self.entries[-last:]:
@@ -71,7 +71,7 @@ class Trace:
         return whole.hexdigest()
 
 
-def _text(entry: Entry) -> str:
+def _text(entry: RequestEntry) -> str:
     if isinstance(entry.detail, bytes):
         return _struct(DECODERS[entry.what](entry.detail))
     return _struct(entry.detail) if isinstance(entry.detail, msgspec.Struct) else str(entry.detail)

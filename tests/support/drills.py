@@ -99,13 +99,13 @@ class Sighting:
 
 @dataclass
 class Drilled(Place):
-    """Processes with a defect planted in one verb's, and settings beside the usual ones."""
+    """Processes with a defect planted in one command's, and settings beside the usual ones."""
 
     defects: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    def _start(self, verb: str, flags: Sequence[str]) -> Process:
-        defect = self.defects.get(verb)
+    def _start(self, subcommand: str, flags: Sequence[str]) -> Process:
+        defect = self.defects.get(subcommand)
         program = ["-m", "hisparse.cli"] if defect is None else ["-m", "tests.support.planted", defect]
         environ = {
             "OMP_NUM_THREADS": "1",
@@ -113,9 +113,9 @@ class Drilled(Place):
             PLANTED_WHILE: str(self.trigger),
             **self.settings,
         }
-        log = self.path / f"{verb}.log"
+        log = self.path / f"{subcommand}.log"
         with log.open("wb") as file:
-            command = [sys.executable, *program, verb, *flags]
+            command = [sys.executable, *program, subcommand, *flags]
             return Process(subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, stderr=file), log)
 
     @property

@@ -1,4 +1,4 @@
-"""A whole coordinator in this process, over tcp with keys: what its doors let through, and who may do what."""
+"""A whole coordinator in this process, over tcp with keys: what its listeners let through, and who may do what."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import PeerKey, add_peer, make_keys, read_peer_key
 from tests.support.fakes.worker import FakeWorker, hello
 
-#: Each door needs an endpoint of its own before it knows its port.
+#: Each listener needs an endpoint of its own before it knows its port.
 ANY_PORT = {"client": "tcp://127.0.0.1:*", "admin": "tcp://127.0.0.2:*", "worker": "tcp://127.0.0.3:*"}
 
 

@@ -11,7 +11,7 @@ from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.messages import PROTOCOL_VERSION, Sampling
 from tests.support.fakes.worker import hello
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 CLIENT_SEEDS: tuple[messages.Message, ...] = (
     messages.Hello(PROTOCOL_VERSION, "client", "fuzz"),
@@ -39,7 +39,9 @@ ADMIN_SEEDS: tuple[messages.Message, ...] = (
 #: As they are they speak for slot 0 and admission 1, which are the victim's.
 WORKER_SEEDS: tuple[messages.Message, ...] = (
     hello("fuzz", epoch=1),
-    messages.Report(1, 1, 0, progress(Entry(0, 1, 2, [66, 66], 5), Entry(1, 2, 0, [66])), (messages.Started(1),)),
+    messages.Report(
+        1, 1, 0, progress(RequestEntry(0, 1, 2, [66, 66], 5), RequestEntry(1, 2, 0, [66])), (messages.Started(1),)
+    ),
     messages.Report(
         1,
         1,

@@ -14,7 +14,7 @@ import trio.testing
 
 from hisparse.client.client import open_client
 from hisparse.http.api_keys import ApiKeys
-from hisparse.http.front import Front
+from hisparse.http.front import SchedulerApi
 from hisparse.http.link import Link
 from hisparse.http.outputs import Outputs
 from metrics.http import HttpSources, scrape
@@ -133,7 +133,9 @@ class FrontRig:
         self.sources = HttpSources(
             "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
         )
-        self.front = Front(settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources))
+        self.front = SchedulerApi(
+            settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources)
+        )
         self._nursery = nursery
 
     def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:
@@ -160,7 +162,12 @@ class FrontRig:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
 
     def aborted(self) -> list[str]:
-        return [request_id for verb, ids, *_ in self.gateway.scheduler.verbs if verb == "abort" for request_id in ids]
+        return [
+            request_id
+            for command, ids, *_ in self.gateway.scheduler.commands
+            if command == "abort"
+            for request_id in ids
+        ]
 
 
 @asynccontextmanager

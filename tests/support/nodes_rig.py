@@ -80,13 +80,13 @@ class Nodes:
         """Also once more, after its exit."""
         if (before := self.children.get(name)) is not None:
             before.close()
-        verb, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
+        subcommand, config, namespace, module = COORDINATOR, self.config, self.home, ["hisparse.cli"]
         if name != COORDINATOR:
             spot = self.spots[int(name[1:])]
-            verb, config, namespace = "worker", self._config(name, spot), spot.namespace
+            subcommand, config, namespace = "worker", self._config(name, spot), spot.namespace
             module = ["tests.support.faulty_worker", spot.fault] if spot.fault else module
         prefix = namespace.prefix if namespace is not None else []
-        command = [*prefix, sys.executable, "-m", *module, verb, "--die-with", str(os.getpid())]
+        command = [*prefix, sys.executable, "-m", *module, subcommand, "--die-with", str(os.getpid())]
         log = self.log_dir / f"{name}.log"
         self.children[name] = Child.start(name, command, child_environ() | to_environ(config), log)
 
@@ -188,12 +188,14 @@ def mixed_prompts() -> list[list[int]]:
     return long + prompts_of(6, REQUESTS - len(long))
 
 
-async def decode_all(client: Client, prompts: list[list[int]], prefix: str, admission: str = AUTO) -> list[list[int]]:
+async def decode_all(
+    client: Client, prompts: list[list[int]], prefix: str, prefill_mode: str = AUTO
+) -> list[list[int]]:
     """Outputs in order: greedy and drawn, some ended by a stop string, some by their first token."""
     outputs: list[list[int]] = [[] for _ in prompts]
 
     async def collect(i: int) -> None:
-        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", admission=admission)
+        stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}", prefill_mode=prefill_mode)
         outputs[i] = await _finished(stream)
 
     async with trio.open_nursery() as nursery:

@@ -102,8 +102,8 @@ class Place:
             yield process
 
     @asynccontextmanager
-    async def _running(self, verb: str, *flags: str) -> AsyncIterator[Process]:
-        process = self._start(verb, flags)
+    async def _running(self, subcommand: str, *flags: str) -> AsyncIterator[Process]:
+        process = self._start(subcommand, flags)
         try:
             with trio.fail_after(LIMIT_S):
                 yield process
@@ -111,10 +111,10 @@ class Place:
             process.popen.kill()
             process.popen.wait()
 
-    def _start(self, verb: str, flags: Sequence[str]) -> Process:
-        command = [sys.executable, "-m", "hisparse.cli", verb, *flags]
+    def _start(self, subcommand: str, flags: Sequence[str]) -> Process:
+        command = [sys.executable, "-m", "hisparse.cli", subcommand, *flags]
         settings = {"OMP_NUM_THREADS": "1", "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.runtime_dir)}
-        log = self.path / f"{verb}.log"
+        log = self.path / f"{subcommand}.log"
         with log.open("wb") as file:
             return Process(subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stderr=file), log)
 

@@ -12,7 +12,7 @@ from protocol.messages import Progress
 LINK = 7
 
 
-class Entry(NamedTuple):
+class RequestEntry(NamedTuple):
     slot: int
     admission: int
     start: int
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     durable: int = 0
 
 
-def progress(*entries: Entry) -> Progress:
+def progress(*entries: RequestEntry) -> Progress:
     return Progress(
         slots=pack_int32([entry.slot for entry in entries]),
         admissions=pack_int64([entry.admission for entry in entries]),

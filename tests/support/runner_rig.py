@@ -97,8 +97,8 @@ class Rig:
         self.set_hot(seat, hot_slots, len(tokens))
         self.lengths[seat] = len(tokens)
         assert outputs.logits is not None
-        assert outputs.last_topk is not None
-        self.last_topk = outputs.last_topk  # of the prompt opened last
+        assert outputs.warm_start is not None
+        self.warm_start = outputs.warm_start  # of the prompt opened last
         return int(outputs.tokens[0]), outputs.logits[0].clone()
 
     def set_hot(self, seat: int, hot_slots: int, tokens: int) -> None:

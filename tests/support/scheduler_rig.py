@@ -26,7 +26,7 @@ from protocol.arrays import pack_int32
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.fake_cluster import MODEL, capacity
 from tests.support.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 AHEAD_TOKENS = 96
 SETTINGS = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, queue_max=48, ended_keep_max=64)
@@ -87,7 +87,7 @@ class FakeLink:
             self.rig.scheduler.on_event(self.worker.name, self.worker.epoch, said)  # type: ignore[arg-type]
             return
         slot, admission, start, tokens, durable = said
-        heard = self.rig.token_log.append(progress(Entry(slot, admission, start, tokens, durable)), self.number)
+        heard = self.rig.token_log.append(progress(RequestEntry(slot, admission, start, tokens, durable)), self.number)
         short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
             self.rig.scheduler.starving(short)
@@ -182,11 +182,11 @@ class SchedulerRig:
     # ---------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Ledgers, roster and life cycles are consistent; outputs are what they must be. Only while all is settled."""
+        """Ledgers, placement_table and life cycles are consistent; outputs are what they must be. Only while all is settled."""
         scheduler = self.scheduler
         for ledger in scheduler._ledgers.values():
             ledger.check_invariants()
-        scheduler._roster.check_invariants(scheduler._ledgers.__getitem__)
+        scheduler._placement_table.check_invariants(scheduler._ledgers.__getitem__)
         self.token_log.check_invariants()
         for request_id, live in scheduler._requests.live.items():
             live.state.check_invariants()

@@ -27,7 +27,7 @@ from protocol.config_checks import SEATS_MAX
 from protocol.errors import CapacityError, ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.sizing import RESIDENT, Length, ladder, misfit, page_limit
+from protocol.sizing import RESIDENT, Length, hot_sizes, misfit, page_limit
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.sizing import Sizing, size_worker
 
@@ -114,13 +114,13 @@ def _choice(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, worke
             remedy="give more memory, or a shorter context",
         )
     pages = page_limit(length, capacity)
-    rung = ladder(pages, capacity)[0]
+    hot_size = hot_sizes(pages, capacity)[0]
     limits = (
         capacity.host_pages // pages // workers,
         capacity.index_pages // pages,
-        capacity.hot_chunks // rung.hot_chunks,
+        capacity.hot_chunks // hot_size.hot_chunks,
     )
-    return Choice(rung.hot_slots, rung.hot_chunks * geometry.chunk_bytes, *limits, min(*limits, settings.seats))
+    return Choice(hot_size.hot_slots, hot_size.hot_chunks * geometry.chunk_bytes, *limits, min(*limits, settings.seats))
 
 
 def _length(settings: WorkerSettings) -> Length:

@@ -32,8 +32,8 @@ from typing import Final
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.messages import (
-    LAST_TOPK_BYTES_MAX,
     NO_HOT_BUFFER,
+    WARM_START_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,
     Admit,
     Counters,
@@ -66,7 +66,7 @@ REPORT_TOPK_BYTES_MAX: Final = 4 * 1024 * 1024
 EVENTS_PENDING_MAX: Final = 1_048_576
 
 assert 4 * REPORT_TOKENS_MAX + 28 * REPORT_REQUESTS_MAX < WORKER_MESSAGE_BYTES_MAX // 4  # room for events' texts,
-assert REPORT_TOPK_BYTES_MAX + LAST_TOPK_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
+assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX // 2  # and for what they carry
 
 
 @dataclass(slots=True)
@@ -368,7 +368,7 @@ class Outbox:
             if topk_bytes > REPORT_TOPK_BYTES_MAX:
                 return
             event = self._events.popleft()
-            topk_bytes += len(event.last_topk) if isinstance(event, Released) else 0
+            topk_bytes += len(event.warm_start) if isinstance(event, Released) else 0
             yield event
         if self._counters is not None and not self._events:
             yield self._counters

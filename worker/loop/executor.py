@@ -117,7 +117,7 @@ class Executor:
             timed_every=timed_every,
         )
         g = runner.geometry
-        last_topk = TopkBuffers(g, self.state.rows.device)
+        warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._prefill = Prefill(
             *parts,
@@ -127,9 +127,9 @@ class Executor:
             outputs=StepOutputs.allocate(
                 1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
             ),
-            last_topk=last_topk,
+            warm_start=warm_start,
         )
-        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, last_topk)
+        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start)
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
@@ -535,9 +535,9 @@ class Executor:
         self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.admission], self._waiting[request.admission]
         durable, first_token = request.left_behind(rows)
-        last_topk = self._seats.last_topk(request)
+        warm_start = self._seats.warm_start(request)
         swaps = request.hits, request.misses
-        self._report.released(request.admission, durable, *swaps, first_token, last_topk if durable else b"")
+        self._report.released(request.admission, durable, *swaps, first_token, warm_start if durable else b"")
 
     # ---------------------------------------------------------------- where a request is
 

@@ -37,7 +37,7 @@ class Prefill:
         chunk_tokens: int,
         groups: LayerGroups,
         outputs: StepOutputs,
-        last_topk: TopkBuffers,
+        warm_start: TopkBuffers,
         staging: Callable[[RunningRequest, int, int], None],
     ) -> None:
         """`staging` is told of each launch: of what request, which layer group, of rows below which position."""
@@ -48,7 +48,7 @@ class Prefill:
         self._swap = swap
         self._groups = groups
         self._outputs = outputs
-        self._last_topk = last_topk
+        self._warm_starts = warm_start
         self._staging = staging
         device = state.rows.device
         buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
@@ -68,7 +68,7 @@ class Prefill:
         )
         if last:
             if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
-                request.topk_place = self._last_topk.take()
+                request.topk_place = self._warm_starts.take()
             self._streams.compute.launch("keep results", partial(self._keep, request.seat, request.topk_place))
             request.first_token = self._streams.compute.record("sampled")
         request.prefilled = stop
@@ -97,5 +97,5 @@ class Prefill:
 
     def _keep(self, seat: int, topk_place: int | None) -> None:
         self._first_tokens[seat : seat + 1].copy_(self._outputs.tokens[:1], non_blocking=True)
-        if topk_place is not None and self._outputs.last_topk is not None:
-            self._last_topk[topk_place].copy_(self._outputs.last_topk, non_blocking=True)
+        if topk_place is not None and self._outputs.warm_start is not None:
+            self._warm_starts[topk_place].copy_(self._outputs.warm_start, non_blocking=True)

@@ -109,10 +109,10 @@ class Reporter:
         hits: int = 0,
         misses: int = 0,
         first_token: int = NO_TOKEN,
-        last_topk: bytes = b"",
+        warm_start: bytes = b"",
     ) -> None:
         self._counters.released += 1
-        self._reports.add_event(Released(admission, durable, hits, misses, first_token, last_topk))
+        self._reports.add_event(Released(admission, durable, hits, misses, first_token, warm_start))
 
     def inventory(self, inventory: Inventory) -> None:
         """What is held, among the events that led to it."""

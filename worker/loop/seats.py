@@ -142,7 +142,7 @@ class Seats:
         swap: Swap,
         decoder: Decoder,
         sizing: Sizing,
-        last_topk: TopkBuffers,
+        warm_start: TopkBuffers,
     ) -> None:
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
@@ -153,7 +153,7 @@ class Seats:
         self._sampler = sampler
         self._swap = swap
         self._decoder = decoder
-        self._last_topk = last_topk
+        self._warm_starts = warm_start
         self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
@@ -194,7 +194,7 @@ class Seats:
             partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
         )
         if resumes:
-            self._resume(request, admit.last_topk)
+            self._resume(request, admit.warm_start)
         return request
 
     def free_slab(self, request: RunningRequest) -> None:
@@ -253,14 +253,14 @@ class Seats:
     def keep_topk(self, request: RunningRequest) -> None:
         """Keep what the last step of a request selected that is about to leave, if its buffer tells. Before `close`."""
         if request.hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
-            request.topk_place = place = self._last_topk.take()
+            request.topk_place = place = self._warm_starts.take()
             if place is not None:
-                work = partial(self._keep_topk, request.seat, request.hot.hot_slots, self._last_topk[place])
+                work = partial(self._keep_topk, request.seat, request.hot.hot_slots, self._warm_starts[place])
                 self._compute.launch("keep top-k", work)
 
-    def last_topk(self, request: RunningRequest) -> bytes:
+    def warm_start(self, request: RunningRequest) -> bytes:
         """What was kept of a closed request whose fences were observed, packed. Asked once."""
-        return b"" if request.topk_place is None else self._last_topk.read(request.topk_place)
+        return b"" if request.topk_place is None else self._warm_starts.read(request.topk_place)
 
     def close(self, request: RunningRequest) -> None:
         """Launch the end of `request` behind everything launched for it; `request.fences` tell when it has passed."""
@@ -296,13 +296,13 @@ class Seats:
 
     # ---------------------------------------------------------------- parts
 
-    def _resume(self, request: RunningRequest, last_topk: bytes) -> None:
+    def _resume(self, request: RunningRequest, warm_start: bytes) -> None:
         hot, rows = request.hot, request.position
         kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
         loads = not hot.hot_slots or rows <= hot.hot_slots
         self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
         keys = self._swap.load_keys(request.index_pages, request.host_pages, rows)
-        request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, last_topk))
+        request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
         request.note_memory()
 
     def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.layout import Geometry
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
-from protocol.messages import LAST_TOPK_BYTES_MAX
+from protocol.messages import WARM_START_BYTES_MAX
 from protocol.units import CONTEXT_MAX_TOKENS, TOPK_MAX
 from worker.loop.inputs import host_tensor
 
@@ -54,7 +54,7 @@ class TopkBuffers:
         """What was downloaded to `place`, packed, which is free then; nothing if that is too long to be sent."""
         packed = pack(self._memory[place].numpy())
         self._free.append(place)
-        return packed if len(packed) <= LAST_TOPK_BYTES_MAX else b""
+        return packed if len(packed) <= WARM_START_BYTES_MAX else b""
 
 
 def pack(topk: Int32Array) -> bytes:
@@ -100,4 +100,4 @@ def _decode(encoded: bytes) -> Int32Array:
 
 
 def _unreadable(why: str) -> BadInput:
-    return BadInput(f"cannot be read: {why}", field="last_topk", value="", remedy="run workers of one release")
+    return BadInput(f"cannot be read: {why}", field="warm_start", value="", remedy="run workers of one release")

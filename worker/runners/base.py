@@ -84,7 +84,7 @@ class StepOutputs:
     |-----------|-----------------------|------------------------------------------------------------------------|
     | tokens    | int32 [rows]          | token drawn for each batch row; -1 for padding                         |
     | logits    | float32 [rows, vocab] | raw logits, kept when allocated so (tests, tie analysis); else None    |
-    | last_topk | int32 [G, k]          | prefill alone, if wanted: positions that the prompt's last token       |
+    | warm_start | int32 [G, k]          | prefill alone, if wanted: positions that the prompt's last token       |
     |           |                       | selected, by index group, -1 padded                                    |
 
     A prefill writes row 0 alone.
@@ -92,7 +92,7 @@ class StepOutputs:
 
     tokens: torch.Tensor
     logits: torch.Tensor | None = None
-    last_topk: torch.Tensor | None = None
+    warm_start: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -109,7 +109,7 @@ class StepOutputs:
         return cls(
             tokens=torch.full((rows,), -1, dtype=torch.int32, device=device),
             logits=torch.zeros(rows, vocab_size, dtype=torch.float32, device=device) if keep_logits else None,
-            last_topk=None if topk_shape is None else torch.full(topk_shape, -1, dtype=torch.int32, device=device),
+            warm_start=None if topk_shape is None else torch.full(topk_shape, -1, dtype=torch.int32, device=device),
         )
 
 
@@ -139,7 +139,7 @@ class Runner(Protocol):
         check_admit saw on the host: nobody reads them back to look. KV rows and index keys of positions below `start`
         must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
         `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
-        sampler.last_token[seat], and what the last token selected to outputs.last_topk.
+        sampler.last_token[seat], and what the last token selected to outputs.warm_start.
 
         `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
         is launched after it, which never changes rows of that layer again.

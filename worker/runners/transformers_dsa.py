@@ -75,7 +75,7 @@ class _Chunk:
     angles: Angles  # [1, S, d]
     projected: mla.Projected | None = None
     selection: Tensor | None = None  # of the anchor layer before (prompt.py)
-    last_topk: Tensor | None = None  # int32[G, k]
+    warm_start: Tensor | None = None  # int32[G, k]
 
 
 class TransformersRunner:
@@ -143,7 +143,7 @@ class TransformersRunner:
     ) -> None:
         """Two operations per layer on `compute`; a layer is written after its first one."""
         compute, empty = streams.compute, torch.empty(0)
-        chunk = _Chunk(seat, start, empty, (empty, empty), last_topk=outputs.last_topk if outputs else None)
+        chunk = _Chunk(seat, start, empty, (empty, empty), warm_start=outputs.warm_start if outputs else None)
         compute.launch(f"prefill {start}", partial(self._embed_prompt, chunk, tokens))
         for layer in self._layers:
             compute.launch(f"prefill project {layer.number}", partial(self._project_prompt, chunk, state, layer))
@@ -190,7 +190,7 @@ class TransformersRunner:
             index = layers.project_index(layer, normed, chunk.projected, chunk.angles)
             write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
             scale = layer.attention.indexer.softmax_scale
-            last = None if chunk.last_topk is None else chunk.last_topk[layer.group]
+            last = None if chunk.warm_start is None else chunk.warm_start[layer.group]
             chunk.selection = self._prompt.select(state, layer.group, seat, start, index, scale, last)
 
     @torch.inference_mode()

@@ -72,7 +72,7 @@ async def test_what_a_client_may_not_say_is_answered_counted_and_has_no_effect(
     assert (refusal.tag, refusal.code, refusal.field) == (-1, code, field)
     assert refusal.remedy or field == "name"
     assert rig.dropped() == {code: 1}
-    assert rig.scheduler.verbs == []
+    assert rig.scheduler.commands == []
     assert rig.connections == 1
     await say(neighbour, messages.ListPools(3))
     assert isinstance((await hear(neighbour))[0], messages.PoolRows)
@@ -85,7 +85,7 @@ async def test_verbs_before_hello_are_refused_by_their_tag(rig: GatewayRig) -> N
     await say(dealer, SUBMIT)
     refusal = await failure(dealer)
     assert (refusal.tag, refusal.code, refusal.remedy) == (7, "protocol", "say hello first")
-    assert rig.scheduler.verbs == []
+    assert rig.scheduler.commands == []
     dealer.close()
 
 
@@ -144,7 +144,7 @@ async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) 
         assert await admin.workers() == ()
         assert await admin.model() == MODEL
     assert rig.scheduler.owners == {"a": "admin ops"}
-    assert rig.scheduler.verbs[1:] == [
+    assert rig.scheduler.commands[1:] == [
         ("abort", ("a",)),
         ("retract", ("a",), False, True),
         ("resume", ("a",)),

@@ -13,7 +13,7 @@ from coordinator.gateway.subscriptions import ROWS_INITIAL, Complete, Parcel, Su
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int32
 from protocol.errors import WrongState
-from tests.support.progress import LINK, Entry, progress
+from tests.support.progress import LINK, RequestEntry, progress
 
 OPEN = np.zeros(2_000, np.bool_)
 
@@ -36,7 +36,7 @@ def contents(parcel: Parcel) -> list[tuple[int, int, list[int]]]:
 
 
 def say(log: TokenLog, slot: int, tokens: list[int]) -> None:
-    log.append(progress(Entry(slot, slot + 1, log.length(slot), tokens)), LINK)
+    log.append(progress(RequestEntry(slot, slot + 1, log.length(slot), tokens)), LINK)
 
 
 @pytest.fixture

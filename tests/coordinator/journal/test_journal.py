@@ -22,13 +22,13 @@ from coordinator.journal.journal import (
     check_writes,
 )
 from coordinator.journal.records import Accepted, Ordered, Tokens
-from coordinator.journal.state import Book, replay
+from coordinator.journal.state import JournalState, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
 from protocol.messages import Sampling
 from tests.support.fakes.journal import FakeStore
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 COMMIT_S = 0.01
 
@@ -41,7 +41,7 @@ class Desk:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.log = TokenLog(4, 1 << 12, journalled=True)
-        self.book = Book()
+        self.book = JournalState()
         self.counters = JournalCounters()
         self.wakes = 0
         self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
@@ -57,7 +57,7 @@ class Desk:
 
     def say(self, *tokens: int) -> None:
         start = self.log.length(self.slot)
-        self.log.append(progress(Entry(self.slot, 1, start, list(tokens), 0)), 7)
+        self.log.append(progress(RequestEntry(self.slot, 1, start, list(tokens), 0)), 7)
         self.journal.tokens_arrived()
 
     @property

@@ -36,7 +36,7 @@ from coordinator.journal.records import (
     struck_of,
     tokens_of,
 )
-from coordinator.journal.state import Book, replay
+from coordinator.journal.state import JournalState, replay
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import (
     AddWorker,
@@ -57,7 +57,7 @@ from protocol.messages import Sampling
 from protocol.sizing import Memory
 from tests.support.fakes.fake_cluster import MODEL, capacity
 from tests.support.fakes.journal import kept_of
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 SLOTS = 6
 PAGES = 40
@@ -67,7 +67,7 @@ PROMPT = np.arange(70, dtype=np.int32)
 Picture = tuple[object, ...]
 
 
-def picture_of(book: Book, log: TokenLog) -> Picture:
+def picture_of(book: JournalState, log: TokenLog) -> Picture:
     """All that a replay must bring back."""
     outputs = {slot: (log.tokens(slot, 0), log.durable(slot) if it.stay else 0) for slot, it in book.requests.items()}
     requests = {
@@ -98,7 +98,7 @@ def small_steps() -> Iterator[None]:
 class JournalMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book()
+        self.book = JournalState()
         self.log = new_log(journalled=True)
         self.records: list[Record] = []
         self.pictures: list[tuple[int, Picture]] = []
@@ -227,7 +227,7 @@ class JournalMachine(RuleBasedStateMachine):
         start, stay = self.log.length(slot), self.book.requests[slot].stay
         assert stay is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(Entry(slot, stay.admission, start, tokens, durable)), 1)
+        self.log.append(progress(RequestEntry(slot, stay.admission, start, tokens, durable)), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:

@@ -23,13 +23,13 @@ from protocol.settings import ClusterSettings, Config, CoordinatorSettings
 from tests.coordinator.listener.test_fuzz_transport import attack
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LIMIT_S = 30
-#: Verbs by which an operator may rightfully touch a request that is not his, or all workers.
+#: Commands by which an operator may rightfully touch a request that is not his, or all workers.
 LAWFUL = frozenset(
     {
         "AbortRequests",
@@ -81,7 +81,7 @@ async def next_command(worker: FakeWorker) -> messages.Command:
 
 async def decode(worker: FakeWorker, admit: messages.Admit, start: int, tokens: list[int]) -> None:
     """Report `tokens` from position `start` on, acknowledging the Admit."""
-    await worker.report(progress(Entry(admit.slot, admit.admission, start, tokens)), command_ack=1)
+    await worker.report(progress(RequestEntry(admit.slot, admit.admission, start, tokens)), command_ack=1)
 
 
 async def scenario(directory: Path, frames: dict[str, list[bytes]]) -> None:

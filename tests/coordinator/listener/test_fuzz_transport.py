@@ -23,7 +23,7 @@ from tests.coordinator.workers.test_worker_link import tokens_of
 from tests.support.fakes.worker import hello
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
@@ -63,11 +63,11 @@ async def against_links(directory: Path, frames: list[bytes]) -> None:
         victim = await rig.joined("victim")
         slot = rig.admitted("victim", admission=1)
         await victim.hear()
-        await victim.report(progress(Entry(slot, 1, 0, [0, 1])))
+        await victim.report(progress(RequestEntry(slot, 1, 0, [0, 1])))
         await victim.hear()
         await attack(rig.socket.endpoint, frames)
         await attack(rig.socket.endpoint, frames, hello("fuzz", epoch=1))
-        await victim.report(progress(Entry(slot, 1, 2, [2])), [messages.Finished(1, "eos", 3)])
+        await victim.report(progress(RequestEntry(slot, 1, 2, [2])), [messages.Finished(1, "eos", 3)])
         assert await victim.hear() == messages.ReportAck(10, 2)
         assert tokens_of(rig, slot) == [0, 1, 2]
         assert rig.scheduler.told.count(("victim", 1, messages.Finished(1, "eos", 3))) == 1
@@ -96,7 +96,7 @@ def test_hostile_clients(frames: list[bytes]) -> None:
 @FUZZ
 @given(hostile_frames(ADMIN_SEEDS))
 def test_hostile_admins(frames: list[bytes]) -> None:
-    """An operator may stop others' requests by right; here the verbs are recorded, and nothing else may happen."""
+    """An operator may stop others' requests by right; here the commands are recorded, and nothing else may happen."""
     run(against_gateway, "admin", frames)
 
 

@@ -1,4 +1,4 @@
-"""What a door decides, without sockets: rates, connections, and whom ZAP lets in."""
+"""What a listener decides, without sockets: rates, connections, and whom ZAP lets in."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from coordinator.listener import connection_tracker
-from coordinator.listener.connection_tracker import NEWCOMERS_MAX, Lobby
+from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
 from coordinator.listener.descriptors import BESIDES
-from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, Meter, Verdict, cost_of
+from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLimiter, Verdict, cost_of
 from coordinator.listener.zap import AllowList, Answer, ZapHandler
 from protocol.errors import CapacityError
 from protocol.transport.keys import AllowedKey
@@ -31,12 +31,14 @@ ALICE, BOB, OPS = (
 # ---------------------------------------------------------------- rates
 
 
-def verdicts(meter: Meter, count: int, now: float, sender: bytes = b"s", connection: bytes = b"c") -> list[Verdict]:
-    return [meter.judge(sender, connection, 1.0, now) for _ in range(count)]
+def verdicts(
+    rate_limiter: RateLimiter, count: int, now: float, sender: bytes = b"s", connection: bytes = b"c"
+) -> list[Verdict]:
+    return [rate_limiter.judge(sender, connection, 1.0, now) for _ in range(count)]
 
 
 def test_a_burst_is_taken_then_told_once_then_ignored_then_cut() -> None:
-    said = verdicts(Meter(10.0, 5), 5 + CUT_AFTER + 1, 0.0)
+    said = verdicts(RateLimiter(10.0, 5), 5 + CUT_AFTER + 1, 0.0)
     assert said[:5] == [Verdict.TAKE] * 5
     assert said[5] is Verdict.REFUSE
     assert set(said[6:-1]) == {Verdict.IGNORE}
@@ -44,25 +46,27 @@ def test_a_burst_is_taken_then_told_once_then_ignored_then_cut() -> None:
 
 
 def test_a_bucket_fills_with_time_and_its_connection_is_told_anew() -> None:
-    meter = Meter(10.0, 10)
-    assert Verdict.REFUSE in verdicts(meter, 11, 0.0)
-    assert verdicts(meter, 2, 0.1) == [Verdict.TAKE, Verdict.IGNORE], "one token a tenth of a second, and no pardon"
-    assert verdicts(meter, 12, 100.0) == [Verdict.TAKE] * 10 + [Verdict.REFUSE, Verdict.IGNORE]
+    rate_limiter = RateLimiter(10.0, 10)
+    assert Verdict.REFUSE in verdicts(rate_limiter, 11, 0.0)
+    assert verdicts(rate_limiter, 2, 0.1) == [Verdict.TAKE, Verdict.IGNORE], (
+        "one token a tenth of a second, and no pardon"
+    )
+    assert verdicts(rate_limiter, 12, 100.0) == [Verdict.TAKE] * 10 + [Verdict.REFUSE, Verdict.IGNORE]
 
 
 def test_connections_of_one_sender_share_a_bucket_and_are_told_each() -> None:
-    meter = Meter(10.0, 4)
-    assert verdicts(meter, 4, 0.0, connection=b"first") == [Verdict.TAKE] * 4
-    assert verdicts(meter, 2, 0.0, connection=b"second") == [Verdict.REFUSE, Verdict.IGNORE]
-    assert verdicts(meter, 1, 0.0, connection=b"first") == [Verdict.REFUSE]
-    assert verdicts(meter, 1, 0.0, sender=b"other") == [Verdict.TAKE]
+    rate_limiter = RateLimiter(10.0, 4)
+    assert verdicts(rate_limiter, 4, 0.0, connection=b"first") == [Verdict.TAKE] * 4
+    assert verdicts(rate_limiter, 2, 0.0, connection=b"second") == [Verdict.REFUSE, Verdict.IGNORE]
+    assert verdicts(rate_limiter, 1, 0.0, connection=b"first") == [Verdict.REFUSE]
+    assert verdicts(rate_limiter, 1, 0.0, sender=b"other") == [Verdict.TAKE]
 
 
 def test_large_messages_cost_more_and_the_largest_a_whole_bucket() -> None:
-    meter = Meter(10.0, 4)
+    rate_limiter = RateLimiter(10.0, 4)
     assert cost_of(2 * BYTES_PER_TOKEN) == 3.0
-    assert meter.judge(b"s", b"c", 1_000.0, 0.0) is Verdict.TAKE
-    assert meter.judge(b"s", b"c", 1.0, 0.0) is Verdict.REFUSE
+    assert rate_limiter.judge(b"s", b"c", 1_000.0, 0.0) is Verdict.TAKE
+    assert rate_limiter.judge(b"s", b"c", 1.0, 0.0) is Verdict.REFUSE
 
 
 @given(
@@ -74,11 +78,11 @@ def test_no_sender_ever_gets_more_than_rate_and_burst(
 ) -> None:
     """I8: and no more is remembered than the bound says, whoever speaks."""
     per_s, burst, now = 5.0, 10.0, 0.0
-    meter, bounded = Meter(per_s, burst), Meter(per_s, burst, senders_max)
+    rate_limiter, bounded = RateLimiter(per_s, burst), RateLimiter(per_s, burst, senders_max)
     taken: Counter[int] = Counter()
     for sender, connection, cost, pause in said:
         now += pause
-        if meter.judge(b"%d" % sender, b"%d" % connection, cost, now) is Verdict.TAKE:
+        if rate_limiter.judge(b"%d" % sender, b"%d" % connection, cost, now) is Verdict.TAKE:
             taken[sender] += cost
         bounded.judge(b"%d" % sender, b"%d" % connection, cost, now)
         assert len(bounded) <= senders_max
@@ -89,7 +93,7 @@ def test_no_sender_ever_gets_more_than_rate_and_burst(
 
 
 def test_connections_come_introduce_themselves_and_leave() -> None:
-    it = Lobby(connections_max=3, per_user_max=2)
+    it = ConnectionTracker(connections_max=3, per_user_max=2)
     for descriptor in range(5):
         it.came(descriptor, 0.0)
     it.introduce(0, "alice")
@@ -109,7 +113,7 @@ def test_connections_come_introduce_themselves_and_leave() -> None:
 
 
 def test_newcomers_are_overdue_in_time_and_in_number() -> None:
-    it = Lobby(10, 10)
+    it = ConnectionTracker(10, 10)
     it.came(1, 0.0)
     it.came(2, 5.0)
     it.introduce(1, "alice")
@@ -126,7 +130,7 @@ def test_newcomers_are_overdue_in_time_and_in_number() -> None:
     )
 )
 def test_counts_are_right_whatever_happens(steps: list[tuple[str, int, str]]) -> None:
-    it = Lobby(connections_max=4, per_user_max=2)
+    it = ConnectionTracker(connections_max=4, per_user_max=2)
     for what, descriptor, user in steps:
         match what:
             case "came":

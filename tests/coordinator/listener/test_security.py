@@ -1,4 +1,4 @@
-"""Doors over real tcp sockets with real keys: who gets in, what he may do there, and that nobody else notices."""
+"""Listeners over real tcp sockets with real keys: who gets in, what he may do there, and that nobody else notices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zmq
 
 from coordinator.listener import connection_tracker, rate_limiter
 from coordinator.listener import router as router_module
-from coordinator.listener.authentication import Door
+from coordinator.listener.authentication import CurveGuard
 from hisparse.client.client import open_client
 from protocol import messages
 from protocol.errors import CapacityError, ConfigError, HiSparseError, NotAllowed, NotFound, Unavailable, WrongState
@@ -51,11 +51,11 @@ async def test_a_key_opens_the_door_of_its_role_and_no_other(tmp_path: Path) -> 
             assert (await client.model()).name == "fake"
             assert (await alice.workers())[0].worker == "w0"
             assert await admin.drain() == ("w0: draining, 0 requests finish in place within 300 s",)
-        for door, role in (("admin", "client"), ("worker", "client"), ("client", "worker"), ("client", "admin")):
-            error = await refusal(it, door, it.key(role))
+        for listener, role in (("admin", "client"), ("worker", "client"), ("client", "worker"), ("client", "admin")):
+            error = await refusal(it, listener, it.key(role))
             assert isinstance(error, NotAllowed)
             assert f"the key of {role} {role}" in error.message
-            assert it.endpoint(door) == error.value
+            assert it.endpoint(listener) == error.value
         assert it.dropped("admin") == it.dropped("worker") == {"denied": 1}
         assert it.dropped("client") == {"denied": 2}
 
@@ -128,12 +128,12 @@ async def test_one_key_has_so_many_connections(tmp_path: Path) -> None:
 async def test_who_comes_back_to_a_full_house_waits_for_room(tmp_path: Path) -> None:
     """Connections that were lost may still be counted when their clients return."""
     async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=10.0) as client:
-        lobby_of = it.sockets["client"].lobby
-        lobby_of.per_user_max = 0
+        tracker_of = it.sockets["client"].connection_tracker
+        tracker_of.per_user_max = 0
         assert it.sockets["client"].cut_users({"client:bob"}) == 1
         await trio.sleep(0.5)
         assert client.reconnects == 0
-        lobby_of.per_user_max = 1
+        tracker_of.per_user_max = 1
         with trio.fail_after(SOON_S):
             assert (await client.welcome()).protocol == PROTOCOL_VERSION
         assert client.reconnects == 1
@@ -183,9 +183,9 @@ async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
 
 async def test_an_operators_verb_is_no_word_of_a_client(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it, it.client("bob") as bob:
-        for verb in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
+        for command in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
             with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
-                await verb
+                await command
 
 
 # ---------------------------------------------------------------- too much of it
@@ -327,8 +327,8 @@ async def test_a_worker_with_another_roles_key_ends_and_says_why(tmp_path: Path)
 def test_a_door_without_its_doorkeeper_stays_shut(tmp_path: Path) -> None:
     """libzmq would let everybody in who speaks CURVE, were it not told to insist."""
     keys = new_keys(tmp_path)
-    door = Door(key_files.read_server_key(keys), "client")
-    router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=door)
+    listener = CurveGuard(key_files.read_server_key(keys), "client")
+    router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=listener)
 
     async def knock() -> None:
         with trio.fail_after(SOON_S), pytest.raises(Unavailable):

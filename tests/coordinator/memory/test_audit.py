@@ -306,7 +306,7 @@ async def test_what_is_planted_while_it_runs_is_told_counted_and_repaired_if_saf
         lines = [record for record in caplog.records if record.getMessage().startswith("audit:")]
         assert kind in {record.fields["kind"] for record in lines}  # type: ignore[attr-defined]
         if kind in ("unreleased", "hot_chunks", "host_pages"):
-            assert any("submitted" in record.fields["story"] for record in lines)  # type: ignore[attr-defined]
+            assert any("submitted" in record.fields["history"] for record in lines)  # type: ignore[attr-defined]
         if is_repaired:
             await rig.run_until("r", "FINISHED")
             rig.check_nothing_leaked()

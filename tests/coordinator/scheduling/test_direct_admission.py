@@ -8,8 +8,8 @@ import torch
 
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
+from coordinator.scheduling.entries import Drain, Phase
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.placements import Drain, Phase
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
 from protocol.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_TOKEN, PREFILL, STAGED
@@ -42,20 +42,20 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
     fake = pair()
     fake.submit(0, 100, 300, full=True)
     (first,) = admits(fake.settle())
-    assert (first.worker.name, first.decoder, first.rung.hot_slots) == ("p0", "d0", NO_HOT_BUFFER)
+    assert (first.worker.name, first.decoder, first.hot_size.hot_slots) == ("p0", "d0", NO_HOT_BUFFER)
     assert first.memory.hot_chunks == 0
     pages = fake.entry(0).pages
     run_until(fake, lambda: is_running(fake, 0))
     assert fake.entry(0).worker == "d0"
     assert fake.entry(0).pages >= pages, "what was reserved for decoding stayed reserved"
-    states = [line.state for line in fake.live[0].state.story()]
+    states = [line.state for line in fake.live[0].state.history()]
     assert states == ["QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING"]
     run_to_end(fake)
     fake.check_nothing_leaked()
 
 
 @pytest.mark.parametrize(
-    ("roles", "way", "first", "decoder"),
+    ("roles", "prefill_mode", "first", "decoder"),
     [
         ((BOTH, BOTH), AUTO, BOTH, False),
         ((BOTH, BOTH), DIRECT, BOTH, True),
@@ -65,11 +65,11 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
         ((BOTH, DECODE), DIRECT, BOTH, True),
     ],
 )
-def test_the_way_is_each_requests_own(roles: tuple[str, str], way: str, first: str, decoder: bool) -> None:
+def test_the_way_is_each_requests_own(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
     fake = FakeCluster(1)
     for number, role in enumerate(roles):
         fake.add_worker(f"w{number}", "n0", role)
-    fake.submit(0, 100, 100, way=way)
+    fake.submit(0, 100, 100, prefill_mode=prefill_mode)
     (admit,) = admits(fake.settle())
     assert (admit.worker.capacity.role, bool(admit.decoder)) == (first, decoder)
     run_to_end(fake)
@@ -79,8 +79,8 @@ def test_both_kinds_run_in_one_worker_at_the_same_time() -> None:
     fake = FakeCluster(1, host_pages=100)
     fake.add_worker("p0", "n0", PREFILL)
     fake.add_worker("w0", "n0")
-    for slot, way in enumerate((DIRECT, STAGED)):
-        fake.submit(slot, 100, 500, way=way)
+    for slot, prefill_mode in enumerate((DIRECT, STAGED)):
+        fake.submit(slot, 100, 500, prefill_mode=prefill_mode)
     run_until(fake, lambda: is_running(fake, 0, 1))
     assert {fake.entry(slot).worker for slot in (0, 1)} == {"w0"}
 
@@ -103,9 +103,9 @@ def test_what_can_never_come_is_refused_with_the_reason() -> None:
         check_fits(length, [first, ("d0", small)])
     with pytest.raises(CapacityError, match="slab pages, p0 has 2"):
         check_fits(length, [("p0", capacity(PREFILL, slab_pages=2)), ("d0", large)], DIRECT)
-    for way, workers in ((STAGED, [first, ("d0", large)]), (DIRECT, [("w0", capacity())]), (AUTO, [first])):
-        with pytest.raises(Unavailable, match=f"admission={way}: no worker prefills"):
-            check_fits(length, workers, way)
+    for prefill_mode, workers in ((STAGED, [first, ("d0", large)]), (DIRECT, [("w0", capacity())]), (AUTO, [first])):
+        with pytest.raises(Unavailable, match=f"prefill_mode={prefill_mode}: no worker prefills"):
+            check_fits(length, workers, prefill_mode)
 
 
 # ---------------------------------------------------------------- all or nothing, and in order
@@ -133,9 +133,9 @@ def test_promised_memory_is_given_to_nobody_of_lower_rank() -> None:
     fake.submit(1, 100, 100)
     fake.submit(2, 100, 100, priority=1)
     assert [it.entry.slot for it in admits(fake.settle())] == [2], "only a better-ranked request comes between"
-    assert fake.dispatch.roster.promised.keys() == {0, 2}
+    assert fake.dispatch.placement_table.promised.keys() == {0, 2}
     run_to_end(fake)
-    assert fake.dispatch.roster.promised == {}
+    assert fake.dispatch.placement_table.promised == {}
     assert first.entry.slot == 0
 
 
@@ -188,7 +188,7 @@ def test_a_lost_decode_worker_costs_no_prompt() -> None:
     run_until(fake, lambda: state(fake, 0) is State.PREFILLED)
     fake.add_worker("d1", "n0", DECODE)
     run_until(fake, lambda: is_running(fake, 0))
-    assert [line.event for line in fake.live[0].state.story()].count("staged") == 1
+    assert [line.event for line in fake.live[0].state.history()].count("staged") == 1
 
 
 def test_a_draining_decode_worker_is_promised_nothing() -> None:

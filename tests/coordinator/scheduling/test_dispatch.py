@@ -8,10 +8,10 @@ from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import Admit
-from coordinator.scheduling.dispatch import NOTHING, Dispatch, Heard
+from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
 from coordinator.scheduling.effects import Step
+from coordinator.scheduling.entries import Phase, RequestEntry, Worker
 from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
-from coordinator.scheduling.placements import Entry, Phase, Worker
 from protocol.sizing import Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -24,7 +24,7 @@ class Desk:
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
         self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort())
         self.hear(self.dispatch.worker_up(self.worker))
-        self.entry = self.dispatch.roster.add(7, 0, 100, 300)
+        self.entry = self.dispatch.placement_table.add(7, 0, 100, 300)
         self.settle()
         for stage in (Stage.STAGED, Stage.STARTED):
             self.hear(self.dispatch.progressed(Progressed(7, self.entry.admission, stage)))
@@ -37,14 +37,14 @@ class Desk:
                 apply(self.ledger, step.change)
         return list(plan)
 
-    def hear(self, heard: Heard) -> Heard:
+    def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
             apply(self.ledger, step.change)
-        self.dispatch.roster.check_invariants(lambda _: self.ledger)
+        self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         self.ledger.check_invariants()
         return heard
 
-    def depart(self, durable_tokens: int, *, final: bool = False) -> Heard:
+    def depart(self, durable_tokens: int, *, final: bool = False) -> Effects:
         return self.hear(self.dispatch.departed(Departed(7, self.entry.admission, durable_tokens, final), 40))
 
 
@@ -53,7 +53,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def steps(heard: Heard) -> list[object]:
+def steps(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 
@@ -82,7 +82,7 @@ def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: 
     assert desk.settle() == []
     assert (desk.entry.phase, desk.ledger.pages_free) == (Phase.CLOSING, 32)
     desk.dispatch.closed(7)
-    assert not desk.dispatch.roster.entries
+    assert not desk.dispatch.placement_table.entries
 
 
 def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) -> None:
@@ -102,7 +102,7 @@ def test_whoever_is_over_is_not_admitted_again(desk: Desk) -> None:
     desk.depart(0, final=True)
     assert desk.settle() == []
     desk.dispatch.closed(7)
-    assert desk.dispatch.roster.entries == {}
+    assert desk.dispatch.placement_table.entries == {}
 
 
 @pytest.mark.parametrize("departed", [True, False], ids=["departed", "admitted again"])
@@ -148,7 +148,7 @@ def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -
 
 
 def test_staged_gives_the_slab_back(desk: Desk) -> None:
-    other: Entry = desk.dispatch.roster.add(8, 0, 100, 300)
+    other: RequestEntry = desk.dispatch.placement_table.add(8, 0, 100, 300)
     desk.settle()
     heard = desk.hear(desk.dispatch.progressed(Progressed(8, other.admission, Stage.STAGED)))
     assert steps(heard) == [Shrink(other.admission, Memory(slab_pages=2))]

@@ -1,4 +1,4 @@
-"""The transition table: stories told by hand, and every order of events that hypothesis finds."""
+"""The transition table: histories told by hand, and every order of events that hypothesis finds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from coordinator.scheduling.events import (
     LinkStats,
     Lost,
     Progressed,
+    RequestCommand,
     Resized,
     Resume,
     Retract,
     Stage,
-    Verb,
 )
 from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
-from coordinator.scheduling.request_state import STORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
+from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 from protocol import messages
 from protocol.errors import InternalError, WrongState
 
@@ -51,7 +51,7 @@ def admit(admission: int, durable: int = 0, *, prefills_only: bool = False) -> A
     return Admitted(command, "w0", FakePort(), "fits")
 
 
-class Story:
+class History:
     """A request and what it did so far."""
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ def finish(admission: int, generated: int) -> list[object]:
 
 
 def test_a_request_runs_to_its_end() -> None:
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    actions = story.tell(*finish(1, 7))
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    actions = history.tell(*finish(1, 7))
     assert actions[1:] == [Departed(3, 1, 0, True), Ending(3, "r", "FINISHED", "eos", 7, "tail"), Closed(3)]
-    states = [line.state for line in story.request.story()]
+    states = [line.state for line in history.request.history()]
     assert states == ["QUEUED", "PREFILLING", "READY", "RUNNING", "RELEASING", "FINISHED"]
 
 
@@ -92,14 +92,14 @@ def test_a_request_runs_to_its_end() -> None:
 )
 def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, durable: int, kept: int) -> None:
     """The next step feeds the token at position `durable`: it must be known, and past the prompt."""
-    story = Story()
-    story.run()
-    story.rows = Rows(generated, durable)
-    assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert story.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, False)]
-    assert story.request.state == (State.RETRACTED if kept else State.QUEUED)
-    story.tell(admit(2, kept))
-    assert story.request.state == (State.READY if kept else State.PREFILLING)
+    history = History()
+    history.run()
+    history.rows = Rows(generated, durable)
+    assert history.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
+    assert history.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, False)]
+    assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
+    history.tell(admit(2, kept))
+    assert history.request.state == (State.READY if kept else State.PREFILLING)
 
 
 @pytest.mark.parametrize(
@@ -109,85 +109,89 @@ def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, dura
 )
 def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, first_token: int, kept: int) -> None:
     """A first token that a stop string may begin in is not said, but decoding goes on from it."""
-    story = Story()
-    story.tell(admit(1, prefills_only=True))
-    assert story.tell(messages.Staged(1, 1.0, 1.0)) == [Progressed(3, 1, Stage.STAGED)]
-    assert story.request.state is State.TRANSFERRING
-    story.rows = Rows(generated, PROMPT)
-    assert story.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
-    assert story.request.state == (State.PREFILLED if kept else State.QUEUED)
-    assert story.request.retractions == 0
+    history = History()
+    history.tell(admit(1, prefills_only=True))
+    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [Progressed(3, 1, Stage.STAGED)]
+    assert history.request.state is State.TRANSFERRING
+    history.rows = Rows(generated, PROMPT)
+    assert history.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
+    assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
+    assert history.request.retractions == 0
     if kept:
-        story.tell(Retract(True, True, "operator"))
-        assert story.request.state is State.RETRACTED
-        story.tell(Resume("operator"), admit(2, kept))
-        assert story.request.state is State.READY
-        story.tell(messages.Started(2))
-        assert story.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+        history.tell(Retract(True, True, "operator"))
+        assert history.request.state is State.RETRACTED
+        history.tell(Resume("operator"), admit(2, kept))
+        assert history.request.state is State.READY
+        history.tell(messages.Started(2))
+        assert history.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
 
 
 def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
-    story = Story()
-    story.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
-    story.rows = Rows(0, 0)
-    assert story.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
-    assert story.request.state is State.QUEUED
+    history = History()
+    history.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
+    history.rows = Rows(0, 0)
+    assert history.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
+    assert history.request.state is State.QUEUED
 
 
 def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    story.tell(Retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
-    assert (story.request.state, story.request.kept_tokens) == (State.QUEUED, 0)
-    story.tell(Retract(True, True, "operator"))
-    assert (story.request.state, story.request.held) == (State.RETRACTED, True)
-    story.tell(Resume("operator"))
-    assert (story.request.state, story.request.held) == (State.QUEUED, False)
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(Retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
+    history.tell(Retract(True, True, "operator"))
+    assert (history.request.state, history.request.held) == (State.RETRACTED, True)
+    history.tell(Resume("operator"))
+    assert (history.request.state, history.request.held) == (State.QUEUED, False)
 
 
 def test_an_operator_holds_what_policy_is_retracting() -> None:
     """The late retract adds its wishes to the one under way; only one Withdraw is sent."""
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    assert story.tell(Retract(True, False, "GPU pressure"), Retract(False, True, "operator")) == [messages.Withdraw(1)]
-    story.tell(messages.Released(1, 106, 0, 0))
-    assert (story.request.state, story.request.held, story.request.kept_tokens) == (State.RETRACTED, True, 0)
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    assert history.tell(Retract(True, False, "GPU pressure"), Retract(False, True, "operator")) == [
+        messages.Withdraw(1)
+    ]
+    history.tell(messages.Released(1, 106, 0, 0))
+    assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
 
 def test_policy_cannot_undo_what_an_operator_wished() -> None:
     """The other way round: a late retract by policy neither lets go nor keeps."""
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    story.tell(Retract(False, True, "operator"), Retract(True, False, "GPU pressure"), messages.Released(1, 106, 0, 0))
-    assert (story.request.state, story.request.held, story.request.kept_tokens) == (State.RETRACTED, True, 0)
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(
+        Retract(False, True, "operator"), Retract(True, False, "GPU pressure"), messages.Released(1, 106, 0, 0)
+    )
+    assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
 
 def test_finishing_overtakes_a_retraction() -> None:
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    story.tell(Retract(True, True, "operator"), *finish(1, 7))
-    assert story.request.state is State.FINISHED
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    history.tell(Retract(True, True, "operator"), *finish(1, 7))
+    assert history.request.state is State.FINISHED
 
 
 def test_the_first_decision_stands() -> None:
     """I5: an abort and the worker's Finished cross; the request ends once, as decided first."""
-    story = Story()
-    story.run()
-    story.rows = Rows(7, 106)
-    actions = story.tell(End("ABORTED", "by client"), *finish(1, 7))
+    history = History()
+    history.run()
+    history.rows = Rows(7, 106)
+    actions = history.tell(End("ABORTED", "by client"), *finish(1, 7))
     assert [a for a in actions if isinstance(a, Ending)] == [Ending(3, "r", "ABORTED", "by client", 7)]
 
 
 def test_tokens_that_never_arrived_fail_the_request() -> None:
     """I5: its client would see a gap."""
-    story = Story()
-    story.run()
-    story.rows = Rows(5, 100)
-    ending = story.tell(*finish(1, 7))[-2]
+    history = History()
+    history.run()
+    history.rows = Rows(5, 100)
+    ending = history.tell(*finish(1, 7))[-2]
     assert ending == Ending(3, "r", "FAILED", "the worker counts 7 tokens, 5 arrived", 5)
 
 
@@ -205,104 +209,104 @@ def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
     proved: bool, durable: int, kept: int, state: State
 ) -> None:
     """I2, I3: a process not proved gone may still write its partial page."""
-    story = Story()
-    story.run()
-    story.rows = Rows(60, durable)
-    assert story.tell(Lost(1, proved, "no heartbeat for 5 s")) == [Departed(3, 1, kept, False)]
-    assert story.request.state is state
-    assert story.tell(messages.Released(1, 106, 0, 0)) == []
+    history = History()
+    history.run()
+    history.rows = Rows(60, durable)
+    assert history.tell(Lost(1, proved, "no heartbeat for 5 s")) == [Departed(3, 1, kept, False)]
+    assert history.request.state is state
+    assert history.tell(messages.Released(1, 106, 0, 0)) == []
 
 
 def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
-    story = Story()
-    story.run()
+    history = History()
+    history.run()
     grant = Given(messages.Grant(1, b"", 1, 0))
-    assert story.tell(grant) == [grant.command]
-    story.tell(End("ABORTED", "by client"))
-    assert story.tell(grant) == []
+    assert history.tell(grant) == [grant.command]
+    history.tell(End("ABORTED", "by client"))
+    assert history.tell(grant) == []
 
 
-def test_a_story_is_bounded_and_says_so() -> None:
+def test_a_history_is_bounded_and_says_so() -> None:
     """I8."""
-    story = Story()
-    story.run()
+    history = History()
+    history.run()
     for _ in range(200):
-        story.tell(messages.Parked(1), Given(messages.Grant(1, b"", 1, 0)))
-    lines = story.request.story()
-    assert len(lines) == STORY_LINES_MAX + 1
+        history.tell(messages.Parked(1), Given(messages.Grant(1, b"", 1, 0)))
+    lines = history.request.history()
+    assert len(lines) == HISTORY_LINES_MAX + 1
     assert lines[0].event == "submitted"
-    assert lines[1].reason == f"{203 - (STORY_LINES_MAX - 1)} lines dropped"
+    assert lines[1].reason == f"{203 - (HISTORY_LINES_MAX - 1)} lines dropped"
 
 
 def test_what_a_worker_says_twice_is_heard_once() -> None:
     """I8: a worker cannot make a request flood the Scheduler."""
-    story = Story()
-    story.run()
-    assert story.tell(messages.Parked(1), messages.Parked(1)) == [Progressed(3, 1, Stage.PARKED)]
-    story.tell(Given(messages.Resize(1, 128, 3)))
+    history = History()
+    history.run()
+    assert history.tell(messages.Parked(1), messages.Parked(1)) == [Progressed(3, 1, Stage.PARKED)]
+    history.tell(Given(messages.Resize(1, 128, 3)))
     with pytest.raises(IllegalEventError):
-        story.tell(messages.Resized(1, 128, 5))
-    assert story.tell(messages.Resized(1, 128, 3)) == [Resized(3, 1)]
+        history.tell(messages.Resized(1, 128, 5))
+    assert history.tell(messages.Resized(1, 128, 3)) == [Resized(3, 1)]
     with pytest.raises(IllegalEventError):
-        story.tell(messages.Resized(1, 128, 3))
-    story.tell(Retract(True, False, "GPU pressure"))
-    assert story.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
+        history.tell(messages.Resized(1, 128, 3))
+    history.tell(Retract(True, False, "GPU pressure"))
+    assert history.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
 
 
 @pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])
 def test_an_event_of_a_departed_admission_does_nothing(event: messages.Event) -> None:
-    story = Story()
-    story.run()
-    story.tell(Lost(1, False, "gone"))
-    assert story.tell(event) == []
+    history = History()
+    history.run()
+    history.tell(Lost(1, False, "gone"))
+    assert history.tell(event) == []
 
 
-def test_what_cannot_be_said_is_refused_with_the_story_and_changes_nothing() -> None:
-    story = Story()
-    story.tell(admit(1))
-    before = copy.deepcopy(story.request.__dict__)
+def test_what_cannot_be_said_is_refused_with_the_history_and_changes_nothing() -> None:
+    history = History()
+    history.tell(admit(1))
+    before = copy.deepcopy(history.request.__dict__)
     with pytest.raises(
         IllegalEventError, match=r"started cannot come to a request that is PREFILLING .*submitted admitted"
     ):
-        story.tell(messages.Started(1))
-    assert story.request.__dict__ == before
+        history.tell(messages.Started(1))
+    assert history.request.__dict__ == before
     with pytest.raises(InternalError, match="admitted cannot come"):
-        story.tell(admit(2))
-    assert story.request.__dict__ == before
+        history.tell(admit(2))
+    assert history.request.__dict__ == before
 
 
 @pytest.mark.parametrize(
-    ("verb", "states"),
+    ("command", "states"),
     [
         (
-            Verb.ABORT,
+            RequestCommand.ABORT,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
         (
-            Verb.RETRACT,
+            RequestCommand.RETRACT,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
         (
-            Verb.RESIZE,
+            RequestCommand.RESIZE,
             {"QUEUED", "PREFILLING", "TRANSFERRING", "PREFILLED", "READY", "RUNNING", "RETRACTING", "RETRACTED"},
         ),
-        (Verb.RESUME, set()),
+        (RequestCommand.RESUME, set()),
     ],
 )
-def test_an_operator_may_ask_only_for_what_makes_sense(verb: Verb, states: set[str]) -> None:
+def test_an_operator_may_ask_only_for_what_makes_sense(command: RequestCommand, states: set[str]) -> None:
     for state in State:
         request = RequestState("r", 3, PROMPT, now=0.0)
         request.state = state
         if state in states:
-            request.check_verb(verb)
+            request.check_command(command)
         else:
-            with pytest.raises(WrongState, match=f"cannot {verb.value} a request that is {state}") as caught:
-                request.check_verb(verb)
+            with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
+                request.check_command(command)
             assert caught.value.remedy
     request.state, request.held = State.RETRACTED, True
-    request.check_verb(Verb.RESUME)
+    request.check_command(RequestCommand.RESUME)
     with pytest.raises(WrongState, match=r"cannot retract a request that is RETRACTED \(held\)"):
-        request.check_verb(Verb.RETRACT)
+        request.check_command(RequestCommand.RETRACT)
 
 
 def test_every_state_leads_to_an_end() -> None:

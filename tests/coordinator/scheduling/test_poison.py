@@ -115,14 +115,14 @@ def test_suspects_are_tried_one_at_a_time_and_among_those_who_have_proved_harmle
     seen: list[set[int]] = []
     for _ in range(60):
         fake.round()
-        suspects = fake.dispatch.roster.suspects
-        on = list(fake.dispatch.roster.on("w0"))
-        tried = [entry for entry in on if entry in suspects and entry.generated <= entry.mark]
+        poison_detector = fake.dispatch.placement_table.poison_detector
+        on = list(fake.dispatch.placement_table.on("w0"))
+        tried = [entry for entry in on if entry in poison_detector and entry.generated <= entry.mark]
         assert len(tried) <= 1
         seen.append({entry.slot for entry in on})
     assert seen[0] == {0}
     assert {0, 1, 2, 3, 4} in seen
-    assert not fake.dispatch.roster.suspects
+    assert not fake.dispatch.placement_table.poison_detector
 
 
 def test_a_cut_link_and_a_worker_that_emptied_itself_are_no_strikes() -> None:
@@ -130,7 +130,7 @@ def test_a_cut_link_and_a_worker_that_emptied_itself_are_no_strikes() -> None:
     fake.submit(0, 100, 300, full=True)
     for _ in range(2 * POISON_STRIKES):
         fake.settle()
-        worker = fake.dispatch.roster.workers["w0"]
+        worker = fake.dispatch.placement_table.workers["w0"]
         fake.lose_worker("w0", proved=False)
         fake.take(fake.dispatch.worker_exited(worker.name, worker.epoch, died=False))
         fake.zombies.clear()
@@ -152,7 +152,7 @@ def test_a_death_proved_after_its_passenger_ended_makes_nobody_a_suspect() -> No
     fake.take(fake.dispatch.end(fake.entry(0), "ABORTED", "client"))
     assert fake.outcomes() == {"ABORTED": [0]}
     fake.prove_exit(fake.zombies[0])
-    assert not fake.dispatch.roster.suspects
+    assert not fake.dispatch.placement_table.poison_detector
 
 
 def test_a_death_proved_late_does_not_touch_who_has_come_further_since() -> None:
@@ -167,4 +167,4 @@ def test_a_death_proved_late_does_not_touch_who_has_come_further_since() -> None
             fake.round()
         fake.prove_exit(fake.zombies[0])
     assert fake.entry(0).strikes == 1
-    assert not fake.dispatch.roster.suspects
+    assert not fake.dispatch.placement_table.poison_detector

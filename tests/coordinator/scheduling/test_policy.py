@@ -1,4 +1,4 @@
-"""Policy: stories told by hand, and a cluster that hypothesis drives into every state that it can reach.
+"""Policy: histories told by hand, and a cluster that hypothesis drives into every state that it can reach.
 
 Whatever has happened, once links deliver and workers make progress, every request that is not held ends: there is no
 livelock. On the way: strict rank order, no victim of the top rank, no page in two hands (I1, I2), no leak.
@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
+from coordinator.scheduling.entries import Drain
 from coordinator.scheduling.lifecycle import TERMINAL, State
-from coordinator.scheduling.placements import Drain
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import RESIDENT, Length, Rung, misfit
+from protocol.sizing import RESIDENT, HotSize, Length, misfit
 from tests.support.fakes.fake_cluster import FakeCluster
 
 ROUNDS_MAX = 2_000
@@ -87,7 +87,7 @@ def test_one_request_alone_is_resident() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 300)
     run_until(fake, lambda: is_running(fake, 0))
-    assert fake.entry(0).hot == Rung(RESIDENT, fake.entry(0).pages)
+    assert fake.entry(0).hot == HotSize(RESIDENT, fake.entry(0).pages)
 
 
 def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
@@ -117,29 +117,29 @@ def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
     assert (hot(fake, 0), hot(fake, 1)) == (RESIDENT, RESIDENT)
     fake.submit(2, 320, 64)
     fake.settle()
-    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (Rung(256, 5), None)
+    assert (fake.entry(0).resizing, fake.entry(1).resizing) == (HotSize(256, 5), None)
 
 
 def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 3_000, full=True)
-    fake.dispatch.roster.force(fake.entry(0), 128)
+    fake.dispatch.placement_table.force(fake.entry(0), 128)
     run_until(fake, lambda: is_running(fake, 0))
-    fake.dispatch.roster.force(fake.entry(0), NO_HOT_BUFFER)
-    fake.dispatch.roster.workers["w0"].shrunk_at = fake.now
+    fake.dispatch.placement_table.force(fake.entry(0), NO_HOT_BUFFER)
+    fake.dispatch.placement_table.workers["w0"].shrunk_at = fake.now
     assert fake.settle(tick=True) == []
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
     assert isinstance(decision, decisions.Resize)
-    assert decision.rung == Rung(256, 5)
+    assert decision.hot_size == HotSize(256, 5)
 
 
 def test_growing_leaves_a_reserve() -> None:
     fake = cluster(hot_chunks=16, host_pages=2000, index_pages=2000)
     fake.submit(0, 830, LONG)  # 15 pages and more to come: resident would leave 1 of 16 chunks
-    fake.dispatch.roster.force(fake.entry(0), 256)
+    fake.dispatch.placement_table.force(fake.entry(0), 256)
     run_until(fake, lambda: is_running(fake, 0) and hot(fake, 0) == 256)
-    fake.dispatch.roster.force(fake.entry(0), NO_HOT_BUFFER)
+    fake.dispatch.placement_table.force(fake.entry(0), NO_HOT_BUFFER)
     fake.now += 2 * GROW_QUIET_S
     assert fake.settle(tick=True) == []
 
@@ -147,13 +147,13 @@ def test_growing_leaves_a_reserve() -> None:
 def test_a_forced_size_is_left_alone_and_dropped_where_it_cannot_hold() -> None:
     fake = cluster(hot_chunks=12, host_pages=400, index_pages=400)
     fake.submit(0, 200, 300)
-    fake.dispatch.roster.force(fake.entry(0), 256)
+    fake.dispatch.placement_table.force(fake.entry(0), 256)
     run_until(fake, lambda: is_running(fake, 0))
     assert hot(fake, 0) == 256
-    fake.dispatch.roster.force(fake.entry(0), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(0), RESIDENT)
     run_until(fake, lambda: hot(fake, 0) == RESIDENT)
     fake.submit(1, 300, 900)  # 19 pages at its longest, 12 chunks in all
-    fake.dispatch.roster.force(fake.entry(1), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(1), RESIDENT)
     run_to_end(fake)
     assert fake.retracted == []
 
@@ -163,16 +163,16 @@ def test_a_resident_out_of_chunks_shrinks_itself_unless_somebody_larger_can() ->
         fake = cluster(hot_chunks=16 if larger == 400 else 20)
         fake.submit(0, larger, 60)  # 8 or 12 pages
         fake.submit(1, 300, 2_000, full=True)  # 7 pages and growing
-        fake.dispatch.roster.force(fake.entry(1), RESIDENT)
+        fake.dispatch.placement_table.force(fake.entry(1), RESIDENT)
         run_until(fake, lambda f=fake: is_running(f, 0, 1))  # type: ignore[misc]
-        fake.dispatch.roster.force(fake.entry(1), NO_HOT_BUFFER)
+        fake.dispatch.placement_table.force(fake.entry(1), NO_HOT_BUFFER)
         assert run_until_resized(fake, 1) == shrunk
 
 
 def test_a_forced_resident_out_of_chunks_makes_its_inferiors_go() -> None:
     fake = cluster(hot_chunks=15)
     fake.submit(0, 300, 500, full=True)  # 13 chunks at its longest
-    fake.dispatch.roster.force(fake.entry(0), RESIDENT)
+    fake.dispatch.placement_table.force(fake.entry(0), RESIDENT)
     fake.submit(1, 300, 500, full=True)
     run_until(fake, lambda: bool(fake.retracted))
     assert [(entry.slot, cause) for entry, cause in fake.retracted] == [(1, Cause.GPU_MEMORY)]
@@ -196,7 +196,7 @@ def test_a_request_with_all_it_may_ever_hold_is_no_longer_starving() -> None:
     run_until(fake, lambda: is_running(fake, 0))
     fake.dispatch.starve(fake.entry(0))
     assert fake.settle() == []
-    assert not fake.dispatch.roster.starving
+    assert not fake.dispatch.placement_table.starving
 
 
 # ---------------------------------------------------------------- pressure
@@ -341,13 +341,13 @@ def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -
     for slot in range(3):
         fake.submit(slot, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0, 1, 2))
-    crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.roster.workers[name].requests)
+    crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.placement_table.workers[name].requests)
     fake.drain_worker(crowded, Drain(1e9, handover=True))
     rows = {slot: len(fake.live[slot].tokens) for slot in range(3)}
     for _ in range(5):
         fake.round()
     assert [cause for _, cause in fake.retracted] == [Cause.HANDOVER]
-    assert fake.dispatch.roster.workers[crowded].requests == 1
+    assert fake.dispatch.placement_table.workers[crowded].requests == 1
     assert is_running(fake, 0, 1, 2)
     assert all(len(fake.live[slot].tokens) >= rows[slot] for slot in range(3))
 
@@ -363,7 +363,7 @@ def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() ->
     for _ in range(5):
         fake.round()
     assert state(fake, 0) is State.RETRACTED
-    assert fake.dispatch.roster.workers["w0"].requests == 0
+    assert fake.dispatch.placement_table.workers["w0"].requests == 0
     fake.drain_worker("w0", None)
     run_to_end(fake)
 
@@ -474,7 +474,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def operator_forces_a_size(self, data: st.DataObject, hot_slots: int) -> None:
         slot = self.some_request(data)
         if slot is not None:
-            self.cluster.dispatch.roster.force(self.cluster.entry(slot), hot_slots)
+            self.cluster.dispatch.placement_table.force(self.cluster.entry(slot), hot_slots)
 
     @rule(data=st.data())
     def client_aborts(self, data: st.DataObject) -> None:

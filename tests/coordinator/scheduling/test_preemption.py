@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.scheduling.placements import Entry, Worker
-from coordinator.scheduling.preemption import Needs, Remedy, find_remedy
-from coordinator.scheduling.scheduling_state import Roster
-from protocol.sizing import RESIDENT, Memory, Rung
+from coordinator.scheduling.entries import RequestEntry, Worker
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.preemption import Needs, Preemption, find_preemption
+from protocol.sizing import RESIDENT, HotSize, Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 NONE_FREE = Needs(0, 0, 0, 0, 0)
 
 
 class Stage:
-    """A roster with requests put where the test wants them."""
+    """A placement_table with requests put where the test wants them."""
 
     def __init__(self) -> None:
-        self.roster = Roster()
+        self.placement_table = PlacementTable()
         self.worker = self.add_worker("w0")
         self.slots = 0
 
     def add_worker(self, name: str) -> Worker:
         worker = Worker(name, "n0", 1, capacity(seats=99, hot_chunks=99), MODEL, FakePort())
-        self.roster.add_worker(worker)
+        self.placement_table.add_worker(worker)
         return worker
 
-    def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> Entry:
+    def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestEntry:
         self.slots += 1
-        entry = self.roster.add(self.slots, priority, 64, 640)
+        entry = self.placement_table.add(self.slots, priority, 64, 640)
         if kept:
-            self.place(entry, Rung(RESIDENT, kept), kept)
-            self.roster.leave(entry, frees_pages=False)
-            self.roster.depart(entry, kept * 64, kept)
-        self.roster.hold(entry, held)
+            self.place(entry, HotSize(RESIDENT, kept), kept)
+            self.placement_table.leave(entry, frees_pages=False)
+            self.placement_table.depart(entry, kept * 64, kept)
+        self.placement_table.hold(entry, held)
         return entry
 
-    def place(self, entry: Entry, rung: Rung, pages: int, slab_pages: int = 0, worker: Worker | None = None) -> None:
-        self.roster.admit(entry, worker or self.worker, Memory(pages, rung.hot_chunks, pages, slab_pages), rung)
+    def place(
+        self, entry: RequestEntry, hot_size: HotSize, pages: int, slab_pages: int = 0, worker: Worker | None = None
+    ) -> None:
+        self.placement_table.admit(
+            entry, worker or self.worker, Memory(pages, hot_size.hot_chunks, pages, slab_pages), hot_size
+        )
 
-    def running(self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: Worker | None = None) -> Entry:
+    def running(
+        self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: Worker | None = None
+    ) -> RequestEntry:
         entry = self.waiting(priority)
-        rung = Rung({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)
-        self.place(entry, rung, pages, worker=worker)
-        self.roster.start(entry)
+        hot_size = HotSize({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)
+        self.place(entry, hot_size, pages, worker=worker)
+        self.placement_table.start(entry)
         return entry
 
-    def remedy(self, need: Needs, asker: Entry, free: Needs = NONE_FREE) -> Remedy | None:
-        return find_remedy(self.roster, self.worker, free, need, asker)
+    def remedy(self, need: Needs, asker: RequestEntry, free: Needs = NONE_FREE) -> Preemption | None:
+        return find_preemption(self.placement_table, self.worker, free, need, asker)
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def stage() -> Stage:
 
 def test_what_leaving_requests_hold_is_waited_for(stage: Stage) -> None:
     leaving = stage.running(chunks=5)
-    stage.roster.leave(leaving, frees_pages=True)
+    stage.placement_table.leave(leaving, frees_pages=True)
     remedy = stage.remedy(Needs(1, 5, 10, 0, 10), stage.waiting())
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
@@ -67,9 +73,9 @@ def test_what_leaving_requests_hold_is_waited_for(stage: Stage) -> None:
 def test_pages_that_a_leaving_request_keeps_are_not_on_their_way(stage: Stage) -> None:
     """Unless they can be demoted then: if it is lower-ranked, or held."""
     asker, keeper = stage.waiting(), stage.running(priority=1)
-    stage.roster.leave(keeper, frees_pages=False)
+    stage.placement_table.leave(keeper, frees_pages=False)
     assert stage.remedy(Needs(1, 0, 0, 0, 1), asker) is None
-    stage.roster.hold(keeper, True)
+    stage.placement_table.hold(keeper, True)
     remedy = stage.remedy(Needs(1, 0, 0, 0, 1), asker)
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
@@ -79,7 +85,7 @@ def test_a_starting_request_will_give_its_slab_and_what_it_can_shrink(stage: Sta
     """It cannot be resized yet, but soon: nobody is retracted for what patience brings."""
     lowest = stage.running(priority=-1, chunks=3)
     starting = stage.waiting()
-    stage.place(starting, Rung(RESIDENT, 10), 10, slab_pages=4)
+    stage.place(starting, HotSize(RESIDENT, 10), 10, slab_pages=4)
     remedy = stage.remedy(Needs(0, 7, 0, 4, 0), stage.waiting())
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
@@ -90,10 +96,10 @@ def test_shrinking_takes_from_the_largest_one_rung_at_a_time(stage: Stage) -> No
     stage.running(priority=9, chunks=5, pages=30)
     larger, largest = stage.running(priority=9, chunks=12, pages=12), stage.running(chunks=20, pages=20)
     asker = stage.waiting()
-    assert stage.remedy(Needs(0, 15, 0, 0, 0), asker).shrink == [(largest, Rung(256, 5))]  # type: ignore[union-attr]
+    assert stage.remedy(Needs(0, 15, 0, 0, 0), asker).shrink == [(largest, HotSize(256, 5))]  # type: ignore[union-attr]
     both = stage.remedy(Needs(0, 16, 0, 0, 0), asker)
     assert both is not None
-    assert both.shrink == [(largest, Rung(256, 5)), (larger, Rung(256, 5))]
+    assert both.shrink == [(largest, HotSize(256, 5)), (larger, HotSize(256, 5))]
     assert both.will_be_free.chunks == 22
 
 
@@ -105,7 +111,7 @@ def test_a_victim_gives_its_chunks_once(stage: Stage) -> None:
     assert remedy is not None
     assert (remedy.retract, remedy.shrink) == ([victim], [])
     assert stage.remedy(Needs(1, 11, 0, 0, 0), asker) is None
-    stage.roster.resize(victim, Rung(128, 3), 0.0)
+    stage.placement_table.resize(victim, HotSize(128, 3), 0.0)
     assert stage.remedy(Needs(0, 7, 0, 0, 0), asker).cost == (0, 0, 0, 0)  # type: ignore[union-attr]
     assert stage.remedy(Needs(1, 10, 0, 0, 0), asker) is not None
     assert stage.remedy(Needs(1, 11, 0, 0, 0), asker) is None
@@ -113,7 +119,7 @@ def test_a_victim_gives_its_chunks_once(stage: Stage) -> None:
 
 def test_a_starting_victim_gives_its_memory_once(stage: Stage) -> None:
     asker, victim = stage.waiting(priority=1), stage.waiting()
-    stage.place(victim, Rung(RESIDENT, 10), 10, slab_pages=4)
+    stage.place(victim, HotSize(RESIDENT, 10), 10, slab_pages=4)
     assert stage.remedy(Needs(1, 10, 10, 4, 0), asker) is not None
     assert stage.remedy(Needs(1, 11, 10, 4, 0), asker) is None
     assert stage.remedy(Needs(1, 10, 10, 5, 0), asker) is None

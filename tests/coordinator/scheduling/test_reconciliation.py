@@ -11,15 +11,15 @@ import pytest
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
-from coordinator.scheduling.dispatch import Dispatch, Heard
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.entries import Phase, RequestEntry, Worker
 from coordinator.scheduling.events import Adopted, Lost, Retract
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.placements import Entry, Phase, Worker
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
-from protocol.sizing import NO_RUNG, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
@@ -36,20 +36,20 @@ class Desk:
         self.ledger.reserve(1, "w0", memory)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
         self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
-        roster = self.dispatch.roster
-        roster.go_on_from(arrivals=1, admissions=1)
-        roster.add_worker(self.worker)
-        self.entry: Entry = roster.recover(7, (0, 1), 100, 300, 30)
-        roster.recover_stay(self.entry, "n0", "w0", 1, memory)
-        roster.recover_place(self.entry, self.worker)
-        roster.check_invariants(lambda _: self.ledger)
+        placement_table = self.dispatch.placement_table
+        placement_table.go_on_from(arrivals=1, admissions=1)
+        placement_table.add_worker(self.worker)
+        self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
+        placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
+        placement_table.recover_place(self.entry, self.worker)
+        placement_table.check_invariants(lambda _: self.ledger)
 
-    def adopt(self, *held: Held) -> Heard:
+    def adopt(self, *held: Held) -> Effects:
         heard = adopt(self.dispatch, self.worker, held, self.ledger)
         for step in heard.steps:
             apply(self.ledger, step.change)
         self.ledger.check_invariants()
-        self.dispatch.roster.check_invariants(lambda _: self.ledger)
+        self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
     def adopted(self, *held: Held) -> Adopted:
@@ -64,7 +64,7 @@ def held(**changes: Any) -> Held:
 
 def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
     desk = Desk()
-    desk.dispatch.roster.add(8, 0, 64, 64)
+    desk.dispatch.placement_table.add(8, 0, 64, 64)
     desk.dispatch.dirty = True
     assert desk.dispatch.plan(0.0, tick=True) == []
     desk.adopt(held())
@@ -90,7 +90,7 @@ def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
     grant = desk.adopted(held(host_pages=4, hot_chunks=4)).grant
     pages = desk.ledger.pages_of(1)
     assert grant == Grant(1, pages[4:].astype(np.int32).tobytes(), 2, 2)
-    assert desk.entry.hot == Rung(0, PAGES)
+    assert desk.entry.hot == HotSize(0, PAGES)
 
 
 def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
@@ -98,7 +98,7 @@ def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
     grant = desk.adopted(held(host_pages=4, hot_slots=128, hot_chunks=3)).grant
     assert grant is not None
     assert (grant.index_pages, grant.hot_chunks) == (2, 0)
-    assert desk.entry.hot == Rung(128, 3)
+    assert desk.entry.hot == HotSize(128, 3)
     assert desk.worker.managed == {7: desk.entry}
 
 
@@ -112,7 +112,7 @@ def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     adopted = desk.adopted(held(resizing=(128, 3)))
     assert adopted.resize == Resize(1, 128, 3)
-    assert (desk.entry.hot, desk.entry.resizing) == (Rung(0, PAGES), Rung(128, 3))
+    assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
     state.handle(adopted, Rows(30, 100), 1.0)
     assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.Resized(7, 1)]
@@ -138,7 +138,7 @@ def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
 def test_whoever_waits_for_pages_is_fed() -> None:
     desk = Desk()
     desk.adopt(held(is_parked=True))
-    assert desk.dispatch.roster.starving == {7: desk.entry}
+    assert desk.dispatch.placement_table.starving == {7: desk.entry}
 
 
 def test_what_is_not_there_any_more_has_departed() -> None:
@@ -163,7 +163,7 @@ def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: Held
     with pytest.raises(WrongState):
         desk.adopt(claims)
     assert desk.worker.awaited, "nothing changed"
-    assert desk.entry.hot != NO_RUNG
+    assert desk.entry.hot != NO_HOT_SIZE
 
 
 # ---------------------------------------------------------------- the request's side

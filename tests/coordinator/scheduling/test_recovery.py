@@ -110,9 +110,9 @@ async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.Mo
         assert life.states() == {"running!": "PREFILLING", "low": "QUEUED", "high": "QUEUED"}
         assert [row.request_id for row in life.scheduler.request_rows(9)] == ["high", "running!", "low"]
         assert life.links_of_before.expected == {("w0", 1): True}
-        story = life.scheduler.describe("low")[1]
-        assert [line.event for line in story] == ["submitted", "recovered"]
-        assert story[-1].reason == "the coordinator restarted; 0 tokens in the journal"
+        history = life.scheduler.describe("low")[1]
+        assert [line.event for line in history] == ["submitted", "recovered"]
+        assert history[-1].reason == "the coordinator restarted; 0 tokens in the journal"
         line = life.scheduler.describe("running!")[1][-1]
         assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
         life.check()
@@ -265,7 +265,7 @@ async def test_new_work_is_refused_while_the_journal_fails(autojump_clock: trio.
 
 def drained(life: Life) -> dict[str, float]:
     """Until when, in seconds since the epoch, and whether with handover (negative)."""
-    workers = life.scheduler._roster.workers.values()
+    workers = life.scheduler._placement_table.workers.values()
     return {it.name: (it.drain.deadline + 1e9) * (-1 if it.drain.handover else 1) for it in workers if it.drain}
 
 
@@ -359,7 +359,9 @@ async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_c
         link = await life.add_worker("w0")
         await life.submit("poison!", max_tokens=200)
         await life.settle()
-        life.scheduler._roster.suspects.recover(life.scheduler._roster.entries[0], POISON_STRIKES - 1, 200)
+        life.scheduler._placement_table.poison_detector.recover(
+            life.scheduler._placement_table.entries[0], POISON_STRIKES - 1, 200
+        )
         life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
         await life.settle()
         records = [record for group in life.store.groups for record in group]

@@ -1,4 +1,4 @@
-"""Scheduler, HostPool and Request actors together, over fake workers: verbs, losses, drains, and random schedules."""
+"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random schedules."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ async def bring_to(rig: SchedulerRig, request_id: str, state: str) -> None:
     assert rig.state(request_id) == state
 
 
-async def test_a_request_runs_to_its_end_and_its_story_tells_how(autojump_clock: MockClock) -> None:
+async def test_a_request_runs_to_its_end_and_its_history_tells_how(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
         await rig.run_until("r!", "FINISHED")
-        row, story = rig.scheduler.describe("r!")
+        row, history = rig.scheduler.describe("r!")
         assert (row.generated_tokens, row.host_pages, row.hits, row.misses) == (300, 0, 1, 1)
-        assert [line.event for line in story][:4] == ["submitted", "admitted", "staged", "started"]
-        assert story[0].at_s >= 1e9
-        assert "host pages, resident" in story[1].reason
+        assert [line.event for line in history][:4] == ["submitted", "admitted", "staged", "started"]
+        assert history[0].at_s >= 1e9
+        assert "host pages, resident" in history[1].reason
         assert rig.listener.endings["r!"].outcome == "FINISHED"
         rig.check_nothing_leaked()
 
 
-async def test_each_line_of_a_story_is_one_line_of_the_log(
+async def test_each_line_of_a_history_is_one_line_of_the_log(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In order, when it happens, with request, state and reason; through retraction, resume and the end."""
@@ -71,11 +71,11 @@ async def test_each_line_of_a_story_is_one_line_of_the_log(
         await bring_to(rig, "r!", "RETRACTED")
         await rig.scheduler.resume(("r!",), "client 7")
         await rig.run_until("r!", "FINISHED")
-        _, story = rig.scheduler.describe("r!")
+        _, history = rig.scheduler.describe("r!")
     logged = [(record.message, record.__dict__["fields"]) for record in caplog.records]
     assert {said["request"] for _, said in logged} == {"r!"}
     told = [(event, said["state"], said.get("reason", "")) for event, said in logged]
-    assert told == [(line.event, line.state, line.reason) for line in story]
+    assert told == [(line.event, line.state, line.reason) for line in history]
     assert {"retract", "resume"} <= {event for event, *_ in told}
     assert dict(logged)["admitted"]["worker"] == "w0"
 
@@ -152,16 +152,16 @@ async def test_a_last_topk_waits_with_the_rows_that_it_names(autojump_clock: Moc
         for _ in range(2):
             await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
             await rig.run_until("r!", "RETRACTED")
-            assert rig.scheduler._last_topk.kept_bytes == (2 if keep else 0)
+            assert rig.scheduler._warm_starts.kept_bytes == (2 if keep else 0)
             await rig.scheduler.resume(("r!",), "test")
             await rig.run_until("r!", "RUNNING")
             (run,) = link.worker.runs.values()
-            assert run.admit.last_topk == (b"r!" if keep else b"")
+            assert run.admit.warm_start == (b"r!" if keep else b"")
         await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
         await rig.run_until("r!", "RETRACTED")
         await rig.scheduler.abort(("r!",), "test")
         await rig.run_until("r!", "ABORTED")
-        assert rig.scheduler._last_topk.kept_bytes == 0
+        assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
 async def test_verbs_are_checked_for_all_before_anything_is_done(autojump_clock: MockClock) -> None:
@@ -339,8 +339,8 @@ async def test_a_pool_created_anew_has_no_rows_of_before(autojump_clock: MockClo
         assert rig.state("r") == "RETRACTED"
         rig.pools.clear()
         await rig.add_worker("w1", pool_id=2)
-        story = rig.scheduler.describe("r")[1]
-        assert [line.event for line in story][-1] == "demoted"
+        history = rig.scheduler.describe("r")[1]
+        assert [line.event for line in history][-1] == "demoted"
         await rig.run_until("r", "FINISHED")
         rig.check_nothing_leaked()
 
@@ -567,7 +567,7 @@ class Chaos:
             self.obey: 8,
             self.hear: 8,
             self.wait: 2,
-            self.verb: 3,
+            self.command: 3,
             self.lose: 0.2,
             self.join: 0.6,
             self.prove: 0.3,
@@ -600,7 +600,7 @@ class Chaos:
     async def wait(self) -> None:
         await trio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
 
-    async def verb(self) -> None:
+    async def command(self) -> None:
         live = self.rig.live()
         if not live:
             return

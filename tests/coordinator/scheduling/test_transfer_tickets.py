@@ -8,9 +8,9 @@ import pytest
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import Admit, Demote
-from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Heard
+from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
+from coordinator.scheduling.entries import Phase, Worker
 from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
-from coordinator.scheduling.placements import Phase, Worker
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
@@ -28,11 +28,11 @@ class Desk:
     def __init__(self, *, workers: str = "p0 p1 d0 d1") -> None:
         self.ledgers = {"a": Ledger(64), "b": Ledger(64)}
         self.dispatch = Dispatch(self.ledgers, 96)
-        self.roster = self.dispatch.roster
+        self.placement_table = self.dispatch.placement_table
         self.workers: dict[str, Worker] = {}
         for name in workers.split():
             self.join(name)
-        self.entry = self.roster.add(SLOT, 0, PROMPT, 300)
+        self.entry = self.placement_table.add(SLOT, 0, PROMPT, 300)
         self.now = 0.0
 
     def join(self, name: str, role: str = "", epoch: int = 1) -> Worker:
@@ -54,14 +54,14 @@ class Desk:
         self.check()
         return [decision for decision in plan if isinstance(decision, Admit)]
 
-    def hear(self, heard: Heard) -> Heard:
+    def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
             apply(self.ledgers[step.node], step.change)
         self.check()
         return heard
 
     def check(self) -> None:
-        self.roster.check_invariants(self.ledgers.__getitem__)
+        self.placement_table.check_invariants(self.ledgers.__getitem__)
         for ledger in self.ledgers.values():
             ledger.check_invariants()
 
@@ -70,12 +70,12 @@ class Desk:
     def staged(self) -> None:
         self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.admission, Stage.STAGED)))
 
-    def sent(self, durable_tokens: int = PROMPT) -> Heard:
+    def sent(self, durable_tokens: int = PROMPT) -> Effects:
         event = Departed(SLOT, self.entry.admission, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
-    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Heard:
-        it = self.roster.tickets[ticket]
+    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
+        it = self.placement_table.tickets[ticket]
         return self.hear(self.dispatch.ticket_closed(it.worker, it.epoch, ticket, durable_tokens))
 
 
@@ -91,7 +91,7 @@ def begin(desk: Desk) -> int:
     return admit.transfer.ticket
 
 
-def changes(heard: Heard) -> list[object]:
+def changes(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 
@@ -109,7 +109,7 @@ def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
 
 def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
     desk.join("p2", BOTH)
-    desk.entry.way = DIRECT
+    desk.entry.prefill_mode = DIRECT
     (admit,) = desk.settle()
     assert admit.transfer is None
     assert admit.decoder == "p2"
@@ -118,7 +118,7 @@ def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
 @pytest.mark.parametrize("first", ["sent", "arrived"])
 def test_it_is_admitted_when_one_has_sent_and_the_other_taken_in_all_of_it(desk: Desk, first: str) -> None:
     ticket = begin(desk)
-    pages = desk.roster.tickets[ticket].pages
+    pages = desk.placement_table.tickets[ticket].pages
     desk.staged()
     if first == "sent":
         assert changes(desk.sent()) == [Release(desk.entry.came_with + ticket + 1)]
@@ -130,7 +130,7 @@ def test_it_is_admitted_when_one_has_sent_and_the_other_taken_in_all_of_it(desk:
         desk.sent()
     (admit,) = desk.settle()
     assert (admit.worker.node, admit.take_over, admit.durable_tokens) == ("b", ticket, PROMPT)
-    assert (desk.entry.ticket, desk.roster.tickets) == (0, {})
+    assert (desk.entry.ticket, desk.placement_table.tickets) == (0, {})
     assert desk.ledgers["a"].pages_free == 64
 
 
@@ -141,7 +141,7 @@ def test_a_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
     desk.hear(desk.dispatch.worker_down(desk.workers[name], proved_exit=False))
     heard = desk.sent(0)
     assert [(send.worker, send.command) for send in heard.sends] == [
-        (desk.roster.tickets[ticket].worker, Withdraw(ticket))
+        (desk.placement_table.tickets[ticket].worker, Withdraw(ticket))
     ]
     (again,) = desk.settle()
     assert again.worker.name != name
@@ -155,7 +155,7 @@ def test_a_proved_exit_is_told_to_whoever_may_wait_for_it(desk: Desk) -> None:
     ticket = begin(desk)
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True, died=True))
     assert [send.command for send in heard.sends] == [Exited(desk.entry.worker, 4711)]
-    assert heard.sends[0].worker == desk.roster.tickets[ticket].worker
+    assert heard.sends[0].worker == desk.placement_table.tickets[ticket].worker
 
 
 def test_rows_that_a_lost_sender_reported_count_only_where_they_have_arrived(desk: Desk) -> None:
@@ -170,7 +170,7 @@ def test_rows_that_a_lost_sender_reported_count_only_where_they_have_arrived(des
 
 def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
     ticket = begin(desk)
-    pages, taker = desk.roster.tickets[ticket].pages, desk.roster.tickets[ticket].worker
+    pages, taker = desk.placement_table.tickets[ticket].pages, desk.placement_table.tickets[ticket].worker
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
     assert Release(ticket) in changes(heard)
     assert desk.ledgers["b"].count_pages().quarantined == pages
@@ -231,12 +231,12 @@ def test_an_abort_at_any_moment_gives_all_pages_back_in_time(desk: Desk, moment:
         assert desk.ledgers["b"].pages_free < 64
         desk.closed(ticket, 0)
     assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
-    assert desk.roster.tickets == {}
+    assert desk.placement_table.tickets == {}
 
 
 def test_a_ticket_is_closed_once(desk: Desk) -> None:
     ticket = begin(desk)
-    it = desk.roster.tickets[ticket]
+    it = desk.placement_table.tickets[ticket]
     key = it.worker, it.epoch
     assert desk.dispatch.ticket_closed(it.worker, it.epoch + 1, ticket, PROMPT) == NOTHING
     assert desk.dispatch.ticket_closed("p0", 1, ticket, PROMPT) == NOTHING
@@ -253,7 +253,7 @@ def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk:
     ticket = begin(desk)
     desk.staged()
     desk.closed(ticket)
-    heard = desk.hear(desk.dispatch.close_ticket(desk.roster.tickets[ticket], "gone", is_lost=True))
+    heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
     assert [type(tell.event) for tell in heard.tells] == [Retract]
     desk.sent()
     assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (Phase.WAITING, 0, 0)
@@ -264,10 +264,10 @@ def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
     ticket = begin(desk)
     desk.staged()
     desk.sent()
-    rich = desk.roster.add(8, 5, 64 * 24, 100)
-    rich.way = DIRECT
+    rich = desk.placement_table.add(8, 5, 64 * 24, 100)
+    rich.prefill_mode = DIRECT
     desk.settle()
-    assert ticket in desk.roster.tickets
+    assert ticket in desk.placement_table.tickets
     assert desk.entry.pages > 0
 
 
@@ -320,7 +320,7 @@ def test_what_is_taken_in_counts_as_a_whole_or_not_at_all() -> None:
 
 def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(desk: Desk) -> None:
     """I5. Its transfer was forgotten (a coordinator went), its rows are kept where they were prefilled."""
-    ticket = desk.roster.tickets[begin(desk)]
+    ticket = desk.placement_table.tickets[begin(desk)]
     desk.staged()
     desk.hear(desk.dispatch.revoke(ticket))
     desk.closed(ticket.admission, 0)

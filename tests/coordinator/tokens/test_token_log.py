@@ -14,7 +14,7 @@ from coordinator.tokens.token_log import EXTENT_TOKENS_MIN, Extents, TokenLog
 from protocol.arrays import pack_int32, pack_int64, unpack_int32
 from protocol.errors import CapacityError, InternalError, ProtocolError
 from protocol.messages import Progress
-from tests.support.progress import LINK, Entry, progress
+from tests.support.progress import LINK, RequestEntry, progress
 
 
 def tokens_of(log: TokenLog, slot: int, start: int = 0) -> list[int]:
@@ -35,8 +35,8 @@ def started(log: TokenLog, admission: int, max_tokens: int = 50, prompt: int = 1
 
 def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> None:
     one, two = started(log, 1), started(log, 2)
-    log.append(progress(Entry(two, 2, 0, [20, 21]), Entry(one, 1, 0, [10])), LINK)
-    result = log.append(progress(Entry(one, 1, 1, [11, 12], durable=11), Entry(two, 2, 2, [])), LINK)
+    log.append(progress(RequestEntry(two, 2, 0, [20, 21]), RequestEntry(one, 1, 0, [10])), LINK)
+    result = log.append(progress(RequestEntry(one, 1, 1, [11, 12], durable=11), RequestEntry(two, 2, 2, [])), LINK)
     assert (result.tokens, result.repeated_tokens, result.stale_entries) == (2, 0, 0)
     assert tokens_of(log, one) == [10, 11, 12]
     assert tokens_of(log, two, 1) == [21]
@@ -47,10 +47,10 @@ def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> No
 
 def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: TokenLog) -> None:
     slot = started(log, 1)
-    log.append(progress(Entry(slot, 1, 0, [1, 2, 3])), LINK)
-    result = log.append(progress(Entry(slot, 1, 1, [99, 99, 4])), LINK)
+    log.append(progress(RequestEntry(slot, 1, 0, [1, 2, 3])), LINK)
+    result = log.append(progress(RequestEntry(slot, 1, 1, [99, 99, 4])), LINK)
     assert (result.tokens, result.repeated_tokens) == (1, 2)
-    assert log.append(progress(Entry(slot, 1, 0, [99])), LINK).repeated_tokens == 1
+    assert log.append(progress(RequestEntry(slot, 1, 0, [99])), LINK).repeated_tokens == 1
     assert tokens_of(log, slot) == [1, 2, 3, 4], "I5: delivered positions never change"
 
 
@@ -58,7 +58,9 @@ def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: Token
 def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, admission: int, link: int) -> None:
     slot, other = started(log, 1), started(log, 5)
     empty = log.open(10)
-    report = progress(Entry(slot, admission, 0, [66], 3), Entry(other, 5, 0, [50]), Entry(empty, -1, 0, [66]))
+    report = progress(
+        RequestEntry(slot, admission, 0, [66], 3), RequestEntry(other, 5, 0, [50]), RequestEntry(empty, -1, 0, [66])
+    )
     result = log.append(report, link)
     assert tokens_of(log, slot) == []
     assert (log.durable(slot), log.length(empty)) == (0, 0)
@@ -68,27 +70,27 @@ def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, 
 
 def test_a_new_admission_silences_the_old_and_keeps_what_was_delivered(log: TokenLog) -> None:
     slot = started(log, 1)
-    log.append(progress(Entry(slot, 1, 0, [1, 2], durable=11)), LINK)
+    log.append(progress(RequestEntry(slot, 1, 0, [1, 2], durable=11)), LINK)
     log.end_admission(slot)
-    assert log.append(progress(Entry(slot, 1, 2, [3])), LINK).stale_entries == 1
+    assert log.append(progress(RequestEntry(slot, 1, 2, [3])), LINK).stale_entries == 1
     log.begin_admission(slot, 9, 10, 64, durable_tokens=11)
     log.bind(slot, LINK + 1)
-    assert log.append(progress(Entry(slot, 1, 2, [3])), LINK).stale_entries == 1
-    log.append(progress(Entry(slot, 9, 2, [4])), LINK + 1)
+    assert log.append(progress(RequestEntry(slot, 1, 2, [3])), LINK).stale_entries == 1
+    log.append(progress(RequestEntry(slot, 9, 2, [4])), LINK + 1)
     assert tokens_of(log, slot) == [1, 2, 4]
     assert log.durable(slot) == 11
 
 
 def test_durable_never_exceeds_the_rows_there_are_nor_falls(log: TokenLog) -> None:
     slot = started(log, 1, prompt=10)
-    log.append(progress(Entry(slot, 1, 0, [1, 2], durable=1000)), LINK)
+    log.append(progress(RequestEntry(slot, 1, 0, [1, 2], durable=1000)), LINK)
     assert log.durable(slot) == 12
-    log.append(progress(Entry(slot, 1, 2, [], durable=3)), LINK)
+    log.append(progress(RequestEntry(slot, 1, 2, [], durable=3)), LINK)
     assert log.durable(slot) == 12
 
 
 def entry_with(log: TokenLog, field: str) -> Progress:
-    good = progress(Entry(0, 1, 1, [5]), Entry(1, 2, 1, [6]))
+    good = progress(RequestEntry(0, 1, 1, [5]), RequestEntry(1, 2, 1, [6]))
     changed = {
         "gap": {"starts": pack_int32([2, 1])},
         "far gap": {"starts": pack_int32([2**31 - 1, 1])},
@@ -125,11 +127,11 @@ def entry_with(log: TokenLog, field: str) -> Progress:
 def test_a_wrong_report_is_refused_whole(log: TokenLog, field: str) -> None:
     for admission in (1, 2):
         slot = started(log, admission)
-        log.append(progress(Entry(slot, admission, 0, [admission])), LINK)
+        log.append(progress(RequestEntry(slot, admission, 0, [admission])), LINK)
     with pytest.raises(ProtocolError):
         log.append(entry_with(log, field), LINK)
     assert [tokens_of(log, slot) for slot in (0, 1)] == [[1], [2]]
-    log.append(progress(Entry(0, 1, 1, [5]), Entry(1, 2, 1, [6])), LINK)
+    log.append(progress(RequestEntry(0, 1, 1, [5]), RequestEntry(1, 2, 1, [6])), LINK)
 
 
 def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
@@ -138,7 +140,7 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
 
     def short(ahead_tokens: int) -> list[int]:
         start = log.length(slot)
-        appended = log.append(progress(Entry(slot, 1, start, [7]), Entry(fine, 2, start, [7])), LINK)
+        appended = log.append(progress(RequestEntry(slot, 1, start, [7]), RequestEntry(fine, 2, start, [7])), LINK)
         return list(log.report_short(appended, ahead_tokens))
 
     assert short(53) == []
@@ -156,7 +158,7 @@ def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
         started(log, admission, max_tokens=200, prompt=0, granted=128)
     told: list[list[int]] = []
     for position in range(128):
-        step = [Entry(slot, slot, position, [7]) for slot in range(100) if position == log.length(slot)]
+        step = [RequestEntry(slot, slot, position, [7]) for slot in range(100) if position == log.length(slot)]
         told.append(list(log.report_short(log.append(progress(*step), LINK), 128)))
     assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
     assert {len(batch) for batch in told} <= {0, 1, 2}
@@ -167,7 +169,7 @@ def test_urgent_shortages_are_all_told_at_once() -> None:
     log = TokenLog(slots=100, arena_tokens=1 << 15)
     for admission in range(100):
         started(log, admission, max_tokens=200, prompt=0, granted=32)
-    appended = log.append(progress(*[Entry(slot, slot, 0, [7]) for slot in range(100)]), LINK)
+    appended = log.append(progress(*[RequestEntry(slot, slot, 0, [7]) for slot in range(100)]), LINK)
     assert sorted(log.report_short(appended, 128)) == list(range(100))
 
 
@@ -188,7 +190,7 @@ def test_a_closed_slot_cannot_be_used(log: TokenLog) -> None:
         log.close(slot)
     with pytest.raises(InternalError):
         log.begin_admission(slot, 2, 10, 64)
-    assert log.append(progress(Entry(slot, 1, 0, [1])), LINK).stale_entries == 1
+    assert log.append(progress(RequestEntry(slot, 1, 0, [1])), LINK).stale_entries == 1
 
 
 @settings(deadline=None)
@@ -257,7 +259,7 @@ class LogAndModel(RuleBasedStateMachine):
             room = self.max_tokens[slot] - start
             tokens = data.draw(st.lists(st.integers(0, 1000), max_size=min(room, 20)))
             stale = data.draw(st.booleans())
-            entries.append(Entry(slot, self.admission[slot] - stale, start, tokens))
+            entries.append(RequestEntry(slot, self.admission[slot] - stale, start, tokens))
             if not stale:
                 output.extend(tokens[len(output) - start :])
         self.log.append(progress(*entries), LINK)

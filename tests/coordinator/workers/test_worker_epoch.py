@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.workers.tokenizer_store import CHUNKS_MAX, TokenizerStore
 from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, WorkerEpoch
-from coordinator.workers.worker_hello import Course, Known, judge
+from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import COMMAND_BOUNDS_S, Buckets
 from protocol.errors import BadInput, HiSparseError, ProtocolError, Unavailable, WrongState
 from protocol.messages import Heartbeat, Held, Report, TokenizerChunk, Withdraw
@@ -99,18 +99,18 @@ def test_a_reconnect_that_cannot_be_agreed_on_is_refused(epoch: WorkerEpoch, cha
     ("changes", "known", "expected"),
     [
         ({}, None, Course.JOIN),
-        ({}, Known(1, ME, is_down=False), Course.CONTINUE),
-        (PAST, Known(1, ME, is_down=False), Course.CONTINUE),
-        ({}, Known(1, ME, is_down=True), WrongState),
-        ({}, Known(1, OTHER, is_down=False), Unavailable),
-        ({"epoch": 2}, Known(1, ME, is_down=False), Course.SUCCEED),
-        ({"epoch": 2}, Known(1, ME, is_down=True), Course.SUCCEED),
-        ({"epoch": 2}, Known(1, OTHER, is_down=False), Unavailable),
-        ({"epoch": 2}, Known(1, OTHER, is_down=True), Course.JOIN),
+        ({}, KnownWorker(1, ME, is_down=False), Course.CONTINUE),
+        (PAST, KnownWorker(1, ME, is_down=False), Course.CONTINUE),
+        ({}, KnownWorker(1, ME, is_down=True), WrongState),
+        ({}, KnownWorker(1, OTHER, is_down=False), Unavailable),
+        ({"epoch": 2}, KnownWorker(1, ME, is_down=False), Course.SUCCEED),
+        ({"epoch": 2}, KnownWorker(1, ME, is_down=True), Course.SUCCEED),
+        ({"epoch": 2}, KnownWorker(1, OTHER, is_down=False), Unavailable),
+        ({"epoch": 2}, KnownWorker(1, OTHER, is_down=True), Course.JOIN),
         (PAST, None, Course.SEND_AWAY),
         ({"command_ack": 1}, None, Course.SEND_AWAY),
         ({"held": (Held(1, 0, 0),)}, None, Course.SEND_AWAY),
-        (PAST | {"epoch": 2}, Known(1, ME, is_down=False), Course.SEND_AWAY),
+        (PAST | {"epoch": 2}, KnownWorker(1, ME, is_down=False), Course.SEND_AWAY),
         (PAST | {"incarnation_seen": INCARNATION}, None, WrongState),
         ({"incarnation_seen": INCARNATION}, None, Course.JOIN),
         ({"incarnation_seen": INCARNATION + 1}, None, Unavailable),
@@ -119,7 +119,7 @@ def test_a_reconnect_that_cannot_be_agreed_on_is_refused(epoch: WorkerEpoch, cha
     ],
 )
 def test_what_a_hello_leads_to(
-    changes: dict[str, object], known: Known | None, expected: Course | type[HiSparseError]
+    changes: dict[str, object], known: KnownWorker | None, expected: Course | type[HiSparseError]
 ) -> None:
     said = hello(**changes)  # type: ignore[arg-type]
     if isinstance(expected, Course):
@@ -131,9 +131,9 @@ def test_what_a_hello_leads_to(
 
 def test_without_attestation_no_process_is_the_same() -> None:
     with pytest.raises(Unavailable, match="another process has that name"):
-        judge(hello(epoch=2), 0, Known(1, 0, is_down=False), INCARNATION)
-    assert judge(hello(epoch=2), 0, Known(1, 0, is_down=True), INCARNATION) is Course.JOIN
-    assert judge(hello(), 0, Known(1, 0, is_down=False), INCARNATION) is Course.CONTINUE
+        judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=False), INCARNATION)
+    assert judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=True), INCARNATION) is Course.JOIN
+    assert judge(hello(), 0, KnownWorker(1, 0, is_down=False), INCARNATION) is Course.CONTINUE
 
 
 DATA = b"tokenizer" * 10

@@ -26,7 +26,7 @@ from protocol.errors import ConfigError, HiSparseError, ProtocolError
 from protocol.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.worker import FakeWorker, hello
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 #: Tests of silence use the short limit; the long one is out of reach of a busy machine.
 SHORT_LIMIT_S = 0.4
@@ -189,11 +189,11 @@ async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) ->
     worker = await rig.joined()
     slot = rig.admitted()
     assert isinstance(await worker.hear(), Commands)
-    await worker.report(progress(Entry(slot, 1, 0, [5, 6])), [messages.Started(1)])
+    await worker.report(progress(RequestEntry(slot, 1, 0, [5, 6])), [messages.Started(1)])
     assert await worker.hear() == ReportAck(INCARNATION, 1)
-    await worker.report(progress(Entry(slot, 1, 0, [5, 6])), [messages.Started(1)], number=1)
+    await worker.report(progress(RequestEntry(slot, 1, 0, [5, 6])), [messages.Started(1)], number=1)
     assert await worker.hear() == ReportAck(INCARNATION, 1)
-    await worker.report(progress(Entry(slot, 1, 2, [7])), number=2)
+    await worker.report(progress(RequestEntry(slot, 1, 2, [7])), number=2)
     assert await worker.hear() == ReportAck(INCARNATION, 2)
     assert tokens_of(rig, slot) == [5, 6, 7]
     assert rig.scheduler.told[1:] == [("w0", 1, messages.Started(1))]
@@ -206,14 +206,14 @@ async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_p
         worker = await rig.joined()
         slot = rig.admitted()
         await worker.hear()
-        await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
+        await worker.report(progress(RequestEntry(slot, 1, 0, [5])), number=2)
         await worker.report(number=3)
         assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
         assert await worker.silence(), "asked once, not per report"
         assert tokens_of(rig, slot) == []
         assert rig.counters.report_gaps == 2
         await worker.report(number=1)
-        await worker.report(progress(Entry(slot, 1, 0, [5])), number=2)
+        await worker.report(progress(RequestEntry(slot, 1, 0, [5])), number=2)
         while await worker.hear() != ReportAck(INCARNATION, 2):
             pass
         assert tokens_of(rig, slot) == [5]
@@ -223,10 +223,10 @@ async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_p
 async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
     owner, other = await rig.joined("w0"), await rig.joined("w1")
     slot = rig.admitted("w0", admission=77)
-    await other.report(progress(Entry(slot, 77, 0, [6, 6, 6])))
+    await other.report(progress(RequestEntry(slot, 77, 0, [6, 6, 6])))
     assert await other.hear() == ReportAck(INCARNATION, 1)
     assert tokens_of(rig, slot) == []
-    await owner.report(progress(Entry(slot, 77, 0, [1])))
+    await owner.report(progress(RequestEntry(slot, 77, 0, [1])))
     await owner.hear()
     assert await owner.hear() == ReportAck(INCARNATION, 1)
     assert tokens_of(rig, slot) == [1]
@@ -239,7 +239,7 @@ async def test_shortages_are_told_once(rig: Rig) -> None:
     slot = rig.admitted()
     rig.log.grant(slot, 10 + SETTINGS.grant_ahead_tokens)
     for i in range(3):
-        await worker.report(progress(Entry(slot, 1, i, [i])))
+        await worker.report(progress(RequestEntry(slot, 1, i, [i])))
     await rig.told("starving", slot)
     await worker.beat()
     assert rig.scheduler.told.count(("starving", slot)) == 1
@@ -253,7 +253,7 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else
     await worker.hear()
     match broken:
         case "missed position":
-            await worker.report(progress(Entry(slot, 1, 3, [9])))
+            await worker.report(progress(RequestEntry(slot, 1, 3, [9])))
         case "unsent command":
             await worker.beat(command_ack=99)
         case "unsent replay":
@@ -265,11 +265,11 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else
             await worker.report(events=[messages.Parked(1)])
     assert (await refusal(worker)).code == "wrong_state"
     assert ("down", "w0", 1, False) in rig.scheduler.told, "broken is no proof of an exit (I2)"
-    await worker.report(progress(Entry(slot, 1, 0, [9])))
+    await worker.report(progress(RequestEntry(slot, 1, 0, [9])))
     assert (await refusal(worker)).message == "this epoch is over"
     assert tokens_of(rig, slot) == []
     rig.scheduler.break_on_event = False
-    await neighbour.report(progress(Entry(other, 2, 0, [4])))
+    await neighbour.report(progress(RequestEntry(other, 2, 0, [4])))
     await neighbour.hear()
     assert await neighbour.hear() == ReportAck(INCARNATION, 1)
     assert tokens_of(rig, other) == [4]
@@ -350,7 +350,7 @@ async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None
 async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> None:
     worker = await rig.joined()
     slot = rig.admitted()
-    await worker.report(progress(Entry(slot, 1, 0, [5])))
+    await worker.report(progress(RequestEntry(slot, 1, 0, [5])))
     await worker.hear()
     await worker.hear()
     worker.close()
@@ -360,7 +360,7 @@ async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> 
     assert await again.hear() == WorkerWelcome(1, INCARNATION, 1, want_tokenizer=False)
     assert await again.hear() == Commands(INCARNATION, 2, (Withdraw(1),))
     again.reports = 1
-    await again.report(progress(Entry(slot, 1, 1, [6])), command_ack=2)
+    await again.report(progress(RequestEntry(slot, 1, 1, [6])), command_ack=2)
     assert await again.hear() == ReportAck(INCARNATION, 2)
     assert tokens_of(rig, slot) == [5, 6]
     assert rig.scheduler.told == [("up", "w0", 1)], "the same epoch goes on"

@@ -13,7 +13,7 @@ import trio
 
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Joined, Tokens
-from coordinator.journal.state import Book
+from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol import messages
@@ -23,7 +23,7 @@ from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, R
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
 from tests.support.fakes.worker import CAPACITY, hello
-from tests.support.progress import Entry, progress
+from tests.support.progress import RequestEntry, progress
 
 PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7, "report_next": 9}
 
@@ -64,7 +64,7 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
         await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot),)))
         assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
-        await worker.report(progress(Entry(slot, 3, 0, [4, 5], 10)), number=7, command_ack=6)
+        await worker.report(progress(RequestEntry(slot, 3, 0, [4, 5], 10)), number=7, command_ack=6)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
         assert rig.log.length(slot) == 2, "bound to the link that was adopted"
         assert rig.scheduler.told == [("back", "w0", 1)]
@@ -81,7 +81,7 @@ async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None
         worker = await rig.worker()
         await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot), Held(3, 2, 10, slot=10_000))))
         assert isinstance(await worker.hear(), WorkerWelcome)
-        await worker.report(progress(Entry(slot, 4, 0, [4, 5], 10)), number=7, command_ack=5)
+        await worker.report(progress(RequestEntry(slot, 4, 0, [4, 5], 10)), number=7, command_ack=5)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
         assert rig.log.length(slot) == 0
         worker.close()
@@ -163,14 +163,14 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
     """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
     store = FakeStore()
     store.error = "disk full"
-    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, Book(), log, on_tokens=lambda: None))
+    rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.journal.run)  # type: ignore[attr-defined]
         await start(rig, nursery)
         worker = await rig.joined()
         slot = rig.admitted()
         await worker.hear()
-        await worker.report(progress(Entry(slot, 1, 0, [4, 5], 10)), command_ack=1)
+        await worker.report(progress(RequestEntry(slot, 1, 0, [4, 5], 10)), command_ack=1)
         assert await worker.silence(0.7)
         assert (rig.log.length(slot), rig.log.committed[slot]) == (2, 0)
         again = await rig.worker()

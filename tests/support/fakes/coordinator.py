@@ -61,7 +61,7 @@ class Life:
     tokens: list[int] = field(default_factory=list)
     durable: int = 0
     first_token: int = NO_TOKEN
-    last_topk: bytes = b""
+    warm_start: bytes = b""
     host_pages: list[int] = field(default_factory=list)
     admission: int = 0  # 0: not on the worker
     hot_slots: int = 0
@@ -241,7 +241,7 @@ class FakeCoordinator:
         life.hits += event.hits
         life.misses += event.misses
         life.admission = life.hot_chunks = life.index_pages = 0
-        life.durable, life.first_token, life.last_topk = event.durable_tokens, event.first_token, event.last_topk
+        life.durable, life.first_token, life.warm_start = event.durable_tokens, event.first_token, event.warm_start
         if life.leaving == "abort" and not life.outcome:
             life.outcome = "aborted"
         if life.outcome or life.leaving == "drop" or not life.durable:
@@ -267,7 +267,7 @@ class FakeCoordinator:
             hot_slots=life.hot_slots,
             hot_chunks=life.hot_chunks,
             first_token=NO_TOKEN if life.tokens else life.first_token,
-            last_topk=life.last_topk if life.durable else b"",
+            warm_start=life.warm_start if life.durable else b"",
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

@@ -17,10 +17,10 @@ from coordinator.memory.changes import apply
 from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.dispatch import Dispatch, Heard
-from coordinator.scheduling.events import Admitted, Departed, Ending, LinkStats, Progressed, Resized, Told
+from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.entries import Drain, RequestEntry, Worker
+from coordinator.scheduling.events import Admitted, Departed, Ending, LinkStats, Progressed, RequestOrder, Resized
 from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.placements import Drain, Entry, Worker
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
 from protocol.sizing import misfit
@@ -85,7 +85,7 @@ class FakeCluster:
         self.uplinks: dict[str, deque[object]] = {}
         self.zombies: list[FakeWorker] = []
         self.epochs: dict[str, int] = {}
-        self.retracted: list[tuple[Entry, Cause]] = []
+        self.retracted: list[tuple[RequestEntry, Cause]] = []
 
     # ---------------------------------------------------------------- workers
 
@@ -108,9 +108,11 @@ class FakeCluster:
         fake.emit, fake.report = _nobody, _nobody
         if not proved:
             self.zombies.append(fake)
-        for entry in self.dispatch.roster.on(name):
+        for entry in self.dispatch.placement_table.on(name):
             entry.generated = len(self.live[entry.slot].tokens)
-        self.take(self.dispatch.worker_down(self.dispatch.roster.workers[name], proved_exit=proved, died=proved))
+        self.take(
+            self.dispatch.worker_down(self.dispatch.placement_table.workers[name], proved_exit=proved, died=proved)
+        )
 
     def prove_exit(self, zombie: FakeWorker) -> None:
         self.zombies.remove(zombie)
@@ -135,7 +137,7 @@ class FakeCluster:
         assert start <= len(live.tokens), "I5: a gap"
         live.tokens += tokens[len(live.tokens) - start :]
         live.durable = max(live.durable, durable)
-        entry = self.dispatch.roster.entries[slot]
+        entry = self.dispatch.placement_table.entries[slot]
         if entry.pages * 64 - entry.prompt_tokens - len(live.tokens) < AHEAD_TOKENS:
             self.dispatch.starve(entry)
 
@@ -155,11 +157,11 @@ class FakeCluster:
         priority: int = 0,
         *,
         full: bool = False,
-        way: str = messages.AUTO,
+        prefill_mode: str = messages.AUTO,
     ) -> None:
         """`full`: it will use all of its `max_tokens`."""
         request_id = f"r{slot}" + "!" * full
-        self.dispatch.roster.add(slot, priority, prompt_tokens, max_tokens, way)
+        self.dispatch.placement_table.add(slot, priority, prompt_tokens, max_tokens, prefill_mode)
         self.live[slot] = FakeLive(
             RequestState(request_id, slot, prompt_tokens, now=self.now),
             messages.Sampling(max_tokens=max_tokens),
@@ -167,10 +169,10 @@ class FakeCluster:
         )
         self.dispatch.dirty = True
 
-    def entry(self, slot: int) -> Entry:
-        return self.dispatch.roster.entries[slot]
+    def entry(self, slot: int) -> RequestEntry:
+        return self.dispatch.placement_table.entries[slot]
 
-    def tell(self, slot: int, event: Told | WorkerEvent) -> None:
+    def tell(self, slot: int, event: RequestOrder | WorkerEvent) -> None:
         live = self.live[slot]
         for action in live.state.handle(event, Rows(len(live.tokens), live.durable), self.now):
             self._perform(live, action)
@@ -192,7 +194,7 @@ class FakeCluster:
             case _:
                 self.dispatch.closed(live.state.slot)
 
-    def take(self, heard: Heard) -> None:
+    def take(self, heard: Effects) -> None:
         for step in heard.steps:
             apply(self.ledgers[step.node], step.change)
         for tell in heard.tells:
@@ -202,9 +204,11 @@ class FakeCluster:
 
     def settle(self, *, tick: bool = False) -> list[decisions.Decision]:
         """Plan, apply, tell; returns the decisions, each checked against the rules of rank."""
-        for entry in self.dispatch.roster.in_view():
+        for entry in self.dispatch.placement_table.in_view():
             entry.generated = len(self.live[entry.slot].tokens)
-        best = min((entry.rank for entry in self.dispatch.roster.entries.values() if not entry.held), default=None)
+        best = min(
+            (entry.rank for entry in self.dispatch.placement_table.entries.values() if not entry.held), default=None
+        )
         plan = self.dispatch.plan(self.now, tick=tick)
         for decision in plan:
             self._carry_out(decision)
@@ -237,15 +241,15 @@ class FakeCluster:
             pages.tobytes(),
             decision.memory.index_pages,
             decision.memory.slab_pages,
-            decision.rung.hot_slots,
-            decision.rung.hot_chunks,
+            decision.hot_size.hot_slots,
+            decision.hot_size.hot_chunks,
             decision.first_token,
         )
         return self.tell(entry.slot, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 
     def _check_order(self, plan: list[decisions.Decision]) -> None:
         """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
-        waiting = [self.dispatch.roster.by_rank[rank] for rank in self.dispatch.roster.waiting]
+        waiting = [self.dispatch.placement_table.by_rank[rank] for rank in self.dispatch.placement_table.waiting]
         for decision in plan:
             if isinstance(decision, decisions.Admit):
                 worker = decision.worker
@@ -257,7 +261,7 @@ class FakeCluster:
     # ---------------------------------------------------------------- to the end
 
     def drain_worker(self, name: str, drain: Drain | None) -> None:
-        self.dispatch.drain(self.dispatch.roster.workers[name], drain)
+        self.dispatch.drain(self.dispatch.placement_table.workers[name], drain)
 
     def round(self) -> None:
         """Every link delivers, every admission advances once, the Scheduler decides."""
@@ -278,14 +282,14 @@ class FakeCluster:
     def check_invariants(self) -> None:
         for ledger in self.ledgers.values():
             ledger.check_invariants()
-        self.dispatch.roster.check_invariants(self.ledgers.__getitem__)
+        self.dispatch.placement_table.check_invariants(self.ledgers.__getitem__)
         for slot, live in self.live.items():
             live.state.check_invariants()
             assert len(live.endings) == (live.state.state in TERMINAL), "I5: ends exactly once"
             assert live.tokens == [token_of(live.state.request_id, i) for i in range(len(live.tokens))], "I5"
             if live.state.state == "FINISHED":
                 assert len(live.tokens) == output_tokens(live.state.request_id, live.sampling.max_tokens)
-            assert (slot in self.dispatch.roster.entries) == (live.state.state not in TERMINAL)
+            assert (slot in self.dispatch.placement_table.entries) == (live.state.state not in TERMINAL)
 
     def check_nothing_leaked(self) -> None:
         """All is over and every worker's exit proved: every page and chunk is free."""

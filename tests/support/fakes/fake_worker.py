@@ -119,7 +119,7 @@ class FakeWorker:
         cold = admit.durable_tokens == 0
         known = generated or int(admit.first_token != messages.NO_TOKEN)
         assert cold or prompt <= admit.durable_tokens <= prompt + known - 1, "rows to go on from"
-        assert admit.last_topk in (b"", b"" if cold else admit.request_id.encode()), "another's, or of no rows"
+        assert admit.warm_start in (b"", b"" if cold else admit.request_id.encode()), "another's, or of no rows"
         assert (admit.slab_pages == pages_for(prompt)) if cold else admit.slab_pages == 0
         assert len(pages) >= pages_for(max(prompt, admit.durable_tokens))
         run = FakeRun(
@@ -184,8 +184,8 @@ class FakeWorker:
                 self._decode(run)
             case "leaving":
                 del self.runs[admission]
-                last_topk = run.admit.request_id.encode()
-                self.emit(messages.Released(admission, run.durable, 1, 1, last_topk=last_topk))
+                warm_start = run.admit.request_id.encode()
+                self.emit(messages.Released(admission, run.durable, 1, 1, warm_start=warm_start))
         return None
 
     def _decode(self, run: FakeRun) -> None:

@@ -110,7 +110,7 @@ class _Scratch:
 class _Chunk:
     seat: int
     start: int
-    last_topk: Tensor | None
+    warm_start: Tensor | None
     hidden: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
@@ -152,7 +152,7 @@ class FakeRunner:
     ) -> None:
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
-        compute, chunk = streams.compute, _Chunk(seat, start, outputs.last_topk if outputs else None)
+        compute, chunk = streams.compute, _Chunk(seat, start, outputs.warm_start if outputs else None)
         compute.launch("prefill", partial(self._embed_prompt, chunk, tokens))
         for layer in range(self.geometry.layers):
             compute.launch("prefill project", partial(self._project_prompt, chunk, state, layer))
@@ -192,9 +192,9 @@ class FakeRunner:
         if self.geometry.layers_of_group(group)[0] == layer:
             write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(chunk.hidden, group).unsqueeze(1)))
             keys = read_index_keys(state, group, seat, start + len(chunk.hidden)).view(torch.int64)
-            if chunk.last_topk is not None:
+            if chunk.warm_start is not None:
                 held = keys.view(1, -1)
-                chunk.last_topk[group] = select(chunk.hidden[-1:], held, torch.ones_like(held, dtype=torch.bool))[0]
+                chunk.warm_start[group] = select(chunk.hidden[-1:], held, torch.ones_like(held, dtype=torch.bool))[0]
             chunk.hidden = mix(chunk.hidden + keys.sum())
 
     def _attend_prompt(self, chunk: _Chunk, state: DeviceState, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""FakeScheduler: requests without workers. Tests speak their tokens and end them; every verb is recorded."""
+"""FakeScheduler: requests without workers. Tests speak their tokens and end them; every command is recorded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from coordinator.scheduling.events import Ending, Handle, Listener
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.errors import BadInput, HiSparseError, NotFound, WrongState
-from tests.support.progress import LINK, Entry, progress
+from tests.support.progress import LINK, RequestEntry, progress
 
 MODEL = messages.ModelInfo("f" * 8, "fake", 4096, 256, 4, 128, (0,), "bytes", "")
 
 
 class FakeScheduler:
-    """`verbs` holds what was asked, as (verb, arguments). `refuse_with` makes the next verb fail,
+    """`commands` holds what was asked, as (command, arguments). `refuse_with` makes the next command fail,
     `never_answers` lets aborts wait."""
 
     def __init__(self, log: TokenLog, listener: Listener) -> None:
@@ -24,7 +24,7 @@ class FakeScheduler:
         self.listener = listener
         self.slots: dict[str, int] = {}
         self.owners: dict[str, str] = {}
-        self.verbs: list[tuple[object, ...]] = []
+        self.commands: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
         self.on_stop: Callable[[], None] = lambda: None
@@ -35,7 +35,7 @@ class FakeScheduler:
 
     def speak(self, request_id: str, tokens: Sequence[int]) -> None:
         slot = self.slots[request_id]
-        self.log.append(progress(Entry(slot, slot + 1, self.log.length(slot), tokens)), LINK)
+        self.log.append(progress(RequestEntry(slot, slot + 1, self.log.length(slot), tokens)), LINK)
 
     def finish(self, request_id: str, outcome: str = "FINISHED", tail_text: str = "") -> None:
         slot = self.slots[request_id]
@@ -66,19 +66,19 @@ class FakeScheduler:
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         if self.never_answers:
             await trio.sleep_forever()
-        return self._verb("abort", request_ids)
+        return self._command("abort", request_ids)
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
-        return self._verb("acknowledge", request_ids)
+        return self._command("acknowledge", request_ids)
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
-        return self._verb("retract", request_ids, keep, hold)
+        return self._command("retract", request_ids, keep, hold)
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        return self._verb("resume", request_ids)
+        return self._command("resume", request_ids)
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
-        return self._verb("resize", request_ids, hot_slots)
+        return self._command("resize", request_ids, hot_slots)
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -118,9 +118,9 @@ class FakeScheduler:
 
     def describe(
         self, request_id: str, user: str | None = None
-    ) -> tuple[messages.RequestRow, tuple[messages.StoryLine, ...]]:
+    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]:
         self.lookup(request_id)
-        return self._row(request_id), (messages.StoryLine(1.0, "submitted", "QUEUED", ""),)
+        return self._row(request_id), (messages.HistoryLine(1.0, "submitted", "QUEUED", ""),)
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         return []
@@ -128,14 +128,14 @@ class FakeScheduler:
     def pool_rows(self) -> list[messages.PoolRow]:
         return [messages.PoolRow("n", 10, 4, 6, 0, 0, 1024, 0, ("w",))]
 
-    def _verb(self, verb: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
-        self._record(verb, request_ids, *details)
+    def _command(self, command: str, request_ids: tuple[str, ...], *details: object) -> tuple[str, ...]:
+        self._record(command, request_ids, *details)
         for request_id in request_ids:
             self.lookup(request_id)
-        return tuple(f"{request_id}: {verb}" for request_id in request_ids)
+        return tuple(f"{request_id}: {command}" for request_id in request_ids)
 
-    def _record(self, *verb: object) -> None:
-        self.verbs.append(verb)
+    def _record(self, *command: object) -> None:
+        self.commands.append(command)
         if self.refuse_with is not None:
             error, self.refuse_with = self.refuse_with, None
             raise error

@@ -1,4 +1,4 @@
-"""FakeService: the client's verbs over an imaginary service, on whatever clock trio has. No sockets, no model.
+"""FakeService: the client's commands over an imaginary service, on whatever clock trio has. No sockets, no model.
 
 Each running request makes one token per `step_s`; retracted ones stop; a drained worker's requests go to the other one.
 """
@@ -42,7 +42,7 @@ class FakeService:
         self.said: list[tuple[object, ...]] = []
         self._news = trio.Event()
 
-    # ------------------------------------------------------------ the client's verbs
+    # ------------------------------------------------------------ the client's commands
 
     async def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, request_id: str = ""

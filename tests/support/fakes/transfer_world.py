@@ -92,7 +92,7 @@ class FakeTransferWorld:
     # ---------------------------------------------------------------- chaos
 
     def run(self, events: int) -> None:
-        verbs = {
+        commands = {
             self._open: 3,
             self._send: 8,
             self._hear: 20,
@@ -108,7 +108,7 @@ class FakeTransferWorld:
         self.loss = self.random.choice((0.0, 0.1, 0.3))
         for _ in range(events):
             self.now += STEP_S * self.random.random()
-            self.random.choices(list(verbs), list(verbs.values()))[0]()
+            self.random.choices(list(commands), list(commands.values()))[0]()
             self._check_invariants()
 
     def settle(self) -> None:
@@ -139,7 +139,7 @@ class FakeTransferWorld:
                 self._store(write)
         self._check_invariants()
 
-    # ---------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------- commands
 
     def _alive(self) -> list[FakeSender]:
         return [sender for sender in self.senders if sender.is_alive]

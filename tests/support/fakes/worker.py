@@ -51,7 +51,7 @@ class FakeWorker:
         self.dealer = dealer
         self.epoch = epoch
         self.reports = 0
-        self._heard: list[CoordinatorMessage] = []
+        self._effects: list[CoordinatorMessage] = []
 
     @classmethod
     async def connect(cls, endpoint: str, epoch: int = 1, key: PeerKey | None = None) -> FakeWorker:
@@ -77,15 +77,15 @@ class FakeWorker:
     async def hear(self) -> CoordinatorMessage:
         """The next message."""
         with trio.fail_after(5):
-            while not self._heard:
-                self._heard += [messages.decode_coordinator(frame) for frame in await self.dealer.recv_batch()]
-        return self._heard.pop(0)
+            while not self._effects:
+                self._effects += [messages.decode_coordinator(frame) for frame in await self.dealer.recv_batch()]
+        return self._effects.pop(0)
 
     async def silence(self, seconds: float = 0.1) -> bool:
         """Whether nothing is heard for `seconds`."""
         with trio.move_on_after(seconds):
-            self._heard.append(await self.hear())
-        return not self._heard
+            self._effects.append(await self.hear())
+        return not self._effects
 
     def close(self) -> None:
         self.dealer.close()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling import warm_start
-from coordinator.scheduling.warm_start import LastTopk
+from coordinator.scheduling.warm_start import WarmStarts
 from kernels.integrity import check_state
 from kernels.layout import Geometry
 from kernels.seat import hold_tokens, latest_tokens
@@ -77,7 +77,7 @@ class Workers:
         """Another worker, that has been told to go on."""
         rig = self.worker(1, self.first.host)
         rig.coordinator.adopt(self.first.coordinator)
-        life.last_topk, life.tokens, life.outcome = hint, life.tokens[:1], ""
+        life.warm_start, life.tokens, life.outcome = hint, life.tokens[:1], ""
         assert rig.coordinator.admit(life, hot_slots)
         return rig
 
@@ -143,7 +143,7 @@ def test_a_prefill_worker_says_what_its_prompts_last_token_selected() -> None:
     """And its successor needs that much less; what was loaded ahead counts as preload, not as misses."""
     workers = Workers()
     life = workers.prefill()
-    hint = life.last_topk
+    hint = life.warm_start
     chosen, named = selected(workers.first_step(life, b"")), positions_of(hint, workers.first)
     assert [len(positions) for positions in named] == [TOPK, TOPK]
     warm = workers.first_step(life, hint)
@@ -155,7 +155,7 @@ def test_a_prefill_worker_says_what_its_prompts_last_token_selected() -> None:
 
 @pytest.mark.parametrize("prompt", [TOPK, TOPK + 1])
 def test_a_prompt_that_any_hot_buffer_holds_needs_no_hint(prompt: int) -> None:
-    assert bool(Workers().prefill(prompt).last_topk) == (prompt > TOPK)
+    assert bool(Workers().prefill(prompt).warm_start) == (prompt > TOPK)
 
 
 def test_what_a_retracted_request_selected_last_is_hot_when_it_comes_back() -> None:
@@ -166,7 +166,7 @@ def test_what_a_retracted_request_selected_last_is_hot_when_it_comes_back() -> N
     chosen = selected(rig)
     rig.coordinator.withdraw(life, "keep")
     rig.run()
-    named = positions_of(life.last_topk, rig)
+    named = positions_of(life.warm_start, rig)
     for old, new in zip(chosen, named, strict=True):
         assert len(set(old) - new) <= 1  # the row that the step wrote may be in its place
     assert rig.coordinator.admit(life, 64)
@@ -196,16 +196,16 @@ def test_who_keeps_no_rows_keeps_no_hint(leaving: str) -> None:
 
 def test_beyond_the_buffers_prompts_start_cold_and_each_is_given_back() -> None:
     workers = Workers()
-    taken = [workers.first.executor._seats._last_topk.take() for _ in range(BUFFERS)]
-    assert workers.first.executor._seats._last_topk.take() is None
+    taken = [workers.first.executor._seats._warm_starts.take() for _ in range(BUFFERS)]
+    assert workers.first.executor._seats._warm_starts.take() is None
     life = workers.prefill()
-    assert life.last_topk == b""
+    assert life.warm_start == b""
     assert workers.decode(life, b"").executor.counters.warm_starts == {"cold": 1}
     for place in taken:
         assert place is not None
-        workers.first.executor._seats._last_topk.read(place)
+        workers.first.executor._seats._warm_starts.read(place)
     for number in range(2 * BUFFERS):
-        assert workers.prefill(100, 2, number + 2).last_topk
+        assert workers.prefill(100, 2, number + 2).warm_start
 
 
 # ---------------------------------------------------------------- nothing depends on it
@@ -240,7 +240,7 @@ def test_tokens_are_the_same_with_any_hint() -> None:
 def test_tokens_are_the_same_in_any_order_that_the_fences_allow(seed: int) -> None:
     workers = Workers((SHARED, SEPARATE)[seed % 2], lambda number: make_streams("simulated", 2 * seed + number))
     life = workers.prefill()
-    for hint in (life.last_topk, hints(random.Random(seed))["warm random positions"]):
+    for hint in (life.warm_start, hints(random.Random(seed))["warm random positions"]):
         assert workers.decode(life, hint).executor.counters.warm_starts["warm"] == 1
 
 
@@ -248,7 +248,7 @@ def test_an_abort_while_it_loads_leaves_nothing() -> None:
     for seed in range(8):
         workers = Workers(make=lambda number, seed=seed: make_streams("simulated", seed + number))  # type: ignore[misc]
         life = workers.prefill()
-        rig = workers.decoder(life, life.last_topk)
+        rig = workers.decoder(life, life.warm_start)
         rig.turn()
         rig.coordinator.withdraw(life, "abort")
         rig.run()
@@ -262,7 +262,7 @@ def beside_another(make: Callable[[int], object]) -> Rig:
     """Two prompts; the second one joins a batch that the first is in."""
     workers = Workers(SEPARATE, make)
     lives = [workers.prefill(number=number, tokens=tokens) for number, tokens in ((1, 40), (2, 8))]
-    rig = workers.decoder(lives[0], lives[0].last_topk)
+    rig = workers.decoder(lives[0], lives[0].warm_start)
     rig.run_until(lambda: len(lives[0].tokens) >= 4)
     assert rig.coordinator.admit(lives[1], 64)
     rig.run()
@@ -373,14 +373,14 @@ def test_sets_survive_packing_and_the_message_codec(sets: list[set[int]], rng: r
     for row, positions in zip(rows, sets, strict=True):
         padded = [*positions, *[-1] * (9 - len(positions))]
         row[:] = rng.sample(padded, 9)
-    report = Report(1, 1, 0, None, (Released(1, 300, 1, 2, last_topk=pack(rows)),))
+    report = Report(1, 1, 0, None, (Released(1, 300, 1, 2, warm_start=pack(rows)),))
     heard = messages.decode_worker(messages.encode(report))
     assert heard == report
     assert isinstance(heard, Report)
     (event,) = heard.events
     assert isinstance(event, Released)
     for length in (1 << 20, 1000):
-        got = unpack(event.last_topk, geometry(len(sets), 9), length)
+        got = unpack(event.warm_start, geometry(len(sets), 9), length)
         assert [part.tolist() for part in got] == [sorted(p for p in positions if p < length) for positions in sets]
 
 
@@ -400,7 +400,7 @@ def test_a_report_carries_so_many_of_them(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(outbox, "REPORT_TOPK_BYTES_MAX", 100)
     box = Outbox(1)
     for admission in range(4):
-        box.add_event(Released(admission, 300, 0, 0, last_topk=bytes(60)))
+        box.add_event(Released(admission, 300, 0, 0, warm_start=bytes(60)))
     sizes = []
     while (report := box.take(0, 0.0)) is not None:
         sizes.append(len(report.events))
@@ -410,7 +410,7 @@ def test_a_report_carries_so_many_of_them(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_kept_with_waiting_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8: past the bound what comes is not kept, and its request starts cold."""
     monkeypatch.setattr(warm_start, "KEPT_BYTES_MAX", 100)
-    kept = LastTopk()
+    kept = WarmStarts()
     for slot in range(4):
         kept.keep(slot, bytes([slot]) * 40)
         kept.check_invariants()
@@ -425,7 +425,7 @@ def test_one_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> No
     place = buffers.take()
     assert place is not None
     buffers[place].copy_(torch.arange(8).view(2, 4))
-    monkeypatch.setattr("worker.loop.warm_start.LAST_TOPK_BYTES_MAX", 9)
+    monkeypatch.setattr("worker.loop.warm_start.WARM_START_BYTES_MAX", 9)
     assert buffers.read(place) == b""
 
 
@@ -448,7 +448,7 @@ def test_a_prompts_last_topk_is_what_a_step_of_its_last_token_selects(tmp_path: 
     prompt = list(Path(__file__).read_bytes()[:200])
     rig = RunnerRig(runner, seats=2, context_tokens=256)
     rig.open(0, prompt, hot_slots=64)
-    last = [set(row) for row in rig.last_topk.tolist()]
+    last = [set(row) for row in rig.warm_start.tolist()]
     rig.open(1, prompt[:-1], hot_slots=64)
     rig.decode([1], inputs=prompt[-1:])
     assert seen.keys() == set(range(len(last)))

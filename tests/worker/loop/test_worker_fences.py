@@ -86,7 +86,7 @@ def a_resume(make: MakeStreams, hot_slots: int) -> Rig:
     rig.run_until(lambda: len(life.tokens) >= 4)
     rig.coordinator.withdraw(life, "keep")
     rig.run_until(lambda: not life.admission)
-    life.last_topk = b""  # cold: rows that come behind the index keys would be waited for
+    life.warm_start = b""  # cold: rows that come behind the index keys would be waited for
     come_back(rig, life, hot_slots)
     rig.run()
     return rig

@@ -1,8 +1,8 @@
-"""Whom the roster lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
+"""Whom the placement_table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
 
 The phases of a request:
 
-    WAITING    in `Roster.waiting`, unless held
+    WAITING    in `PlacementTable.waiting`, unless held
     STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
     RUNNING    in the decode batch
     LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
@@ -17,13 +17,13 @@ from typing import TypeAlias
 
 from coordinator.scheduling.events import WorkerPort
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
-from protocol.sizing import NO_RUNG, Length, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 
 #: Lower sorts first and is better: (-priority, arrival).
 Rank: TypeAlias = tuple[int, int]
 
 
-class Phase(Enum):
+class EntryPhase(Enum):
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
@@ -31,11 +31,11 @@ class Phase(Enum):
     CLOSING = "closing"
 
 
-ON_WORKER = frozenset({Phase.STARTING, Phase.RUNNING, Phase.LEAVING})
+ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVING})
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RequestEntry:
     """One live request as policy sees it."""
 
     slot: int
@@ -43,8 +43,8 @@ class Entry:
     prompt_tokens: int
     max_tokens: int
     generated: int = 0
-    way: str = AUTO  # how its prompt is to come to where it is decoded: messages.ADMISSIONS
-    phase: Phase = Phase.WAITING
+    prefill_mode: str = AUTO  # how its prompt is to come to where it is decoded: messages.PREFILL_MODES
+    phase: EntryPhase = EntryPhase.WAITING
     held: bool = False
     forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's
     displaced: bool = False  # policy took it off a worker
@@ -56,12 +56,12 @@ class Entry:
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
     slab_pages: int = 0
-    hot: Rung = NO_RUNG
-    resizing: Rung | None = None
+    hot: HotSize = NO_HOT_SIZE
+    resizing: HotSize | None = None
     kept_tokens: int = 0
     first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
-    ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in Roster.tickets
+    ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in PlacementTable.tickets
     transfers_failed: int = 0
     paused_until: float = 0.0  # waiting: after a failed transfer
     frees_pages: bool = False  # leaving: its host pages will be free
@@ -106,13 +106,13 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Drain:
+class WorkerDrain:
     deadline: float
     handover: bool
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerEntry:
     """One live epoch. `ranks` are its requests that are not leaving, best first; `managed` those of them whose hot
     buffer is smaller than their context."""
 
@@ -122,15 +122,15 @@ class Worker:
     capacity: WorkerCapacity
     model: ModelInfo
     port: WorkerPort
-    drain: Drain | None = None
+    drain: WorkerDrain | None = None
     awaited: bool = False  # known from the journal; its inventory is to come
     receiver: bytes = b""  # where it takes host pages of other nodes in; empty: nowhere
     pid: int = 0
     shrunk_at: float = 0.0
     ranks: list[Rank] = field(default_factory=list)
-    leaving: dict[int, Entry] = field(default_factory=dict)
-    resizing: dict[int, Entry] = field(default_factory=dict)
-    managed: dict[int, Entry] = field(default_factory=dict)
+    leaving: dict[int, RequestEntry] = field(default_factory=dict)
+    resizing: dict[int, RequestEntry] = field(default_factory=dict)
+    managed: dict[int, RequestEntry] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -145,7 +145,7 @@ class Worker:
     def decodes(self) -> bool:
         return self.capacity.decodes
 
-    def hands_to(self, other: Worker) -> bool:
+    def hands_to(self, other: WorkerEntry) -> bool:
         """Whether what it prefills can come to be decoded there."""
         ours, theirs = self.capacity, other.capacity
         if self is other or self.node == other.node:

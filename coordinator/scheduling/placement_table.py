@@ -16,59 +16,63 @@ from typing import Final
 
 from coordinator.journal.records import DRAINS_MAX
 from coordinator.memory.ledger import EpochKey, Ledger, follows
-from coordinator.scheduling.placements import Drain, Entry, Phase, Rank, Ticket, Worker
-from coordinator.scheduling.poison import Suspects
+from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, Ticket, WorkerDrain, WorkerEntry
+from coordinator.scheduling.poison import PoisonDetector
 from protocol.errors import InternalError
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
-from protocol.sizing import NO_RUNG, RESIDENT, Memory, Rung
+from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
 
 #: Epochs that went down whose processes' ids are remembered.
 LOST_MAX: Final = 1_024
 
 
-class Roster:
+class PlacementTable:
     """All live requests and workers."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
-        self.by_rank: dict[Rank, Entry] = {}
+        self.entries: dict[int, RequestEntry] = {}
+        self.by_rank: dict[Rank, RequestEntry] = {}
         self.waiting: list[Rank] = []
-        self.workers: dict[str, Worker] = {}
-        self.starving: dict[int, Entry] = {}
-        self.kept: dict[int, Entry] = {}  # off their workers, with host pages
-        self.forcing: dict[int, Entry] = {}  # an operator's hot size has yet to be applied
-        self.promised: dict[int, Entry] = {}  # on one worker for their prompt, with a `decoder`
+        self.workers: dict[str, WorkerEntry] = {}
+        self.starving: dict[int, RequestEntry] = {}
+        self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
+        self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
+        self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
         self.tickets: dict[int, Ticket] = {}  # by admission
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
-        self.drains: OrderedDict[str, tuple[int, Drain]] = OrderedDict()  # with the epoch; of gone workers too
-        self.suspects = Suspects()
+        self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
+        self.poison_detector = PoisonDetector()
         self._arrivals = 0
         self._admissions = 0
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, way: str = AUTO) -> Entry:
+    def add(
+        self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
+    ) -> RequestEntry:
         """A new request, waiting."""
         self._arrivals += 1
-        entry = Entry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, way=way)
+        entry = RequestEntry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode)
         self.entries[slot] = self.by_rank[entry.rank] = entry
         insort(self.waiting, entry.rank)
         return entry
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: RequestEntry) -> None:
         """The request is over and holds nothing."""
         self._unlist(entry)
         self.forcing.pop(entry.slot, None)
         self.promised.pop(entry.slot, None)
-        self.suspects.forget(entry)
+        self.poison_detector.forget(entry)
         del self.entries[entry.slot], self.by_rank[entry.rank]
 
-    def admit(self, entry: Entry, worker: Worker, memory: Memory, rung: Rung, decoder: str = "") -> int:
+    def admit(
+        self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
+    ) -> int:
         """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
         self._admissions += 1
-        entry.phase, entry.worker, entry.node = Phase.STARTING, worker.name, worker.node
+        entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
         entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
         entry.first_token, entry.decoder = NO_TOKEN, decoder
         if decoder:
@@ -76,12 +80,12 @@ class Roster:
         entry.came_with = entry.generated
         if entry.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.slot] = entry
-        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, rung
+        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
         return entry.admission
 
-    def open_ticket(self, entry: Entry, worker: Worker, pages: int) -> int:
+    def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
         """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
         self._admissions += 1
         ticket = Ticket(self._admissions, entry.slot, worker.node, worker.name, worker.epoch, pages)
@@ -89,7 +93,7 @@ class Roster:
         entry.ticket = ticket.admission
         return ticket.admission
 
-    def ticket_of(self, entry: Entry) -> Ticket | None:
+    def ticket_of(self, entry: RequestEntry) -> Ticket | None:
         return self.tickets.get(entry.ticket)
 
     def close_ticket(self, ticket: Ticket) -> None:
@@ -99,7 +103,7 @@ class Roster:
         if entry is not None and entry.ticket == ticket.admission:
             entry.ticket = 0
 
-    def hand_over(self, entry: Entry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
+    def hand_over(self, entry: RequestEntry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
         """It is off its worker, and what it keeps is where its ticket is."""
         self.depart(entry, kept_tokens, ticket.pages, first_token)
         entry.node, entry.admission = ticket.node, ticket.admission
@@ -108,50 +112,50 @@ class Roster:
         """Those that the epoch has yet to let go."""
         return [it for it in self.tickets.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: RequestEntry) -> None:
         """It joined the batch. Not so if it is leaving already."""
-        if entry.phase is Phase.STARTING:
-            entry.phase = Phase.RUNNING
+        if entry.phase is EntryPhase.STARTING:
+            entry.phase = EntryPhase.RUNNING
 
-    def grow(self, entry: Entry, more: Memory) -> None:
+    def grow(self, entry: RequestEntry, more: Memory) -> None:
         entry.pages += more.host_pages
-        entry.hot = Rung(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
+        entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
         self.starving.pop(entry.slot, None)
 
-    def resize(self, entry: Entry, rung: Rung, now: float) -> None:
+    def resize(self, entry: RequestEntry, hot_size: HotSize, now: float) -> None:
         """A Resize is under way; `chunks` covers both sizes until `resized`."""
         worker = self.workers[entry.worker]
-        if rung.hot_chunks < entry.hot.hot_chunks:
+        if hot_size.hot_chunks < entry.hot.hot_chunks:
             worker.shrunk_at = now
-        entry.resizing = rung
+        entry.resizing = hot_size
         worker.resizing[entry.slot] = entry
 
-    def resized(self, entry: Entry) -> int:
+    def resized(self, entry: RequestEntry) -> int:
         """The Resize under way took effect; returns chunks that are free now."""
         assert entry.resizing is not None
         before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
         worker = self.workers.get(entry.worker)
-        if worker is not None and entry.phase is not Phase.LEAVING:
+        if worker is not None and entry.phase is not EntryPhase.LEAVING:
             del worker.resizing[entry.slot]
             self._note_size(entry, worker)
         return before - entry.hot.hot_chunks
 
-    def leave(self, entry: Entry, *, frees_pages: bool) -> None:
+    def leave(self, entry: RequestEntry, *, frees_pages: bool) -> None:
         """It will leave its worker by itself or was told to. Told twice: pages once to be freed stay so."""
-        if entry.phase is Phase.LEAVING:
+        if entry.phase is EntryPhase.LEAVING:
             entry.frees_pages = entry.frees_pages or frees_pages
             return
         self._unlist(entry)
-        entry.phase, entry.frees_pages = Phase.LEAVING, frees_pages
+        entry.phase, entry.frees_pages = EntryPhase.LEAVING, frees_pages
         if worker := self.workers.get(entry.worker):
             worker.leaving[entry.slot] = entry
 
-    def depart(self, entry: Entry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
+    def depart(self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
         """It is off its worker and waits again, on its node if it keeps pages."""
         self._unlist(entry)
         self.promised.pop(entry.slot, None)
         entry.first_token, entry.decoder = first_token, ""
-        entry.phase, entry.worker, entry.hot, entry.resizing = Phase.WAITING, "", NO_RUNG, None
+        entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
         entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
         entry.frees_pages = entry.lost = False
         if kept_pages:
@@ -161,37 +165,37 @@ class Roster:
         if not entry.held:
             insort(self.waiting, entry.rank)
 
-    def demote(self, entry: Entry) -> None:
+    def demote(self, entry: RequestEntry) -> None:
         """A waiting request gives its kept pages up."""
         del self.kept[entry.slot]
         entry.pages = entry.kept_tokens = entry.admission = 0
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
-    def hold(self, entry: Entry, held: bool) -> None:
-        if entry.phase is Phase.WAITING and held != entry.held:
+    def hold(self, entry: RequestEntry, held: bool) -> None:
+        if entry.phase is EntryPhase.WAITING and held != entry.held:
             if held:
                 _discard(self.waiting, entry.rank)
             else:
                 insort(self.waiting, entry.rank)
         entry.held = held
 
-    def force(self, entry: Entry, hot_slots: int) -> None:
+    def force(self, entry: RequestEntry, hot_slots: int) -> None:
         """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
         entry.forced_slots = hot_slots
         self.forcing.pop(entry.slot, None)
         if hot_slots != NO_HOT_BUFFER:
             self.forcing[entry.slot] = entry
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: RequestEntry) -> None:
         """A waiting request was told to end."""
         self._unlist(entry)
-        entry.phase = Phase.CLOSING
+        entry.phase = EntryPhase.CLOSING
 
-    def _unlist(self, entry: Entry) -> None:
+    def _unlist(self, entry: RequestEntry) -> None:
         """Take it out of every list that its phase had put it in."""
         self.starving.pop(entry.slot, None)
         self.kept.pop(entry.slot, None)
-        if entry.phase is Phase.WAITING:
+        if entry.phase is EntryPhase.WAITING:
             _discard(self.waiting, entry.rank)
         worker = self.workers.get(entry.worker)
         if worker is not None:
@@ -200,7 +204,7 @@ class Roster:
             worker.resizing.pop(entry.slot, None)
             worker.managed.pop(entry.slot, None)
 
-    def _note_size(self, entry: Entry, worker: Worker) -> None:
+    def _note_size(self, entry: RequestEntry, worker: WorkerEntry) -> None:
         worker.managed.pop(entry.slot, None)
         if entry.hot.hot_slots > RESIDENT:
             worker.managed[entry.slot] = entry
@@ -212,16 +216,16 @@ class Roster:
         self._arrivals, self._admissions = arrivals, admissions
 
     def recover(
-        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, way: str = AUTO
-    ) -> Entry:
+        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, prefill_mode: str = AUTO
+    ) -> RequestEntry:
         """A request of an earlier life, waiting."""
-        entry = Entry(slot, rank, prompt_tokens, max_tokens, generated, way)
+        entry = RequestEntry(slot, rank, prompt_tokens, max_tokens, generated, prefill_mode)
         self.entries[slot] = self.by_rank[rank] = entry
         insort(self.waiting, rank)
         return entry
 
     def recover_kept(
-        self, entry: Entry, node: str, admission: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+        self, entry: RequestEntry, node: str, admission: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
     ) -> None:
         """It keeps pages of a departed admission."""
         entry.node, entry.admission, entry.kept_tokens, entry.pages = node, admission, kept_tokens, pages
@@ -229,37 +233,44 @@ class Roster:
         self.kept[entry.slot] = entry
 
     def recover_stay(
-        self, entry: Entry, node: str, worker: str, admission: int, memory: Memory, *, prefills_only: bool = False
+        self,
+        entry: RequestEntry,
+        node: str,
+        worker: str,
+        admission: int,
+        memory: Memory,
+        *,
+        prefills_only: bool = False,
     ) -> None:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
-        entry.phase, entry.node, entry.worker, entry.admission = Phase.STARTING, node, worker, admission
+        entry.phase, entry.node, entry.worker, entry.admission = EntryPhase.STARTING, node, worker, admission
         entry.pages, entry.slab_pages, entry.hot = (
             memory.host_pages,
             memory.slab_pages,
-            NO_RUNG if prefills_only else Rung(RESIDENT, memory.hot_chunks),
+            NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks),
         )
 
-    def recover_place(self, entry: Entry, worker: Worker | None) -> None:
+    def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
         """On `worker`, or (None) leaving one that was lost."""
         if worker is not None:
             insort(worker.ranks, entry.rank)
         else:
-            entry.phase, entry.lost = Phase.LEAVING, True
+            entry.phase, entry.lost = EntryPhase.LEAVING, True
 
-    def adopt(self, entry: Entry, hot: Rung, resizing: Rung | None, *, staged: bool) -> None:
+    def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
         """What its worker says of its hot buffer."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing
         entry.slab_pages = 0 if staged else entry.slab_pages
-        if entry.phase is not Phase.LEAVING:
+        if entry.phase is not EntryPhase.LEAVING:
             self._note_size(entry, worker)
             if resizing is not None:
                 worker.resizing[entry.slot] = entry
 
     # ---------------------------------------------------------------- workers
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: WorkerEntry) -> None:
         """A new epoch. Equal capacities are made identical, so that they can be compared by identity."""
         for other in self.workers.values():
             if other.capacity == worker.capacity:
@@ -269,7 +280,7 @@ class Roster:
         if worker.epoch == epoch or follows(worker.epoch, epoch):
             self.drain(worker, drain)
 
-    def drain(self, worker: Worker, drain: Drain | None) -> None:
+    def drain(self, worker: WorkerEntry, drain: WorkerDrain | None) -> None:
         """None: it takes requests again. A drain is of a process: it outlives an epoch, and not a restart."""
         worker.drain = drain
         self.drains.pop(worker.name, None)
@@ -278,7 +289,7 @@ class Roster:
             if len(self.drains) > DRAINS_MAX:
                 self.drains.popitem(last=False)
 
-    def lose(self, worker: Worker) -> list[Entry]:
+    def lose(self, worker: WorkerEntry) -> list[RequestEntry]:
         """The worker is gone; returns its requests, all leaving now."""
         entries = list(self.on(worker.name))
         self.pids[worker.name, worker.epoch] = worker.pid
@@ -290,20 +301,20 @@ class Roster:
         del self.workers[worker.name]
         return entries
 
-    def on(self, worker: str) -> Iterator[Entry]:
+    def on(self, worker: str) -> Iterator[RequestEntry]:
         """Requests on a worker: those not leaving, best rank first, then those leaving."""
         it = self.workers[worker]
         yield from [self.by_rank[rank] for rank in it.ranks]
         yield from list(it.leaving.values())
 
-    def in_view(self) -> list[Entry]:
+    def in_view(self) -> list[RequestEntry]:
         """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
         to be cleared."""
-        if not self.suspects:
+        if not self.poison_detector:
             return list(self.starving.values())
         return [entry for worker in self.workers for entry in self.on(worker)]
 
-    def of_node(self, node: str) -> list[Worker]:
+    def of_node(self, node: str) -> list[WorkerEntry]:
         return [worker for worker in self.workers.values() if worker.node == node]
 
     # ---------------------------------------------------------------- invariants
@@ -321,11 +332,11 @@ class Roster:
             }
             phase = entry.phase
             expected = {
-                "waiting": phase is Phase.WAITING and not entry.held,
-                "on its worker": phase in (Phase.STARTING, Phase.RUNNING),
-                "leaving": phase is Phase.LEAVING and not entry.lost,
-                "kept": phase is Phase.WAITING and entry.pages > 0,
-                "managed": phase in (Phase.STARTING, Phase.RUNNING) and entry.hot.hot_slots > RESIDENT,
+                "waiting": phase is EntryPhase.WAITING and not entry.held,
+                "on its worker": phase in (EntryPhase.STARTING, EntryPhase.RUNNING),
+                "leaving": phase is EntryPhase.LEAVING and not entry.lost,
+                "kept": phase is EntryPhase.WAITING and entry.pages > 0,
+                "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
             }
             holds = bool(entry.node) and ledger_of(entry.node).held(entry.admission)
             if listed != expected or (holds and holds != entry.memory):
