@@ -660,33 +660,13 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 # ---------------------------------------------------------------- worker -> coordinator
 
 
-class Held(Part, frozen=True):
-    """One admission a worker still has, or whose Released was not acknowledged; in its hello.
-
-    Token counts are as of now. What was given is as of the commands applied: `host_pages` by count, and the Resize
-    under way as hot slots and chunks. How far it has come is as of the reports acknowledged: those that were not come
-    again, behind the welcome.
-    """
-
-    admission: int
-    generated_tokens: int
-    durable_tokens: int
-    slot: int = -1
-    host_pages: int = 0
-    hot_slots: int = 0
-    hot_chunks: int = 0
-    resizing: tuple[int, int] | None = None
-    is_staged: bool = False
-    is_started: bool = False
-    is_parked: bool = False
-    is_released: bool = False
-
-
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message on a worker connection; a fresh DEALER per (re)connect.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
-    `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty: nowhere.
+    `inventory`: rows of the admissions that it still has, or whose Released was not acknowledged
+    (protocol/inventory.py). `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty:
+    nowhere.
     """
 
     protocol: int
@@ -699,7 +679,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     report_next: int
     model: ModelInfo
     capacity: WorkerCapacity
-    held: tuple[Held, ...] = ()
+    inventory: bytes = b""
     report_first: int = 1
     receiver: bytes = b""
 
@@ -787,22 +767,11 @@ class Counters(Part, frozen=True, tag="counters"):
 
 class Inventory(Part, frozen=True, tag="inventory"):
     """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
-    one have happened.
-
-    Parallel arrays, one element per admission that holds memory: int64 `admissions` and `digests` (CRC-32 of its host
-    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
-    (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
-    """
+    one have happened: `rows` of all admissions that hold memory (protocol/inventory.py), and what is free."""
 
     number: int
-    admissions: bytes
-    digests: bytes
-    host_pages: bytes
-    index_pages: bytes
-    hot_chunks: bytes
-    slab_pages: bytes
+    rows: bytes
     seats_free: int
-    chunks_held: int
     chunks_free: int
     index_pages_free: int
 

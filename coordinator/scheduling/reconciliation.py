@@ -25,11 +25,12 @@ from coordinator.scheduling.effects import Send, Step
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, Ticket, WorkerEntry
 from coordinator.scheduling.events import Adopted, Lost, RequestOrder, Retract, Tell
 from protocol.errors import WrongState
-from protocol.messages import Grant, Held, Resize, Withdraw
+from protocol.inventory import InventoryRow
+from protocol.messages import Grant, Resize, Withdraw
 from protocol.sizing import RESIDENT, HotSize, Memory
 
 
-def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
+def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[InventoryRow], ledger: Ledger) -> Effects:
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
     held = {it.admission: it for it in inventory}
     entries = list(dispatch.placement_table.on(worker.name))
@@ -47,7 +48,7 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], le
     return reduce(Effects.plus, parts, Effects())
 
 
-def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
+def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> None:
     for admission, it in held.items():
         if admission not in known and not it.is_released:
             raise WrongState("was never given, as far as is known", field="admission", value=admission)
@@ -57,7 +58,7 @@ def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
             raise WrongState(f"holds {has}, was given {given}", field="admission", value=admission)
 
 
-def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Effects:
+def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
@@ -66,14 +67,14 @@ def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: Held | None) -> Effect
     return Effects()
 
 
-def _memory(it: Held, missing_pages: int) -> Memory:
+def _memory(it: InventoryRow, missing_pages: int) -> Memory:
     """Host pages and the larger of its two hot sizes, once it has `missing_pages` more."""
     more = _more_chunks(it, missing_pages)
     chunks = max(it.hot_chunks + more, it.resizing[1] if it.resizing else 0)
     return Memory(it.host_pages + missing_pages, chunks)
 
 
-def _more_chunks(it: Held, missing_pages: int) -> int:
+def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
     return missing_pages if it.hot_slots == RESIDENT else 0
 
 
@@ -82,7 +83,7 @@ def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Eff
     return Effects((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
 
 
-def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) -> Effects:
+def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.admission)
     missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
@@ -109,7 +110,7 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
     return Effects(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
 
 
-def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
+def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.admission, *it.resizing) if it.resizing else None
     adopted = Adopted(entry.admission, it.is_staged, it.is_started, it.is_parked, resize, grant)
     return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

@@ -48,6 +48,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
@@ -380,6 +381,7 @@ class WorkerLinks:
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
         """Go on with an epoch that the journal knows, from its inventory; if that cannot be, it is over."""
         try:
+            inventory = unpack_rows(hello.inventory)
             link.state.adopt(hello, trio.current_time())
             await self._scheduler.worker_back(hello)
         except HiSparseError as error:
@@ -391,10 +393,10 @@ class WorkerLinks:
         if link.is_down:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
-        for held in hello.held:
-            self._log.rebind(held.slot, held.admission, link.number)
+        for row in inventory:
+            self._log.rebind(row.slot, row.admission, link.number)
         link.is_awaited = False
-        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
+        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(inventory)))
         self._welcome(link, received.peer, adopted=True)
 
     def _welcome(self, link: WorkerLink, peer: bytes, *, adopted: bool = False) -> None:

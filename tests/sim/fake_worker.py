@@ -29,6 +29,7 @@ import trio
 
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array, unpack_int32
+from protocol.inventory import InventoryRow
 from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
@@ -57,7 +58,7 @@ from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
-from worker.device.inventory import Free, Holding, take_inventory
+from worker.device.inventory import FreeMemory, take_inventory
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
 
@@ -342,7 +343,7 @@ class FakeExecutor:
         elif isinstance(command, Exited):
             return
         elif isinstance(command, Audit):
-            self._reports.add_event(take_inventory(command.number, self._holdings(), self._free()))
+            self._reports.add_event(take_inventory(command.number, self._held(), self._free()))
         elif not isinstance(command, Stop):
             run = self.runs.get(command.admission)
             if run is None or run.status == "leaving":
@@ -601,26 +602,29 @@ class FakeExecutor:
 
     # ---------------------------------------------------------------- what it was given
 
-    def _holdings(self) -> list[Holding]:
-        return [
-            Holding(
+    def _held(self) -> list[tuple[InventoryRow, list[int]]]:
+        runs = [
+            InventoryRow(
                 run.admission,
-                run.pages,
-                run.index_pages,
+                len(run.pages),
                 run.hot_chunks,
-                run.slab_pages,
-                run.hot_chunks + run.slab_pages,
-                run.status == "leaving",
+                index_pages=run.index_pages,
+                slab_pages=run.slab_pages,
+                chunks=run.hot_chunks + run.slab_pages,
+                is_leaving=run.status == "leaving",
             )
             for run in self.runs.values()
-        ] + [Holding(it.admission, it.pages, 0, 0, 0, 0, False) for it in self.tickets.values()]
+        ]
+        tickets = [InventoryRow(it.admission, len(it.pages)) for it in self.tickets.values()]
+        pages = [it.pages for it in (*self.runs.values(), *self.tickets.values())]
+        return list(zip((*runs, *tickets), pages, strict=True))
 
-    def _free(self) -> Free:
-        held, capacity = self._holdings(), self._capacity
-        return Free(
-            seats=capacity.seats - len(held),
-            chunks=capacity.hot_chunks + capacity.slab_pages - sum(it.chunks for it in held),
-            index_pages=capacity.index_pages - sum(it.index_pages for it in held),
+    def _free(self) -> FreeMemory:
+        rows, capacity = [row for row, _ in self._held()], self._capacity
+        return FreeMemory(
+            seats=capacity.seats - len(rows),
+            chunks=capacity.hot_chunks + capacity.slab_pages - sum(row.chunks for row in rows),
+            index_pages=capacity.index_pages - sum(row.index_pages for row in rows),
         )
 
     def _check_memory(self) -> None:

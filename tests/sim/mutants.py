@@ -198,7 +198,7 @@ def begin_a_new_epoch_with_work_in_flight() -> Plan:
 
     def may_connect(self: LinkState) -> bool:
         if self.phase is Phase.EMPTYING:
-            self.outbox._stays.clear()
+            self.outbox._rows.clear()
         return original(self)
 
     yield LinkState, "may_connect", may_connect

@@ -201,7 +201,7 @@ class LinkState:
             report_next=self.outbox.next_number,
             model=me.model,
             capacity=me.capacity,
-            held=self.outbox.inventory(),
+            inventory=self.outbox.inventory(),
             report_first=self.outbox.first_number,
             receiver=me.receiver,
         )
@@ -274,7 +274,7 @@ class LinkState:
         yield Drop("new_epoch", reason)
 
     def _withdraw_held(self) -> list[Action]:
-        return [Apply(Withdraw(held.admission)) for held in self.outbox.held()]
+        return [Apply(Withdraw(admission)) for admission in self.outbox.held()]
 
     def _refusal(self, message: Refused) -> Iterator[Action]:
         is_stray = message.code == ProtocolError.code and self.phase is Phase.WELCOMED  # a fresh hello settles it

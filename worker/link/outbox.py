@@ -31,6 +31,7 @@ from typing import Final
 
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
+from protocol.inventory import NO_RESIZE, InventoryRow, pack_rows
 from protocol.messages import (
     NO_HOT_BUFFER,
     WARM_START_BYTES_MAX,
@@ -39,7 +40,6 @@ from protocol.messages import (
     Counters,
     Event,
     Grant,
-    Held,
     Inventory,
     Parked,
     Progress,
@@ -80,37 +80,10 @@ class _Dirt:
 
 
 @dataclass(slots=True)
-class _Stay:
-    """One admission as the inventory has it; `is_held` by the executor."""
+class _HeldRow(InventoryRow):
+    """Of one admission, for the hello."""
 
-    slot: int
-    generated: int
-    durable: int
-    host_pages: int
-    hot_slots: int
-    hot_chunks: int
-    is_staged: bool
-    resizing: tuple[int, int] | None = None
-    is_started: bool = False
-    is_parked: bool = False
-    is_held: bool = True
     chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
-
-    def as_held(self, admission: int) -> Held:
-        return Held(
-            admission,
-            self.generated,
-            self.durable,
-            self.slot,
-            self.host_pages,
-            self.hot_slots,
-            self.hot_chunks,
-            self.resizing,
-            self.is_staged,
-            self.is_started,
-            self.is_parked,
-            not self.is_held,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +110,7 @@ class Outbox:
         self._events: deque[Event] = deque()
         self._counters: Counters | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._stays: dict[int, _Stay] = {}
+        self._rows: dict[int, _HeldRow] = {}
         self._next_number = 1
         self._command_ack = 0
         self._signalled = False
@@ -178,8 +151,8 @@ class Outbox:
     def add_event(self, event: Event) -> None:
         """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
-            if isinstance(event, Released) and (stay := self._stays.get(event.admission)) is not None:
-                stay.is_held = False
+            if isinstance(event, Released) and (row := self._rows.get(event.admission)) is not None:
+                row.is_released = True
             if isinstance(event, Counters):
                 self._counters = event
             elif len(self._events) < EVENTS_PENDING_MAX:
@@ -197,44 +170,38 @@ class Outbox:
 
     def hold(self, admit: Admit | Receive) -> None:
         """The executor is about to get this admission; it is held until Released."""
+        row = _HeldRow(admit.admission, len(admit.host_pages) // 4, slot=admit.slot, hot_slots=NO_HOT_BUFFER)
+        if isinstance(admit, Admit):
+            row.hot_slots, row.hot_chunks = admit.hot_slots, admit.hot_chunks
+            row.generated_tokens, row.durable_tokens = len(admit.generated) // 4, admit.durable_tokens
+            row.is_staged = admit.durable_tokens > 0
         with self._lock:
-            if isinstance(admit, Receive):
-                pages = len(admit.host_pages) // 4
-                self._stays[admit.admission] = _Stay(admit.slot, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False)
-                return
-            self._stays[admit.admission] = _Stay(
-                admit.slot,
-                len(admit.generated) // 4,
-                admit.durable_tokens,
-                len(admit.host_pages) // 4,
-                admit.hot_slots,
-                admit.hot_chunks,
-                is_staged=admit.durable_tokens > 0,
-            )
+            self._rows[admit.admission] = row
 
     def give(self, command: Grant | Resize) -> None:
         """The executor is about to get this too. Of an admission that has departed: nothing."""
         with self._lock:
-            stay = self._stays.get(command.admission)
-            if stay is None:
+            row = self._rows.get(command.admission)
+            if row is None:
                 return
             if isinstance(command, Grant):
-                stay.host_pages += len(command.host_pages) // 4
-                stay.hot_chunks += command.hot_chunks
-                stay.chunks_since += command.hot_chunks
-                stay.is_parked = False
+                row.host_pages += len(command.host_pages) // 4
+                row.hot_chunks += command.hot_chunks
+                row.chunks_since += command.hot_chunks
+                row.is_parked = False
             else:
-                stay.resizing, stay.chunks_since = (command.hot_slots, command.hot_chunks), 0
+                row.resize_slots, row.resize_chunks = command.hot_slots, command.hot_chunks
+                row.chunks_since = 0
 
-    def held(self) -> tuple[Held, ...]:
-        """Every admission the executor may still touch memory of, with what it has produced."""
+    def held(self) -> list[int]:
+        """Every admission the executor may still touch memory of."""
         with self._lock:
-            return tuple(stay.as_held(admission) for admission, stay in self._stays.items() if stay.is_held)
+            return [row.admission for row in self._rows.values() if not row.is_released]
 
-    def inventory(self) -> tuple[Held, ...]:
-        """Those, and the ones whose Released was not acknowledged."""
+    def inventory(self) -> bytes:
+        """The rows of those, and of the ones whose Released was not acknowledged."""
         with self._lock:
-            return tuple(stay.as_held(admission) for admission, stay in self._stays.items())
+            return pack_rows(self._rows.values())
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -324,25 +291,26 @@ class Outbox:
     # ---------------------------------------------------------------- under the lock
 
     def _note(self, admission: int, generated: int, durable: int) -> None:
-        stay = self._stays.get(admission)
-        if stay is not None:
-            stay.generated, stay.durable = max(stay.generated, generated), max(stay.durable, durable)
+        row = self._rows.get(admission)
+        if row is not None:
+            row.generated_tokens = max(row.generated_tokens, generated)
+            row.durable_tokens = max(row.durable_tokens, durable)
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.admission)
+        row = None if isinstance(event, Counters | Inventory) else self._rows.get(event.admission)
         match event:
             case Released(admission):
-                self._stays.pop(admission, None)
-            case Staged() if stay:
-                stay.is_staged = True
-            case Started() if stay:
-                stay.is_started = True
-            case Parked() if stay:
-                stay.is_parked = True
-            case Resized() if stay:
-                stay.hot_slots, stay.hot_chunks = event.hot_slots, event.hot_chunks + stay.chunks_since
-                stay.resizing = None
+                self._rows.pop(admission, None)
+            case Staged() if row:
+                row.is_staged = True
+            case Started() if row:
+                row.is_started = True
+            case Parked() if row:
+                row.is_parked = True
+            case Resized() if row:
+                row.hot_slots, row.hot_chunks = event.hot_slots, event.hot_chunks + row.chunks_since
+                row.resize_slots, row.resize_chunks = NO_RESIZE, 0
 
     def _is_dirty(self, command_ack: int) -> bool:
         return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec
 
 from torch import Tensor
@@ -36,12 +36,13 @@ from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from protocol.arrays import unpack_int32
 from protocol.byte_sizes import parse_size
 from protocol.errors import HiSparseError, InternalError
+from protocol.inventory import InventoryRow
 from protocol.logs import fields, logger
 from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
 from protocol.settings import WorkerSettings
 from protocol.text import Tokenizer
 from worker.device.gpu_memory import free_device_bytes
-from worker.device.inventory import Holding, take_inventory
+from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
@@ -296,15 +297,11 @@ class Executor:
                 self._leave(request)
 
     def _take_inventory(self, number: int) -> None:
-        tickets, free = self.transfers.holdings(), self._seats.free()
-        free = free._replace(seats=free.seats - len(tickets))
-        self._report.inventory(take_inventory(number, [*self._holdings(), *tickets], free))
-
-    def _holdings(self) -> Iterator[Holding]:
-        for it in self._requests.values():
-            chunks, leaving = len(it.slab) + len(it.hot.chunks), it.status is Status.LEAVING
-            index_pages = len(it.index_pages)
-            yield Holding(it.admission, it.host_pages, index_pages, it.hot_chunks, len(it.slab), chunks, leaving)
+        inbound, free = self.transfers.inventory(), self._seats.free()
+        held = [(_row_of(request), request.host_pages) for request in self._requests.values()]
+        self._report.inventory(
+            take_inventory(number, [*held, *inbound], free._replace(seats=free.seats - len(inbound)))
+        )
 
     def _admit(self, admit: Admit) -> None:
         if admit.admission in self._requests:
@@ -560,3 +557,15 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.admission] = request
+
+
+def _row_of(request: RunningRequest) -> InventoryRow:
+    return InventoryRow(
+        request.admission,
+        len(request.host_pages),
+        request.hot_chunks,
+        index_pages=len(request.index_pages),
+        slab_pages=len(request.slab),
+        chunks=len(request.slab) + len(request.hot.chunks),
+        is_leaving=request.status is Status.LEAVING,
+    )

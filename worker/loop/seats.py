@@ -36,7 +36,7 @@ from protocol.settings import WorkerSettings
 from protocol.units import pages_for
 from worker.device.arena import Arena
 from worker.device.hot_buffer import Change, HotBuffer, SetUp, change, check_size
-from worker.device.inventory import Free
+from worker.device.inventory import FreeMemory
 from worker.device.sizing import Sizing
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import Decoder
@@ -277,9 +277,9 @@ class Seats:
         counts: Int64s = self._final_counts[:, request.seat].numpy()
         return counts
 
-    def free(self) -> Free:
+    def free(self) -> FreeMemory:
         """What nobody holds."""
-        return Free(len(self._free), self.chunks.free, self.index_pages.free)
+        return FreeMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step and every prompt chunk."""

@@ -23,6 +23,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import ConfigError, HiSparseError, ProtocolError
+from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.worker import FakeWorker, hello
@@ -444,7 +445,7 @@ async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:
 
 async def test_an_epoch_with_an_unknown_past_is_sent_away_to_empty_itself(rig: Rig) -> None:
     worker = await rig.worker()
-    await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, held=(messages.Held(3, 1, 1),)))
+    await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, inventory=pack_rows([InventoryRow(3)])))
     assert await worker.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False)
     assert rig.scheduler.told == [], "it is not taken in"
     await worker.say(hello(epoch=2))

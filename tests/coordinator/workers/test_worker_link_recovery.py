@@ -18,7 +18,8 @@ from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol import messages
 from protocol.errors import WrongState
-from protocol.messages import Commands, Held, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.inventory import InventoryRow, pack_rows
+from protocol.messages import Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
@@ -61,7 +62,7 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot),)))
+        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, slot=slot)])))
         assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
         await worker.report(progress(RequestEntry(slot, 3, 0, [4, 5], 10)), number=7, command_ack=6)
@@ -79,7 +80,7 @@ async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, held=(Held(3, 2, 10, slot=slot), Held(3, 2, 10, slot=10_000))))
+        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, slot=slot), InventoryRow(3, slot=10_000)])))
         assert isinstance(await worker.hear(), WorkerWelcome)
         await worker.report(progress(RequestEntry(slot, 4, 0, [4, 5], 10)), number=7, command_ack=5)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
@@ -186,6 +187,5 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
 
 
 def test_messages_of_before_have_defaults_for_what_is_new() -> None:
-    assert Held(1, 2, 3).is_staged is False
     assert not WorkerWelcome(1, 1, 0, want_tokenizer=False).adopted
     assert messages.PROTOCOL_VERSION == 1

@@ -248,7 +248,7 @@ async def test_a_new_coordinator_waits_until_the_executor_is_empty(autojump_cloc
         it.outbox.add_event(Released(1, 0, 0, 0))
         hello = await (await it.listener.accept()).hear()
         assert isinstance(hello, WorkerHello)
-        assert (hello.epoch, hello.incarnation_seen, hello.report_next, hello.held) == (2, 2, 1, ())
+        assert (hello.epoch, hello.incarnation_seen, hello.report_next, hello.inventory) == (2, 2, 1, b"")
 
 
 async def test_stopping_withdraws_waits_and_flushes(autojump_clock: MockClock) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from metrics.state import LinkCounters, WorkerCounters
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.errors import InternalError, ProtocolError
+from protocol.inventory import unpack_rows
 from protocol.messages import (
     PROTOCOL_VERSION,
     WORKER_MESSAGE_BYTES_MAX,
@@ -114,7 +115,7 @@ def test_hello_says_who_we_are_and_where_we_stand() -> None:
         2,
         2,
     )
-    assert [(held.admission, held.generated_tokens) for held in hello.held] == [(5, 2), (6, 0)]
+    assert [(row.admission, row.generated_tokens) for row in unpack_rows(hello.inventory)] == [(5, 2), (6, 0)]
 
 
 def test_commands_apply_once_and_in_order() -> None:
@@ -179,7 +180,13 @@ def test_a_higher_incarnation_empties_the_worker_before_a_new_epoch() -> None:
     assert isinstance(action, Send)
     hello = action.message
     assert isinstance(hello, WorkerHello)
-    assert (hello.epoch, hello.incarnation_seen, hello.command_ack, hello.report_next, hello.held) == (11, 2, 0, 1, ())
+    assert (hello.epoch, hello.incarnation_seen, hello.command_ack, hello.report_next, hello.inventory) == (
+        11,
+        2,
+        0,
+        1,
+        b"",
+    )
 
 
 def test_a_blank_epoch_adopts_a_higher_incarnation() -> None:
@@ -420,7 +427,7 @@ class FakeCoordinator:
 
     def _greet(self, hello: WorkerHello) -> list[CoordinatorMessage]:
         known = hello.epoch == self.epoch
-        blank = hello.report_next == 1 and hello.command_ack == 0 and not hello.held
+        blank = hello.report_next == 1 and hello.command_ack == 0 and not hello.inventory
         welcome = WorkerWelcome(
             PROTOCOL_VERSION, self.incarnation, self.report_ack if known else 0, want_tokenizer=False
         )
