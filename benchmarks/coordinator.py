@@ -96,8 +96,8 @@ class FakeWorker:
         self._index = index
         self._load = load
         rows = load.requests  # any worker may get any share
-        self._slots = np.zeros(rows, np.int32)
-        self._admissions = np.zeros(rows, np.int64)
+        self._request_indices = np.zeros(rows, np.int32)
+        self._placements = np.zeros(rows, np.int64)
         self._numbers = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._granted = np.zeros(rows, np.int32)
@@ -154,35 +154,35 @@ class FakeWorker:
 
     def _apply(self, command: messages.Command) -> None:
         match command:
-            case messages.Admit(admission=admission):
+            case messages.Admit(placement=placement):
                 row = len(self._row_of)
-                self._row_of[admission] = row
-                self._slots[row] = command.slot
-                self._admissions[row] = admission
+                self._row_of[placement] = row
+                self._request_indices[row] = command.request_index
+                self._placements[row] = placement
                 self._numbers[row] = unpack_int32(command.prompt, "prompt")[0]
                 self._positions[row] = 0
                 self._granted[row] = len(command.host_pages) // 4 * PAGE_TOKENS
-                self._events += [messages.Staged(admission, 1.0, 1.0), messages.Started(admission)]
+                self._events += [messages.Staged(placement, 1.0, 1.0), messages.Started(placement)]
                 self._load.admitted += 1
                 if self._load.admitted == self._load.requests:
                     self._load.all_admitted.set()
-            case messages.Grant(admission=admission) if admission in self._row_of:
-                self._granted[self._row_of[admission]] += len(command.host_pages) // 4 * PAGE_TOKENS
-            case messages.Withdraw(admission=admission) if admission in self._row_of:
-                durable = self._remove(admission)
-                self._events.append(messages.Released(admission, durable, 0, 0))
-            case messages.Resize(admission=admission):
-                self._events.append(messages.Resized(admission, command.hot_slots, command.hot_chunks))
+            case messages.Grant(placement=placement) if placement in self._row_of:
+                self._granted[self._row_of[placement]] += len(command.host_pages) // 4 * PAGE_TOKENS
+            case messages.Withdraw(placement=placement) if placement in self._row_of:
+                durable = self._remove(placement)
+                self._events.append(messages.Released(placement, durable, 0, 0))
+            case messages.Resize(placement=placement):
+                self._events.append(messages.Resized(placement, command.hot_slots, command.hot_chunks))
 
-    def _remove(self, admission: int) -> int:
+    def _remove(self, placement: int) -> int:
         """Forget a request; the last one takes its row. Returns its rows in host memory."""
-        row = self._row_of.pop(admission)
+        row = self._row_of.pop(placement)
         durable = PROMPT_TOKENS + max(int(self._positions[row]) - 1, 0)
         last = len(self._row_of)
-        for array in (self._slots, self._admissions, self._numbers, self._positions, self._granted):
+        for array in (self._request_indices, self._placements, self._numbers, self._positions, self._granted):
             array[row] = array[last]
         if row != last:
-            self._row_of[int(self._admissions[row])] = row
+            self._row_of[int(self._placements[row])] = row
         return durable
 
     async def _step(self) -> None:
@@ -204,8 +204,8 @@ class FakeWorker:
         starts = self._positions[rows]
         self._positions[rows] += 1
         return messages.Progress(
-            slots=pack_int32(self._slots[rows]),
-            admissions=pack_int64(self._admissions[rows]),
+            request_indices=pack_int32(self._request_indices[rows]),
+            placements=pack_int64(self._placements[rows]),
             starts=pack_int32(starts),
             counts=pack_int32(np.ones(len(rows), np.int32)),
             tokens=pack_int32(token_at(self._numbers[rows], starts)),
@@ -372,19 +372,19 @@ async def run_phases(endpoints: dict[str, str], coordinator_pid: int, options: a
             for number in range(options.requests):
                 await client.submit(number)
             await load.all_admitted.wait()
-        admissions = Admissions(
+        placements = Admissions(
             per_s=options.requests / (time.perf_counter() - start),
             cpu_us=1e6 * (_cpu_s(coordinator_pid) - cpu_s) / options.requests,
         )
         load.rate, load.is_running = options.rate, True
         await trio.sleep(1.0)
-        result = await _measure(load, client, coordinator_pid, options, admissions)
+        result = await _measure(load, client, coordinator_pid, options, placements)
         nursery.cancel_scope.cancel()
     return result
 
 
 async def _measure(
-    load: Load, client: CheckingClient, coordinator_pid: int, options: argparse.Namespace, admissions: Admissions
+    load: Load, client: CheckingClient, coordinator_pid: int, options: argparse.Namespace, placements: Admissions
 ) -> Result:
     start, events = time.perf_counter(), load.token_events
     cpu = _cpu_s(coordinator_pid), time.process_time()
@@ -411,8 +411,8 @@ async def _measure(
         command_rtts=len(rtts_ms),
         submit_ack_p50_ms=float(np.percentile(acks_ms, 50)),
         submit_ack_p99_ms=float(np.percentile(acks_ms, 99)),
-        admissions_per_s=admissions.per_s,
-        admission_cpu_us=admissions.cpu_us,
+        admissions_per_s=placements.per_s,
+        admission_cpu_us=placements.cpu_us,
         token_event_cpu_us=1e6 * coordinator_cpu_s / events,
         coordinator_core_share=coordinator_cpu_s / elapsed_s,
         generator_core_share=generator_cpu_s / elapsed_s,

@@ -107,11 +107,11 @@ class Clock:
         self.steps: list[float] = []
         self.events: list[Event] = []
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
-        if slot == 0:
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        if request_index == 0:
             self.steps.append(time.perf_counter())
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Durable lengths have no reader here."""
 
     def add_event(self, event: Event) -> None:
@@ -280,8 +280,8 @@ def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vo
     for number in range(cell.concurrency):
         executor.submit(
             Admit(
-                admission=number + 1,
-                slot=number,
+                placement=number + 1,
+                request_index=number,
                 request_id=f"bench-{number}",
                 prompt=pack_int32([(number + 37 * token) % vocab for token in range(cell.context)]),
                 generated=pack_int32([number % vocab]),

@@ -91,7 +91,7 @@ class Load:
         self._capacity = WorkerCapacity(
             per_worker, chunks, chunks, chunks, pages, 1 << 20, (4096,), 8, 2, pool_path="/bench.pool"
         )
-        self._slots = np.arange(requests, dtype=np.int32)
+        self._request_indices = np.arange(requests, dtype=np.int32)
         self._positions = np.zeros(requests, np.int32)
         self._granted = np.zeros(requests, np.int32)
         self.tokens = 0
@@ -102,16 +102,18 @@ class Load:
         for name in (f"w{number}" for number in range(WORKERS)):
             self._change(AddWorker(name, 1, self._capacity), Joined(NODE, name, 1, self._capacity, MODEL))
         pages = PROMPT_TOKENS // PAGE_TOKENS + GRANT_PAGES
-        for number in range(len(self._slots)):
-            slot, worker, admission = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
+        for number in range(len(self._request_indices)):
+            request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
-            asked = Accepted(slot, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time())
+            asked = Accepted(
+                request_index, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time()
+            )
             self._journal.append([asked])
-            stay = Admission(slot, admission, NODE, worker, 1, 0)
-            self._change(Reserve(admission, worker, Memory(pages, 1, pages, 0)), stay)
-            self._token_log.begin_admission(slot, admission, PROMPT_TOKENS, 1 << 30)
-            self._token_log.bind(slot, number % WORKERS)
-            self._granted[slot] = GRANT_PAGES * PAGE_TOKENS
+            stay = Admission(request_index, placement, NODE, worker, 1, 0)
+            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
+            self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
+            self._token_log.bind(request_index, number % WORKERS)
+            self._granted[request_index] = GRANT_PAGES * PAGE_TOKENS
 
     def _change(self, change: Change, *notes: Record) -> None:
         apply(self._ledger, change)
@@ -119,22 +121,26 @@ class Load:
 
     def report(self, worker: int) -> None:
         """One decode step of a worker."""
-        slots = self._slots[worker::WORKERS]
-        starts = self._positions[slots]
-        ones = np.ones(len(slots), np.int32)
+        request_indices = self._request_indices[worker::WORKERS]
+        starts = self._positions[request_indices]
+        ones = np.ones(len(request_indices), np.int32)
         said = (ones, starts % 32_000, PROMPT_TOKENS + starts)
         packed = (pack_int32(it) for it in (starts, *said))
-        self._token_log.append(Progress(pack_int32(slots), pack_int64(slots.astype(np.int64) + 1), *packed), worker)
-        self._positions[slots] += 1
-        self.tokens += len(slots)
+        self._token_log.append(
+            Progress(pack_int32(request_indices), pack_int64(request_indices.astype(np.int64) + 1), *packed), worker
+        )
+        self._positions[request_indices] += 1
+        self.tokens += len(request_indices)
         self._journal.tokens_arrived()
-        for slot in slots[self._positions[slots] + PAGE_TOKENS > self._granted[slots]].tolist():
-            self._granted[slot] += GRANT_PAGES * PAGE_TOKENS
-            self._change(Extend(slot + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
+        for request_index in request_indices[
+            self._positions[request_indices] + PAGE_TOKENS > self._granted[request_indices]
+        ].tolist():
+            self._granted[request_index] += GRANT_PAGES * PAGE_TOKENS
+            self._change(Extend(request_index + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
 
     async def run(self, rate: float) -> None:
         """Reports in turn, `rate` tokens a second; what the loop is too slow for is not made up."""
-        interval = len(self._slots) / WORKERS / rate
+        interval = len(self._request_indices) / WORKERS / rate
         worker, due = 0, trio.current_time()
         while True:
             self.report(worker)

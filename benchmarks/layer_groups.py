@@ -203,8 +203,8 @@ class Bench:
         began = time.perf_counter()
         self.executor.submit(
             Admit(
-                admission=ticket,
-                slot=0,
+                placement=ticket,
+                request_index=0,
                 request_id=f"bench-{ticket}",
                 prompt=pack_int32(prompt),
                 generated=b"",

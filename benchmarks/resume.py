@@ -116,11 +116,11 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     prompt = pack_int32([(number + 37 * token) % vocab for token in range(context)])
     hot_chunks = managed_chunks(hot_slots) if hot_slots else pages
 
-    def admit(admission: int, durable: int, generated: list[int]) -> Admit:
+    def admit(placement: int, durable: int, generated: list[int]) -> Admit:
         return Admit(
-            admission=admission,
-            slot=0,
-            request_id=f"stay-{admission}",
+            placement=placement,
+            request_index=0,
+            request_id=f"stay-{placement}",
             prompt=prompt,
             generated=pack_int32(generated),
             durable_tokens=durable,
@@ -138,7 +138,7 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
     turn_until(executor, lambda: len(reports.steps) >= 8)
     staged = reports.last(Staged)
     executor.submit(Withdraw(number))
-    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.admission == number)
+    turn_until(executor, lambda: (found := reports.last(Released)) is not None and found.placement == number)
     durable = reports.last(Released).durable_tokens
     reports.steps.clear()
     executor.submit(admit(number + 1, durable, list(range(durable - context + 1))))

@@ -171,7 +171,7 @@ async def decoding(client: Client, count: int, prefix: str, prefill_mode: str) -
     async with trio.open_nursery() as nursery:
         names = [f"{prefix}-{i}" for i in range(count)]
         for name in names:
-            await nursery.start(busy.run, client, name, admission)
+            await nursery.start(busy.run, client, name, prefill_mode)
         yield busy
         if names:
             await client.abort(names)
@@ -181,19 +181,19 @@ async def decoding(client: Client, count: int, prefix: str, prefill_mode: str) -
 
 
 async def measure(nodes: Nodes, client: Client, way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    admission, rows = STAGED if way == "staged" else DIRECT, []
+    placement, rows = STAGED if way == "staged" else DIRECT, []
     warm = min(options.tokens) if options.devices[0] == "cpu" else max(options.tokens)
     for i in range(2):  # of both workers
-        await one_prompt(client, warm, f"{way}-warm-{i}", admission)
+        await one_prompt(client, warm, f"{way}-warm-{i}", placement)
     for count in dict.fromkeys((0, options.busy)):
-        async with decoding(client, count, f"{way}-busy", admission) as busy:
+        async with decoding(client, count, f"{way}-busy", placement) as busy:
             for tokens in options.tokens:
                 before = await copies(nodes)
                 found = []
                 for i in range(options.rounds):
                     busy.longest_ms()
                     with trio.fail_after(ROUND_LIMIT_S):
-                        row = await one_prompt(client, tokens, f"{way}-{count}-{tokens}-{i}", admission)
+                        row = await one_prompt(client, tokens, f"{way}-{count}-{tokens}-{i}", placement)
                     found.append(row | ({"gap": busy.longest_ms()} if count else {}))
                 middle: dict[str, Any] = {
                     name: median(row[name] for row in found) for name in found[0] if name != "history"

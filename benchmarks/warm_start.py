@@ -55,23 +55,23 @@ TURNS_MAX: Final = 100_000_000
 
 
 class Tokens:
-    """The executor's reports: when tokens came and which, by slot, and all events."""
+    """The executor's reports: when tokens came and which, by request, and all events."""
 
     def __init__(self) -> None:
         self.times: dict[int, list[float]] = {0: [], 1: []}
         self.ids: dict[int, list[int]] = {0: [], 1: []}
         self.released: dict[int, Released] = {}
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
-        self.times[slot].append(time.perf_counter())
-        self.ids[slot] += ids
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        self.times[request_index].append(time.perf_counter())
+        self.ids[request_index] += ids
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Durable lengths have no reader here."""
 
     def add_event(self, event: Event) -> None:
         if isinstance(event, Released):
-            self.released[event.admission] = event
+            self.released[event.placement] = event
 
 
 class Overlap:
@@ -111,20 +111,25 @@ class Bench:
         self.reports, self.streams = Tokens(), make_streams("cuda" if device == "cuda" else "inline")
         tokenizer = make_tokenizer("bytes")
         self.executor = Executor(runner, settings, sizing, self.streams, pool, tokenizer, self.reports)
-        self.admissions = 0
+        self.placements = 0
 
-    def admit(self, slot: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any) -> int:
+    def admit(
+        self, request_index: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any
+    ) -> int:
         """Slot 0 decodes all the time; 1 comes and goes. Returns the admission."""
-        self.admissions += 1
-        own = range(slot * self.pages, slot * self.pages + (self.pages if slot == 0 else pages_for(self.context + 64)))
+        self.placements += 1
+        own = range(
+            request_index * self.pages,
+            request_index * self.pages + (self.pages if request_index == 0 else pages_for(self.context + 64)),
+        )
         whole = {"hot_slots": self.hot_slots, "hot_chunks": managed_chunks(self.hot_slots)}
         self.executor.submit(
             Admit(
-                admission=self.admissions,
-                slot=slot,
-                request_id=f"r{self.admissions}",
+                placement=self.placements,
+                request_index=request_index,
+                request_id=f"r{self.placements}",
                 prompt=prompt,
-                generated=pack_int32(self.reports.ids[slot]),
+                generated=pack_int32(self.reports.ids[request_index]),
                 durable_tokens=released.durable_tokens if released else 0,
                 sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
                 host_pages=pack_int32(list(own)),
@@ -133,7 +138,7 @@ class Bench:
                 **(whole | form),
             )
         )
-        return self.admissions
+        return self.placements
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         for _ in range(TURNS_MAX):

@@ -31,13 +31,13 @@ NO_RESIZE: Final = -2
 
 @dataclass(slots=True)
 class InventoryRow:
-    """One admission on a worker: what it was given, what it uses, how far it has come.
+    """One placement on a worker: what it was given, what it uses, how far it has come.
 
-    A hello leaves out what the audit alone knows (`digest` to `is_leaving`), an audit what is progress (`slot` to
+    A hello leaves out what the audit alone knows (`digest` to `is_leaving`), an audit what is progress (`request_index` to
     `is_released`).
     """
 
-    admission: int
+    placement: int
     host_pages: int = 0  # how many
     hot_chunks: int = 0  # granted
     # audit
@@ -47,7 +47,7 @@ class InventoryRow:
     chunks: int = 0  # in use, in its slab or its hot buffer
     is_leaving: bool = False  # grants to it are not taken any more
     # hello
-    slot: int = -1
+    request_index: int = -1
     generated_tokens: int = 0
     durable_tokens: int = 0
     hot_slots: int = 0
@@ -65,7 +65,7 @@ class InventoryRow:
 
 
 def _wire_type(name: str, kind: object) -> str:
-    return "?" if kind == "bool" else "<i8" if name in ("admission", "digest") else "<i4"
+    return "?" if kind == "bool" else "<i8" if name in ("placement", "digest") else "<i4"
 
 
 _RECORD: Final = np.dtype([(it.name, _wire_type(it.name, it.type)) for it in fields(InventoryRow)])

@@ -16,7 +16,7 @@ Four directions, each with its own union, so that a peer cannot say what its rol
 Identities that appear in several messages:
 
     request_id  str     chosen by the client or made by the gateway; unique among the requests the coordinator knows
-    slot        int32   index of a live request in the coordinator's token log; reused after the request is forgotten
+    request_index int32   index of a live request in the coordinator's token log; reused after the request is forgotten
     admission   int64   one stay of one request on one worker; never reused. Reports and commands that carry an
                         admission that has departed are acknowledged and do nothing
     epoch       int64   one life of one worker process; command and report numbers start at 1 in each
@@ -51,8 +51,8 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes it,
-#: directly into host pages by another one, or as the scheduler sees fit.
+#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes
+#: it, directly into host pages by another one, or as the scheduler sees fit.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
@@ -160,9 +160,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted. `prefill_mode`
-    is one of PREFILL_MODES.
-    """
+    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
+    `prefill_mode` is one of PREFILL_MODES."""
 
     tag: int
     prompt: bytes
@@ -447,11 +446,11 @@ class AuditedRow(Part, frozen=True):
 
 
 class DifferenceRow(Part, frozen=True):
-    """What a worker and the ledger of its node say of one thing; `admission` 0: of the worker, or node, as a whole."""
+    """What a worker and the ledger of its node say of one thing; `placement` 0: of the worker, or node, as a whole."""
 
     name: str
     kind: str
-    admission: int
+    placement: int
     request_id: str
     ledger: str
     worker: str
@@ -532,8 +531,8 @@ class Admit(Part, frozen=True, tag="admit"):
     hint: one that cannot be read counts, and the request starts cold.
     """
 
-    admission: int
-    slot: int
+    placement: int
+    request_index: int
     request_id: str
     prompt: bytes
     generated: bytes
@@ -552,11 +551,11 @@ class Admit(Part, frozen=True, tag="admit"):
 
 class Receive(Part, frozen=True, tag="receive"):
     """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
-    `admission`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
+    `placement`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
     writes there any more). The pages behind the prompt wait for decoding."""
 
-    admission: int
-    slot: int
+    placement: int
+    request_index: int
     request_id: str
     prompt_tokens: int
     host_pages: bytes
@@ -572,7 +571,7 @@ class Exited(Part, frozen=True, tag="exited"):
 class Grant(Part, frozen=True, tag="grant"):
     """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
 
-    admission: int
+    placement: int
     host_pages: bytes
     index_pages: int
     hot_chunks: int
@@ -581,7 +580,7 @@ class Grant(Part, frozen=True, tag="grant"):
 class Resize(Part, frozen=True, tag="resize"):
     """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
@@ -593,7 +592,7 @@ class Withdraw(Part, frozen=True, tag="withdraw"):
     coordinator's business.
     """
 
-    admission: int
+    placement: int
 
 
 class Stop(Part, frozen=True, tag="stop"):
@@ -687,12 +686,11 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
 class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
-    int32 `slots`, int64 `admissions`, int32 `starts` (generated position of the first token), int32 `counts`, int32
-    `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included).
-    """
+    int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included)."""
 
-    slots: bytes
-    admissions: bytes
+    request_indices: bytes
+    placements: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
@@ -702,7 +700,7 @@ class Progress(Part, frozen=True):
 class Staged(Part, frozen=True, tag="staged"):
     """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
 
-    admission: int
+    placement: int
     prefill_ms: float
     stage_ms: float
 
@@ -710,19 +708,19 @@ class Staged(Part, frozen=True, tag="staged"):
 class Started(Part, frozen=True, tag="started"):
     """The request joined the decode batch."""
 
-    admission: int
+    placement: int
 
 
 class Parked(Part, frozen=True, tag="parked"):
     """The request is out of granted pages and waits, while its batch goes on."""
 
-    admission: int
+    placement: int
 
 
 class Resized(Part, frozen=True, tag="resized"):
     """A Resize took effect; chunks beyond `hot_chunks` are free again."""
 
-    admission: int
+    placement: int
     hot_slots: int
     hot_chunks: int
 
@@ -730,7 +728,7 @@ class Resized(Part, frozen=True, tag="resized"):
 class Finished(Part, frozen=True, tag="finished"):
     """The output is complete: `reason` is eos, stop, length. Released follows."""
 
-    admission: int
+    placement: int
     reason: str
     generated_tokens: int
     tail_text: str = ""
@@ -739,7 +737,7 @@ class Finished(Part, frozen=True, tag="finished"):
 class Faulted(Part, frozen=True, tag="faulted"):
     """The request cannot go on (its own fault or the worker's); Released follows."""
 
-    admission: int
+    placement: int
     message: str
 
 
@@ -749,7 +747,7 @@ class Released(Part, frozen=True, tag="released"):
     output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
-    admission: int
+    placement: int
     durable_tokens: int
     hits: int
     misses: int
@@ -758,16 +756,16 @@ class Released(Part, frozen=True, tag="released"):
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in counters of requests so far: int64 `admissions`, `hits`, `misses`. Sent about once a second."""
+    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
 
-    admissions: bytes
+    placements: bytes
     hits: bytes
     misses: bytes
 
 
 class Inventory(Part, frozen=True, tag="inventory"):
     """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
-    one have happened: `rows` of all admissions that hold memory (protocol/inventory.py), and what is free."""
+    one have happened: `rows` of all placements that hold memory (protocol/inventory.py), and what is free."""
 
     number: int
     rows: bytes

@@ -1,9 +1,9 @@
-"""How much memory a request needs: pages by its length, and the hot_sizes of hot-buffer sizes it can stand on. Pure.
+"""How much memory a request needs: pages by its length, and the hot sizes that it may have. Pure.
 
-A *hot_size* is a hot size with its chunks. A request's hot_sizes, ascending: the managed size classes that are smaller than
-being resident, and resident on top, which takes one chunk for each page granted. A short context has only the top
-hot_size: a managed buffer would cost more than all of its rows. So the least that a request needs at its longest is the
-smaller of the smallest class and its whole context, and it fits a worker alone exactly if that fits (`misfit`).
+A *hot size* is a number of slots with its chunks. The options of a request, ascending: the managed size classes that
+are smaller than being resident, and resident last, which takes one chunk for each page granted. A short context has
+only the last: a managed buffer would cost more than all of its rows. So the least that a request needs at its longest
+is the smaller of the smallest class and its whole context, and it fits a worker alone exactly if that fits (`misfit`).
 
 Index pages are granted with host pages, one for one. Slab pages hold the prompt while it is prefilled and staged.
 Nothing is ever granted beyond prompt + max_tokens + overshoot, the tokens that a step already launched may write after
@@ -59,7 +59,7 @@ def pages_wanted(length: Length, ahead_tokens: int, capacity: WorkerCapacity) ->
     return pages_for(tokens)
 
 
-def hot_sizes(pages: int, capacity: WorkerCapacity) -> list[HotSize]:
+def hot_sizes_for(pages: int, capacity: WorkerCapacity) -> list[HotSize]:
     """Hot sizes for a request with `pages` granted pages, ascending by chunks; the last is resident."""
     return [hot_size for hot_size in _managed(capacity.hot_size_classes) if hot_size.hot_chunks < pages] + [
         HotSize(RESIDENT, pages)
@@ -73,7 +73,9 @@ def _managed(hot_size_classes: tuple[int, ...]) -> tuple[HotSize, ...]:
 
 def largest_hot_size(pages: int, chunks: int, capacity: WorkerCapacity) -> HotSize | None:
     """The largest hot size for `pages` pages within `chunks` chunks; None when not even the smallest fits."""
-    return next((hot_size for hot_size in reversed(hot_sizes(pages, capacity)) if hot_size.hot_chunks <= chunks), None)
+    return next(
+        (hot_size for hot_size in reversed(hot_sizes_for(pages, capacity)) if hot_size.hot_chunks <= chunks), None
+    )
 
 
 def forced_hot_size(hot_slots: int, pages: int) -> HotSize:
@@ -88,7 +90,7 @@ def can_force(hot_slots: int, length: Length, capacity: WorkerCapacity) -> bool:
 
 
 def smallest_chunks(pages: int, hot_size_classes: tuple[int, ...]) -> int:
-    """Chunks of the lowest hot_size of a request with `pages` pages; classes ascending."""
+    """Chunks of the smallest hot size of a request with `pages` pages; classes ascending."""
     return min(managed_chunks(hot_size_classes[0]), pages)
 
 

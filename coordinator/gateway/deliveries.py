@@ -71,27 +71,27 @@ class Deliveries:
 
     def recovered(self, ending: Ending) -> None:
         """As `ended`, but it was counted in an earlier life."""
-        self._endings[ending.slot] = ending
-        self._subscriptions.finish(ending.slot)
+        self._endings[ending.request_index] = ending
+        self._subscriptions.finish(ending.request_index)
         self._news.set()
         self._ends.set()
 
-    def forgotten(self, slot: int) -> None:
+    def forgotten(self, request_index: int) -> None:
         """The slot is about to be reused."""
-        self._endings.pop(slot, None)
-        for index in self._subscriptions.forget(slot):
+        self._endings.pop(request_index, None)
+        for index in self._subscriptions.forget(request_index):
             self.connections.drop(self.connections[index], "did not read an output before it was forgotten")
 
     # ------------------------------------------------------------ what clients ask
 
-    def subscribe(self, connection: Connection, slot: int, cursor: int) -> int:
+    def subscribe(self, connection: Connection, request_index: int, cursor: int) -> int:
         """The handle of the new subscription. Raises WrongState when this connection has one already."""
-        handle = self._subscriptions.add(connection.index, slot, cursor)
+        handle = self._subscriptions.add(connection.index, request_index, cursor)
         self._news.set()
         return handle
 
-    def unsubscribe(self, connection: Connection, slot: int) -> None:
-        self._subscriptions.remove(connection.index, slot)
+    def unsubscribe(self, connection: Connection, request_index: int) -> None:
+        self._subscriptions.remove(connection.index, request_index)
 
     def say(self, connection: Connection, message: messages.GatewayMessage) -> None:
         self.connections.say(connection, messages.encode(message), self._clock())
@@ -158,12 +158,12 @@ class Deliveries:
 
     def _send_ends(self, now: float) -> None:
         connections = self.connections
-        for index, handle, slot in self._subscriptions.complete(connections.is_blocked):
+        for index, handle, request_index in self._subscriptions.complete(connections.is_blocked):
             connection = connections.get(index)
             if connection is None or connections.is_blocked[index]:
                 continue
-            if connections.offer(connection, messages.encode(_ended(handle, self._endings[slot])), now):
-                self._subscriptions.remove(index, slot)
+            if connections.offer(connection, messages.encode(_ended(handle, self._endings[request_index])), now):
+                self._subscriptions.remove(index, request_index)
 
 
 def _ended(handle: int, ending: Ending) -> messages.Ended:

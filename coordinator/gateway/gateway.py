@@ -219,8 +219,8 @@ class Gateway:
         nursery.start_soon(self._carry_out, connection, message, tag)
 
     def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
-        slot = self._scheduler.lookup(attach.request_id, connection.sees)
-        length = int(self._log.committed[slot])
+        request_index = self._scheduler.lookup(attach.request_id, connection.sees)
+        length = int(self._log.committed[request_index])
         if not 0 <= attach.offset <= length:
             raise BadInput(
                 f"{attach.request_id} has {length} tokens so far",
@@ -229,7 +229,7 @@ class Gateway:
                 remedy="attach from a position that exists",
             )
         return messages.Accepted(
-            attach.tag, attach.request_id, self._deliveries.subscribe(connection, slot, attach.offset)
+            attach.tag, attach.request_id, self._deliveries.subscribe(connection, request_index, attach.offset)
         )
 
     def _detach(self, connection: Connection, detach: messages.Detach) -> messages.Done:
@@ -251,12 +251,12 @@ class Gateway:
         self._deliveries.say(connection, reply)
 
     async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
-        request_id, slot = await self._scheduler.submit(submit, connection.owner, connection.user)
+        request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4
         handle = -1
         if submit.subscribe and not connection.is_gone:
-            handle = self._deliveries.subscribe(connection, slot, 0)
+            handle = self._deliveries.subscribe(connection, request_index, 0)
         return messages.Accepted(submit.tag, request_id, handle)
 
     def _failed(self, tag: int, error: HiSparseError) -> messages.Failure:

@@ -52,7 +52,7 @@ class Complete(NamedTuple):
 
     connection: int
     handle: int
-    slot: int
+    request_index: int
 
 
 class Subscriptions:
@@ -60,10 +60,10 @@ class Subscriptions:
 
     def __init__(self, log: TokenLog) -> None:
         self._log = log
-        self._slots: Int32Array = np.zeros(ROWS_INITIAL, np.int32)
+        self._request_indices: Int32Array = np.zeros(ROWS_INITIAL, np.int32)
         self._connections: Int32Array = np.full(ROWS_INITIAL, NOBODY, np.int32)
         self._cursors: Int32Array = np.full(ROWS_INITIAL, CURSOR_NEVER, np.int32)
-        self._is_final: npt.NDArray[np.bool_] = np.zeros(log.slots, np.bool_)
+        self._is_final: npt.NDArray[np.bool_] = np.zeros(log.request_indices, np.bool_)
         self._rows: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
         self._top = 0
@@ -73,20 +73,20 @@ class Subscriptions:
 
     # ------------------------------------------------------------ who reads what
 
-    def add(self, connection: int, slot: int, cursor: int) -> int:
+    def add(self, connection: int, request_index: int, cursor: int) -> int:
         """Subscribe from position `cursor` on; returns the handle. Raises WrongState when it is subscribed already."""
-        if (connection, slot) in self._rows:
+        if (connection, request_index) in self._rows:
             raise WrongState("this connection is attached already", remedy="detach first, or use another connection")
         row = self._take_row()
-        self._rows[connection, slot] = row
-        self._slots[row] = slot
+        self._rows[connection, request_index] = row
+        self._request_indices[row] = request_index
         self._connections[row] = connection
         self._cursors[row] = cursor
         return row
 
-    def remove(self, connection: int, slot: int) -> None:
+    def remove(self, connection: int, request_index: int) -> None:
         """Unsubscribe; nothing happens when it was not subscribed."""
-        row = self._rows.pop((connection, slot), None)
+        row = self._rows.pop((connection, request_index), None)
         if row is not None:
             self._connections[row] = NOBODY
             self._cursors[row] = CURSOR_NEVER
@@ -94,26 +94,28 @@ class Subscriptions:
 
     def remove_connection(self, connection: int) -> None:
         for row in np.flatnonzero(self._connections[: self._top] == connection):
-            self.remove(connection, int(self._slots[row]))
+            self.remove(connection, int(self._request_indices[row]))
 
-    def finish(self, slot: int) -> None:
+    def finish(self, request_index: int) -> None:
         """The request is terminal and its tokens are all in the log."""
-        self._is_final[slot] = True
+        self._is_final[request_index] = True
 
-    def forget(self, slot: int) -> list[int]:
+    def forget(self, request_index: int) -> list[int]:
         """The slot is about to be reused: drop its subscriptions. Returns the connections that had not read it all."""
-        self._is_final[slot] = False
-        rows = np.flatnonzero((self._slots[: self._top] == slot) & (self._connections[: self._top] != NOBODY))
+        self._is_final[request_index] = False
+        rows = np.flatnonzero(
+            (self._request_indices[: self._top] == request_index) & (self._connections[: self._top] != NOBODY)
+        )
         readers = [int(connection) for connection in self._connections[rows]]
         for connection in readers:
-            self.remove(connection, slot)
+            self.remove(connection, request_index)
         return readers
 
     def _take_row(self) -> int:
         if self._free:
             return self._free.pop()
-        if self._top == len(self._slots):
-            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
+        if self._top == len(self._request_indices):
+            self._request_indices = np.concatenate([self._request_indices, np.zeros_like(self._request_indices)])
             self._connections = np.concatenate([self._connections, np.full_like(self._connections, NOBODY)])
             self._cursors = np.concatenate([self._cursors, np.full_like(self._cursors, CURSOR_NEVER)])
         self._top += 1
@@ -126,7 +128,7 @@ class Subscriptions:
 
         Cursors move by `advance` only. The consumer may remove subscriptions of connections it has been given.
         """
-        behind = np.flatnonzero(self._log.committed[self._slots[: self._top]] > self._cursors[: self._top])
+        behind = np.flatnonzero(self._log.committed[self._request_indices[: self._top]] > self._cursors[: self._top])
         behind = behind[~is_blocked[self._connections[behind]]]
         if not len(behind):
             return
@@ -137,19 +139,19 @@ class Subscriptions:
             yield self._parcel(int(self._connections[rows[0]]), rows)
 
     def _parcel(self, connection: int, rows: npt.NDArray[np.intp]) -> Parcel:
-        slots, starts = self._slots[rows], self._cursors[rows]
-        counts = self._log.committed[slots] - starts
+        request_indices, starts = self._request_indices[rows], self._cursors[rows]
+        counts = self._log.committed[request_indices] - starts
         total = np.cumsum(counts, dtype=np.int64)
         is_partial = bool(total[-1] > DELIVERY_TOKENS_MAX)
         if is_partial:
             counts = np.clip(counts - (total - DELIVERY_TOKENS_MAX), 0, counts).astype(np.int32)
             some = counts > 0
-            rows, slots, starts, counts = rows[some], slots[some], starts[some], counts[some]
+            rows, request_indices, starts, counts = rows[some], request_indices[some], starts[some], counts[some]
         delivery = Delivery(
             handles=pack_int32(rows),
             starts=pack_int32(starts),
             counts=pack_int32(counts),
-            tokens=pack_int32(self._log.gather(slots, starts, counts)),
+            tokens=pack_int32(self._log.gather(request_indices, starts, counts)),
         )
         return Parcel(connection, rows, counts, delivery, is_partial)
 
@@ -159,15 +161,17 @@ class Subscriptions:
 
     def complete(self, is_blocked: npt.NDArray[np.bool_]) -> list[Complete]:
         """Subscriptions to terminal requests that have delivered everything; `remove` each once Ended was sent."""
-        slots, connections = self._slots[: self._top], self._connections[: self._top]
-        rows = np.flatnonzero(self._is_final[slots] & (self._cursors[: self._top] == self._log.committed[slots]))
+        request_indices, connections = self._request_indices[: self._top], self._connections[: self._top]
+        rows = np.flatnonzero(
+            self._is_final[request_indices] & (self._cursors[: self._top] == self._log.committed[request_indices])
+        )
         rows = rows[~is_blocked[connections[rows]]]
-        return [Complete(int(connections[row]), int(row), int(slots[row])) for row in rows]
+        return [Complete(int(connections[row]), int(row), int(request_indices[row])) for row in rows]
 
     def check_invariants(self) -> None:
         """Raise InternalError unless arrays and index agree and no cursor is ahead of its request."""
         used = np.flatnonzero(self._connections[: self._top] != NOBODY)
-        index = {(int(self._connections[row]), int(self._slots[row])): int(row) for row in used}
-        behind = self._cursors[used] <= self._log.committed[self._slots[used]]
+        index = {(int(self._connections[row]), int(self._request_indices[row])): int(row) for row in used}
+        behind = self._cursors[used] <= self._log.committed[self._request_indices[used]]
         if index != self._rows or len(used) + len(self._free) != self._top or not behind.all():
             raise InternalError(f"subscriptions: {len(self._rows)} indexed, {len(used)} in use, {len(self._free)} free")

@@ -32,7 +32,7 @@ def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
     )
     quarantines = [(key, tuple(pages)) for key, pages in ledger._quarantines.items()]
     holdings = [
-        (it.admission, it.budget, it.hot_chunks, it.index_pages, it.slab_pages, tuple(it.pages))
+        (it.placement, it.budget, it.hot_chunks, it.index_pages, it.slab_pages, tuple(it.pages))
         for it in ledger._holdings.values()
     ]
     return _parts(node, ledger.pages_total, free, budgets, quarantines, holdings)
@@ -64,9 +64,9 @@ def _parts(
 
 
 def _holding_image(holding: _Frozen) -> HoldingImage:
-    admission, budget, hot_chunks, index_pages, slab_pages, pages = holding
+    placement, budget, hot_chunks, index_pages, slab_pages, pages = holding
     key, held = budget.key if budget else None, b"".join(it.tobytes() for it in pages)
-    return HoldingImage(admission, key, hot_chunks, index_pages, slab_pages, held)
+    return HoldingImage(placement, key, hot_chunks, index_pages, slab_pages, held)
 
 
 def ledger_from(parts: Sequence[NodeImage]) -> Ledger:
@@ -100,8 +100,8 @@ def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:
 def _restore_holding(ledger: Ledger, image: HoldingImage) -> None:
     pages: Int32Array = unpack_int32(image.pages, "pages").copy()
     budget = ledger._budgets[image.budget] if image.budget else None
-    ledger._holdings[image.admission] = Holding(
-        image.admission,
+    ledger._holdings[image.placement] = Holding(
+        image.placement,
         budget,
         image.hot_chunks,
         image.index_pages,

@@ -43,10 +43,10 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Accepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys; `prefill_mode`
-    is how it was asked to come to its worker."""
+    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
+    `prefill_mode` is how it was asked to come to its worker."""
 
-    slot: int
+    request_index: int
     arrival: int
     request_id: str
     owner: str
@@ -61,7 +61,7 @@ class Accepted(JournalEntry, frozen=True):
 class Ordered(JournalEntry, frozen=True):
     """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
 
-    slot: int
+    request_index: int
     held: bool
     forced_slots: int
     outcome: str = ""
@@ -72,8 +72,8 @@ class Admission(JournalEntry, frozen=True):
     """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     node: str
     worker: str
     epoch: int
@@ -86,7 +86,7 @@ class HandedOver(JournalEntry, frozen=True):
     """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
     under `ticket`."""
 
-    slot: int
+    request_index: int
     ticket: int
     node: str
     worker: str
@@ -99,7 +99,7 @@ class Departed(JournalEntry, frozen=True):
     """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
     `first_token` belongs to them when nothing of the output was said yet."""
 
-    slot: int
+    request_index: int
     kept_tokens: int
     first_token: int = NO_TOKEN
 
@@ -109,7 +109,7 @@ class Struck(JournalEntry, frozen=True):
     many generated tokens. Parallel int32 arrays."""
 
     worker: str
-    slots: bytes
+    request_indices: bytes
     strikes: bytes
     marks: bytes
 
@@ -117,7 +117,7 @@ class Struck(JournalEntry, frozen=True):
 class Ended(JournalEntry, frozen=True):
     """The last word on a request; all of its tokens come before."""
 
-    slot: int
+    request_index: int
     outcome: str
     reason: str
     generated_tokens: int
@@ -126,10 +126,10 @@ class Ended(JournalEntry, frozen=True):
 
 
 class Forgotten(JournalEntry, frozen=True):
-    """Ended requests that nobody may ask for any more; their slots may be taken again. `slots` is int32; `arrivals` is
-    the highest number that any request had so far."""
+    """Ended requests that nobody may ask for any more; their slots may be taken again. `request_indices` is int32;
+    `arrivals` is the highest number that any request had so far."""
 
-    slots: bytes
+    request_indices: bytes
     arrivals: int
 
 
@@ -185,7 +185,7 @@ class Tokens(JournalEntry, frozen=True):
     """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
     many rows are durable by now."""
 
-    slots: bytes
+    request_indices: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
@@ -200,7 +200,7 @@ class SummaryBegun(JournalEntry, frozen=True):
     given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
     arrivals: int
-    admissions: int
+    placements: int
     pools: tuple[PoolOpened, ...]
     workers: tuple[Joined, ...]
     drains: tuple[Drained, ...] = ()
@@ -237,7 +237,7 @@ class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
 class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     """`budget` None: only kept pages."""
 
-    admission: int
+    placement: int
     budget: EpochKey | None
     hot_chunks: int
     index_pages: int
@@ -248,7 +248,7 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
 class Output(JournalEntry, frozen=True):
     """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
 
-    slot: int
+    request_index: int
     start: int
     tokens: bytes
     durable_tokens: int
@@ -258,7 +258,7 @@ class Summary(JournalEntry, frozen=True):
     """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
 
     arrivals: int
-    admissions: int
+    placements: int
     ordered: tuple[Ordered, ...] = ()
     stays: tuple[Admission, ...] = ()
     departed: tuple[Departed, ...] = ()
@@ -276,7 +276,7 @@ def tokens_of(news: News) -> Tokens:
 
 def news_of(tokens: Tokens) -> News:
     """A record, as the token log takes it in. Raises ProtocolError when an array's bytes do not divide by 4."""
-    parts = (tokens.slots, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
+    parts = (tokens.request_indices, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
     return News(*(unpack_int32(part, "tokens") for part in parts))
 
 

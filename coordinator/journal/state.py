@@ -1,10 +1,10 @@
 """The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
 appended.
 
-    records ──replay──► JournalState and token log        at start; coordinator.scheduling.recovery goes on from it
-    append  ──note────► JournalState                      while running; ledgers and token log are the live ones, changed
-                                                  by their owners
-    JournalState    ──────────► coordinator.journal.summary says it again in fewer records, now and then
+    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery goes on from it
+    append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
+                                                     their owners
+    JournalState ─────► coordinator.journal.summary  says it again in fewer records, now and then
 
 A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
 
@@ -57,9 +57,9 @@ from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 
 
-def no_order(slot: int) -> Ordered:
+def no_order(request_index: int) -> Ordered:
     """Nobody wants anything of a request but its output."""
-    return Ordered(slot, held=False, forced_slots=NO_HOT_BUFFER)
+    return Ordered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
 
 
 @dataclass(slots=True)
@@ -95,32 +95,32 @@ class JournalState:
     drains: dict[str, Drained] = field(default_factory=dict)
     requests: dict[int, RequestRecord] = field(default_factory=dict)
     arrivals: int = 0
-    admissions: int = 0
+    placements: int = 0
 
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
-            case Accepted(slot):
-                self.requests[slot] = RequestRecord(record, len(record.prompt) // 4, no_order(slot))
+            case Accepted(request_index):
+                self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
                 self.arrivals = max(self.arrivals, record.arrival)
             case Joined() | PoolOpened() | Drained() | Undrained():
                 self._note_of_node(record)
             case Struck():
                 self._note_strikes(record)
-            case SummaryBegun(arrivals, admissions, pools, workers, drains):
-                self.arrivals, self.admissions = max(self.arrivals, arrivals), max(self.admissions, admissions)
+            case SummaryBegun(arrivals, placements, pools, workers, drains):
+                self.arrivals, self.placements = max(self.arrivals, arrivals), max(self.placements, placements)
                 for opened in pools:
                     self.note(opened)
                 for joined in workers:
                     self.note(joined)
                 self.drains = {drained.worker: drained for drained in drains}
-            case Forgotten(slots, arrivals):
+            case Forgotten(request_indices, arrivals):
                 self.arrivals = max(self.arrivals, arrivals)
-                for slot in unpack_int32(slots, "slots").tolist():
-                    self.requests.pop(slot, None)
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    self.requests.pop(request_index, None)
             case Changed(changes=changes):  # where each number is given out, that of a ticket too
-                given = (change.admission for change in changes if isinstance(change, Reserve))
-                self.admissions = max(self.admissions, *given, 0)
+                given = (change.placement for change in changes if isinstance(change, Reserve))
+                self.placements = max(self.placements, *given, 0)
             case Ordered() | Admission() | HandedOver() | Departed() | Ended():
                 self._note_of_request(record)
 
@@ -148,13 +148,13 @@ class JournalState:
                 self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
 
     def _note_strikes(self, struck: Struck) -> None:
-        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.slots, struck.strikes, struck.marks))
-        for slot, strikes, mark in zip(*arrays, strict=True):
-            if known := self.requests.get(slot):
+        arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))
+        for request_index, strikes, mark in zip(*arrays, strict=True):
+            if known := self.requests.get(request_index):
                 known.strikes, known.mark, known.killed = strikes, mark, struck.worker
 
     def _note_of_request(self, record: Ordered | Admission | HandedOver | Departed | Ended) -> None:
-        known = self.requests.get(record.slot)
+        known = self.requests.get(record.request_index)
         if known is None:
             return
         match record:
@@ -162,8 +162,8 @@ class JournalState:
                 known.ordered = record
             case Admission():
                 known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
-            case HandedOver(slot, ticket, node, worker, epoch, kept_tokens, first_token):
-                known.stay = Admission(slot, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
+            case HandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
+                known.stay = Admission(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
             case Departed(_, kept_tokens, first_token):
                 known.stay = known.stay if kept_tokens else None
@@ -206,20 +206,20 @@ class _Replay:
         book, token_log = self.book, self.token_log
         match record:
             case Accepted():
-                token_log.reopen(record.slot, record.sampling.max_tokens)
-            case Forgotten(slots):
-                for slot in unpack_int32(slots, "slots").tolist():
-                    if slot in book.requests:
-                        token_log.close(slot)
+                token_log.reopen(record.request_index, record.sampling.max_tokens)
+            case Forgotten(request_indices):
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    if request_index in book.requests:
+                        token_log.close(request_index)
             case Tokens():
                 token_log.recover(news_of(record))
             case Output():
                 tokens = unpack_int32(record.tokens, "tokens")
-                token_log.recover_output(OutputPart(record.slot, record.start, tokens, record.durable_tokens))
-            case Admission(slot) if slot in book.requests:
-                token_log.set_durable(slot, record.durable_tokens)
-            case Summary(arrivals, admissions, ordered, stays, departed):
-                book.arrivals, book.admissions = arrivals, admissions
+                token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
+            case Admission(request_index) if request_index in book.requests:
+                token_log.set_durable(request_index, record.durable_tokens)
+            case Summary(arrivals, placements, ordered, stays, departed):
+                book.arrivals, book.placements = arrivals, placements
                 said: list[Record] = [*ordered, *stays, *departed]
                 for it in said:
                     self.take(it)

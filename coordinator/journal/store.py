@@ -19,7 +19,7 @@ so nothing is trusted but what is written again: the retry writes the same recor
 place of the log.
 
 Rejected: a log file of our own (SQLite's has checksums, torn-write recovery and thirty years of tests); a row per
-record (three times the inserts for nothing: `slot` is all that deletes need).
+record (three times the inserts for nothing: `request_index` is all that deletes need).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Row(NamedTuple):
     """A row of the table, and the first of its records."""
 
     number: int
-    slot: int | None
+    request_index: int | None
     body: bytes
     first: Record
 
@@ -144,7 +144,7 @@ class SqliteStore:
     def write_now(self, records: Sequence[Record]) -> None:
         """One transaction. A full disk costs the reserve before it costs the group."""
         rows = [
-            Row(number, run[0].slot if isinstance(run[0], LASTING) else None, encode(run), run[0])
+            Row(number, run[0].request_index if isinstance(run[0], LASTING) else None, encode(run), run[0])
             for number, run in enumerate(_runs(records), self._last + 1)
         ]
         try:
@@ -189,8 +189,8 @@ class SqliteStore:
     def _write_part(self, part: Sequence[Row], begun: int) -> None:
         run = self._connection.execute
         if isinstance(first := part[0].first, Forgotten):
-            for slots in _batches(unpack_int32(first.slots, "slots").tolist()):
-                run(f"DELETE FROM records WHERE slot IN ({', '.join('?' * len(slots))})", slots)
+            for request_indices in _batches(unpack_int32(first.request_indices, "request_indices").tolist()):
+                run(f"DELETE FROM records WHERE slot IN ({', '.join('?' * len(request_indices))})", request_indices)
         elif isinstance(first, SummaryEnded):
             run("INSERT OR REPLACE INTO summary VALUES (0, ?)", (begun,))
         for batch in _batches(part):
@@ -203,7 +203,7 @@ class SqliteStore:
             self._begun, self._flow_bytes = row.number, 0
         elif isinstance(row.first, SummaryEnded):
             self._begin = self._begun
-        self._flow_bytes += len(row.body) if row.slot is None else 0
+        self._flow_bytes += len(row.body) if row.request_index is None else 0
 
     def _vacuum(self) -> None:
         """Give back some of what will not be needed soon. The group is written: a disk too full for this is no

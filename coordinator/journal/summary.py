@@ -48,12 +48,12 @@ class Summarizing:
         book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
         pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
         self.begun = SummaryBegun(
-            book.arrivals, book.admissions, tuple(pools), tuple(workers), tuple(book.drains.values())
+            book.arrivals, book.placements, tuple(pools), tuple(workers), tuple(book.drains.values())
         )
         self.is_over = False
         self._book = book
         self._token_log = token_log
-        self._slots = deque(book.requests)
+        self._request_indices = deque(book.requests)
         frozen = [parts_of(node, ledger) for node, ledger in book.ledgers.items()]
         self._parts: Iterator[NodePart] = chain.from_iterable(frozen)
 
@@ -61,35 +61,35 @@ class Summarizing:
         """The next records, the last of them SummaryEnded."""
         parts: list[Record] = list(islice(self._parts, 1))
         facts, outputs = self._say_requests()
-        self.is_over = not (parts or self._slots)
+        self.is_over = not (parts or self._request_indices)
         return parts + facts + list(outputs) + ([SummaryEnded()] if self.is_over else [])
 
     def _say_requests(self) -> tuple[list[Record], list[Output]]:
         facts: list[Record] = []
         outputs: list[Output] = []
         room = TOKENS_EACH
-        for _ in range(min(REQUESTS_EACH, len(self._slots))):
-            known = self._book.requests.get(self._slots[0])
+        for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
+            known = self._book.requests.get(self._request_indices[0])
             if known is not None:
                 facts += _facts_of(known)
-                part = self._token_log.take_output(self._slots[0], room, has_rows=known.stay is not None)
+                part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
                 if part is not None:
-                    outputs.append(Output(part.slot, part.start, part.tokens.tobytes(), part.durable_tokens))
+                    outputs.append(Output(part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens))
                     room -= len(part.tokens)
                 if not room:
                     break  # there may be more of it
-            self._slots.popleft()
+            self._request_indices.popleft()
         return facts, outputs
 
 
 def _facts_of(known: RequestRecord) -> Iterator[Record]:
     """All but what every request begins with."""
-    slot, stay = known.accepted.slot, known.stay
-    if known.ended is None and known.ordered != no_order(slot):
+    request_index, stay = known.accepted.request_index, known.stay
+    if known.ended is None and known.ordered != no_order(request_index):
         yield known.ordered
     if known.strikes and known.ended is None:
-        yield struck_of(known.killed, [(slot, known.strikes, known.mark)])
+        yield struck_of(known.killed, [(request_index, known.strikes, known.mark)])
     if stay is not None:
         yield stay
         if not known.on_worker:
-            yield Departed(slot, known.kept_tokens, known.first_token)
+            yield Departed(request_index, known.kept_tokens, known.first_token)

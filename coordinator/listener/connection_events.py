@@ -24,7 +24,7 @@ from protocol.transport.monitor import monitor_of
 
 
 class ConnectionEvents:
-    """The events of one `socket`, not yet bound, and the connection_tracker that they fill. Times are trio's."""
+    """The events of one `socket`, not yet bound, and the connection tracker that they fill. Times are trio's."""
 
     def __init__(self, socket: zmq.Socket[bytes], connection_tracker: ConnectionTracker) -> None:
         self.connection_tracker = connection_tracker

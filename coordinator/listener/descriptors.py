@@ -1,9 +1,8 @@
 """Room for as many descriptors as the listeners let connections in.
 
 libzmq takes connections until the process has no descriptor left, and then tries again without a pause; the journal
-could not open a file either. So the limit of the process lies above what the listeners let in (connection_tracker.py), as far as the
-system permits.
-"""
+could not open a file either. So the limit of the process lies above what the listeners let in (connection_tracker.py),
+as far as the system permits."""
 
 from __future__ import annotations
 

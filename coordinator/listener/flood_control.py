@@ -1,4 +1,5 @@
-"""What a listener lets through of what arrives: each peer at its rate, told once when it says more, and then not heard."""
+"""What a listener lets through of what arrives: each peer at its rate, told once when it says more, and then not
+heard."""
 
 from __future__ import annotations
 
@@ -56,9 +57,10 @@ class FloodControl:
         return False
 
     def _error(self) -> CapacityError:
+        limiter = self._rate_limiter
         return CapacityError(
-            f"more than {self._rate_limiter.per_s:g} messages a second, and {self._rate_limiter.burst:g} at once, are not heard",
+            f"more than {limiter.per_s:g} messages a second, and {limiter.burst:g} at once, are not heard",
             field="messages_per_s",
-            value=self._rate_limiter.per_s,
+            value=limiter.per_s,
             remedy="send fewer or smaller ones, over one connection that stays, or raise coordinator.messages_per_s",
         )

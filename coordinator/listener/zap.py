@@ -1,9 +1,10 @@
 """Who may come in: the answer to every CURVE handshake, by ZAP (ZMQ's RFC 27).
 
 libzmq asks on an inproc address, one per context, and lets nobody in until it is answered; pyzmq's own handlers run on
-asyncio or in a thread. A question names the listener that was knocked at (its ZAP domain is the role) and the peer's public
-key; the answer is the user that the peer is from then on, which libzmq attaches to each of its messages. A key that is
-allowed at one listener is unknown at the others, so a client's key opens neither the admins' nor the workers' listener.
+asyncio or in a thread. A question names the listener that was knocked at (its ZAP domain is the role) and the peer's
+public key; the answer is the user that the peer is from then on, which libzmq attaches to each of its messages. A key
+that is allowed at one listener is unknown at the others, so a client's key opens neither the admins' nor the workers'
+listener.
 
 A listener without a handler stays shut (sockets.py sets ZAP_ENFORCE_DOMAIN): what fails here, fails closed.
 

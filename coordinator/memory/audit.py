@@ -49,10 +49,10 @@ ACCOUNTS: Final = "accounts"
 
 
 class Difference(NamedTuple):
-    """What two sides say of one thing. `admission` 0: of the worker as a whole."""
+    """What two sides say of one thing. `placement` 0: of the worker as a whole."""
 
     kind: str
-    admission: int
+    placement: int
     ledger: str
     worker: str
 
@@ -69,20 +69,20 @@ def compare(
     cross it and is not compared. `resizing` tells of an admission that its hot buffer is between two sizes. Raises
     ProtocolError when the inventory's rows cannot be read.
     """
-    rows = {row.admission: row for row in unpack_rows(inventory.rows)}
-    given = ledger.admissions_of(key)
-    found = [Difference(STRAY, admission, "nothing", "holds it") for admission in rows.keys() - given]
+    rows = {row.placement: row for row in unpack_rows(inventory.rows)}
+    given = ledger.placements_of(key)
+    found = [Difference(STRAY, placement, "nothing", "holds it") for placement in rows.keys() - given]
     missing = (given & at_ask.keys()) - rows.keys()
-    found += [Difference(UNRELEASED, admission, "holds it", "nothing") for admission in missing]
-    for admission, row in rows.items():
-        if admission in given and at_ask.get(admission) == ledger.held(admission):
-            found += _compare_row(ledger, admission, row, is_resizing=resizing(admission))
+    found += [Difference(UNRELEASED, placement, "holds it", "nothing") for placement in missing]
+    for placement, row in rows.items():
+        if placement in given and at_ask.get(placement) == ledger.held(placement):
+            found += _compare_row(ledger, placement, row, is_resizing=resizing(placement))
     found += _compare_free(ledger.budget(key[0]).capacity, rows, inventory)
     return sorted(found)[:DIFFERENCES_MAX]
 
 
-def _compare_row(ledger: Ledger, admission: int, row: InventoryRow, *, is_resizing: bool) -> list[Difference]:
-    ours = ledger.held(admission)
+def _compare_row(ledger: Ledger, placement: int, row: InventoryRow, *, is_resizing: bool) -> list[Difference]:
+    ours = ledger.held(placement)
     pairs = [
         ("host_pages", ours.host_pages, row.host_pages),
         ("index_pages", ours.index_pages, row.index_pages),
@@ -91,13 +91,13 @@ def _compare_row(ledger: Ledger, admission: int, row: InventoryRow, *, is_resizi
     if not is_resizing:
         pairs.append(("hot_chunks", ours.hot_chunks, row.hot_chunks))
     differ = operator.lt if row.is_leaving else operator.ne
-    found = [Difference(kind, admission, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
+    found = [Difference(kind, placement, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
     if row.slab_pages > ours.slab_pages > 0:
-        found.append(Difference("slab_pages", admission, str(ours.slab_pages), str(row.slab_pages)))
+        found.append(Difference("slab_pages", placement, str(ours.slab_pages), str(row.slab_pages)))
     if row.host_pages == ours.host_pages and row.digest != UNCHECKED:
-        digest = digest_of(ledger.pages_of(admission))
+        digest = digest_of(ledger.pages_of(placement))
         if digest != row.digest:
-            found.append(Difference("host_pages", admission, f"{digest:08x}", f"{row.digest:08x}"))
+            found.append(Difference("host_pages", placement, f"{digest:08x}", f"{row.digest:08x}"))
     return found
 
 
@@ -115,8 +115,8 @@ def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], in
 def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
     """What a ledger says of itself: I1, and kept pages whose admission is none of `waiting`."""
     found = [
-        Difference(ORPHAN, admission, f"{ledger.held(admission).host_pages} pages kept", "off every worker")
-        for admission in ledger.kept_admissions() - set(waiting)
+        Difference(ORPHAN, placement, f"{ledger.held(placement).host_pages} pages kept", "off every worker")
+        for placement in ledger.kept_admissions() - set(waiting)
     ]
     if mismatch := ledger.find_mismatch():
         found.append(Difference(ACCOUNTS, 0, mismatch, ""))

@@ -34,29 +34,29 @@ class ProveExit(LedgerChange, frozen=True, tag="prove_exit"):
 
 
 class Reserve(LedgerChange, frozen=True, tag="reserve"):
-    admission: int
+    placement: int
     worker: str
     want: Memory
     take_over: int | None = None
 
 
 class Extend(LedgerChange, frozen=True, tag="extend"):
-    admission: int
+    placement: int
     more: Memory
 
 
 class Shrink(LedgerChange, frozen=True, tag="shrink"):
-    admission: int
+    placement: int
     less: Memory
 
 
 class Keep(LedgerChange, frozen=True, tag="keep"):
-    admission: int
+    placement: int
     pages: int
 
 
 class Release(LedgerChange, frozen=True, tag="release"):
-    admission: int
+    placement: int
 
 
 Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release
@@ -68,16 +68,16 @@ GIVING: tuple[type[LedgerChange], ...] = (Reserve, Extend)
 def apply(ledger: Ledger, change: Change) -> Int32Array:
     """Carry one change out; returns the page ids that it gave out, if any. Raises as the ledger's methods do."""
     match change:
-        case Reserve(admission, worker, want, take_over):
-            return ledger.reserve(admission, worker, want, take_over=take_over)
-        case Extend(admission, more):
-            return ledger.extend(admission, more)
-        case Shrink(admission, less):
-            ledger.shrink(admission, less)
-        case Keep(admission, pages):
-            ledger.keep(admission, pages)
-        case Release(admission):
-            ledger.release(admission)
+        case Reserve(placement, worker, want, take_over):
+            return ledger.reserve(placement, worker, want, take_over=take_over)
+        case Extend(placement, more):
+            return ledger.extend(placement, more)
+        case Shrink(placement, less):
+            ledger.shrink(placement, less)
+        case Keep(placement, pages):
+            ledger.keep(placement, pages)
+        case Release(placement):
+            ledger.release(placement)
         case AddWorker(worker, epoch, capacity):
             ledger.add_worker(worker, epoch, capacity)
         case LoseWorker(worker, epoch, proved_exit):

@@ -68,7 +68,7 @@ class GpuBudget:
 class Holding:
     """What an admission holds. `budget` is None once only kept pages are left."""
 
-    admission: int
+    placement: int
     budget: GpuBudget | None
     hot_chunks: int
     index_pages: int
@@ -120,38 +120,38 @@ class Ledger:
         budget = self._budgets.get((worker, epoch))
         return budget is not None and budget.exited
 
-    def holds(self, admission: int) -> bool:
-        return admission in self._holdings
+    def holds(self, placement: int) -> bool:
+        return placement in self._holdings
 
-    def held(self, admission: int) -> Memory:
+    def held(self, placement: int) -> Memory:
         """What an admission holds, GPU counts and pages. Raises InternalError for one that is not here."""
-        holding = self._holding(admission)
+        holding = self._holding(placement)
         return Memory(holding.page_count, holding.hot_chunks, holding.index_pages, holding.slab_pages)
 
-    def pages_of(self, admission: int) -> Int32Array:
+    def pages_of(self, placement: int) -> Int32Array:
         """A copy of the page list."""
-        return self._holding(admission).all_pages()
+        return self._holding(placement).all_pages()
 
-    def admissions_of(self, key: EpochKey) -> set[int]:
+    def placements_of(self, key: EpochKey) -> set[int]:
         """Admissions that hold memory of an epoch."""
-        return {it.admission for it in self._holdings.values() if it.budget is not None and it.budget.key == key}
+        return {it.placement for it in self._holdings.values() if it.budget is not None and it.budget.key == key}
 
-    def holder_of(self, admission: int) -> EpochKey | None:
+    def holder_of(self, placement: int) -> EpochKey | None:
         """The epoch whose memory an admission holds; None: it only keeps pages."""
-        budget = self._holding(admission).budget
+        budget = self._holding(placement).budget
         return budget.key if budget is not None else None
 
-    def admissions(self) -> set[int]:
+    def placements(self) -> set[int]:
         """Every admission that holds something."""
         return set(self._holdings)
 
     def kept_admissions(self) -> set[int]:
         """Departed admissions whose pages are kept."""
-        return {it.admission for it in self._holdings.values() if it.budget is None}
+        return {it.placement for it in self._holdings.values() if it.budget is None}
 
-    def freeable(self, admission: int) -> int:
+    def freeable(self, placement: int) -> int:
         """How many pages its release would free: those that no quarantine and no other admission holds too."""
-        holding = self._holding(admission)
+        holding = self._holding(placement)
         if not self._quarantines:
             return holding.page_count
         return int(np.count_nonzero(self._refcounts[holding.all_pages()] == 1))
@@ -240,29 +240,29 @@ class Ledger:
 
     def reserve(
         self,
-        admission: int,
+        placement: int,
         worker: str,
         want: Memory,
         *,
         take_over: int | None = None,
         share: Int32Array = NO_PAGES,
     ) -> Int32Array:
-        """Give `admission` a seat and `want` on `worker`; returns its whole page list, int32 [pages].
+        """Give `placement` a seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
         The list starts with the pages kept under the departed admission `take_over`, or with `share`, pages that
         others hold and whose rows never change; `want.host_pages` fresh ones follow. Raises CapacityError when
         anything is short: then nothing changed.
         """
         if missing := self.shortfall(worker, want):
-            raise CapacityError("; ".join(missing), field="admission", value=admission, remedy="retry later")
-        self._check_new(admission, take_over, share)
+            raise CapacityError("; ".join(missing), field="placement", value=placement, remedy="retry later")
+        self._check_new(placement, take_over, share)
         budget = self._live[worker]
         kept = [] if take_over is None else self._holdings.pop(take_over).pages
         self._refcounts[share] += 1
         pages = [array for array in (*kept, share.copy(), self._take(want.host_pages)) if array.size]
         count = sum(array.size for array in pages)
-        holding = Holding(admission, budget, want.hot_chunks, want.index_pages, want.slab_pages, count, pages)
-        self._holdings[admission] = holding
+        holding = Holding(placement, budget, want.hot_chunks, want.index_pages, want.slab_pages, count, pages)
+        self._holdings[placement] = holding
         budget.holders += 1
         budget.seats_free -= 1
         budget.hot_chunks_free -= want.hot_chunks
@@ -270,11 +270,11 @@ class Ledger:
         budget.slab_pages_free -= want.slab_pages
         return holding.all_pages()
 
-    def extend(self, admission: int, more: Memory) -> Int32Array:
+    def extend(self, placement: int, more: Memory) -> Int32Array:
         """Append `more.host_pages` fresh pages, add the GPU counts; returns the fresh pages. Raises CapacityError."""
-        holding, budget = self._active(admission)
+        holding, budget = self._active(placement)
         if missing := self.shortfall(budget.worker, more, seat=False):
-            raise CapacityError("; ".join(missing), field="admission", value=admission, remedy="retry later")
+            raise CapacityError("; ".join(missing), field="placement", value=placement, remedy="retry later")
         pages = self._take(more.host_pages)
         if pages.size:
             holding.pages.append(pages)
@@ -287,30 +287,30 @@ class Ledger:
         budget.slab_pages_free -= more.slab_pages
         return pages.copy()
 
-    def shrink(self, admission: int, less: Memory) -> None:
+    def shrink(self, placement: int, less: Memory) -> None:
         """Take back GPU counts that the worker no longer uses (Staged, Resized). Host pages: see `keep`."""
-        holding, budget = self._active(admission)
+        holding, budget = self._active(placement)
         left = (
             holding.hot_chunks - less.hot_chunks,
             holding.index_pages - less.index_pages,
             holding.slab_pages - less.slab_pages,
         )
         if less.host_pages or min(less) < 0 or min(left) < 0:
-            raise InternalError(f"admission {admission} cannot give back {less} of {self.held(admission)}")
+            raise InternalError(f"admission {placement} cannot give back {less} of {self.held(placement)}")
         holding.hot_chunks, holding.index_pages, holding.slab_pages = left
         budget.hot_chunks_free += less.hot_chunks
         budget.index_pages_free += less.index_pages
         budget.slab_pages_free += less.slab_pages
 
-    def keep(self, admission: int, pages: int) -> int:
+    def keep(self, placement: int, pages: int) -> int:
         """Give back the seat, the GPU counts and all but the first `pages` pages; returns pages freed.
 
         After a loss without proof of exit all of its pages are quarantined (I2), the kept ones too: they are shared
         with the lost process, so they must be full of durable rows, which never change (I3).
         """
-        holding, budget = self._active(admission)
+        holding, budget = self._active(placement)
         if not 0 <= pages <= holding.page_count:
-            raise InternalError(f"admission {admission} cannot keep {pages} of {holding.page_count} pages")
+            raise InternalError(f"admission {placement} cannot keep {pages} of {holding.page_count} pages")
         all_pages, is_suspect = holding.all_pages(), budget.lost and not budget.exited
         self._close(holding)
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
@@ -320,12 +320,12 @@ class Ledger:
         self._quarantine(budget, all_pages)
         return 0
 
-    def release(self, admission: int) -> int:
+    def release(self, placement: int) -> int:
         """Give back everything; returns pages freed. Those of an epoch lost without proof are quarantined (I2)."""
-        holding = self._holding(admission)
+        holding = self._holding(placement)
         budget = holding.budget
         self._close(holding)
-        del self._holdings[admission]
+        del self._holdings[placement]
         pages = holding.all_pages()
         if budget is None or not budget.lost or budget.exited:
             return self._let_go(pages)
@@ -379,8 +379,8 @@ class Ledger:
         expected = np.zeros(self.pages_total, dtype=np.int32)
         for holding in self._holdings.values():
             pages = holding.all_pages()
-            _demand(pages.size == holding.page_count, f"admission {holding.admission} counts its pages")
-            _demand(np.unique(pages).size == pages.size, f"admission {holding.admission} holds a page once")
+            _demand(pages.size == holding.page_count, f"admission {holding.placement} counts its pages")
+            _demand(np.unique(pages).size == pages.size, f"admission {holding.placement} holds a page once")
             expected[pages] += 1
         for arrays in self._quarantines.values():
             for pages in arrays:
@@ -415,27 +415,27 @@ class Ledger:
 
     # ---------------------------------------------------------------- parts
 
-    def _holding(self, admission: int) -> Holding:
-        holding = self._holdings.get(admission)
+    def _holding(self, placement: int) -> Holding:
+        holding = self._holdings.get(placement)
         if holding is None:
-            raise InternalError(f"admission {admission} holds nothing here")
+            raise InternalError(f"admission {placement} holds nothing here")
         return holding
 
-    def _active(self, admission: int) -> tuple[Holding, GpuBudget]:
-        holding = self._holding(admission)
+    def _active(self, placement: int) -> tuple[Holding, GpuBudget]:
+        holding = self._holding(placement)
         if holding.budget is None:
-            raise InternalError(f"admission {admission} is kept: it has left its worker")
+            raise InternalError(f"admission {placement} is kept: it has left its worker")
         return holding, holding.budget
 
-    def _check_new(self, admission: int, take_over: int | None, share: Int32Array) -> None:
-        if admission in self._holdings:
-            raise InternalError(f"admission {admission} holds memory already")
+    def _check_new(self, placement: int, take_over: int | None, share: Int32Array) -> None:
+        if placement in self._holdings:
+            raise InternalError(f"admission {placement} holds memory already")
         if take_over is not None and self._holding(take_over).budget is not None:
             raise InternalError(f"admission {take_over} is still on its worker")
         if share.size and (take_over is not None or np.unique(share).size != share.size):
-            raise InternalError(f"admission {admission}: shared pages must be distinct, and the first in the list")
+            raise InternalError(f"admission {placement}: shared pages must be distinct, and the first in the list")
         if share.size and not self._refcounts[share].all():
-            raise InternalError(f"admission {admission} cannot share a free page")
+            raise InternalError(f"admission {placement} cannot share a free page")
 
     def _take(self, count: int) -> Int32Array:
         """Pop `count` free pages; the caller has checked that they are there."""

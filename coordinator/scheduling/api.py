@@ -125,7 +125,7 @@ class SchedulerApi(Actor[Message]):
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
         """The slot of a live or recently ended request. Raises NotFound."""
-        return self._requests.slot(request_id, user)
+        return self._requests.request_index(request_id, user)
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""
@@ -200,10 +200,10 @@ class SchedulerApi(Actor[Message]):
             if self._auditor.expects(worker, epoch, event.number):
                 self.tell(events.InventoryTaken(worker, epoch, event))
             return
-        live = self._requests.admitted(worker, epoch, event.admission)
+        live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
-            if isinstance(event, messages.Released) and event.admission in self._placement_table.tickets:
-                self.tell(events.TicketClosed(worker, epoch, event.admission, event.durable_tokens))
+            if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
+                self.tell(events.TicketClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
@@ -211,9 +211,9 @@ class SchedulerApi(Actor[Message]):
             live.swaps = Swaps(event.hits, event.misses)
         live.request.tell(event)
 
-    def starving(self, slots: Int32Array) -> None:
+    def starving(self, request_indices: Int32Array) -> None:
         """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
-        self.tell(events.Starving(slots))
+        self.tell(events.Starving(request_indices))
 
     async def _command(
         self,

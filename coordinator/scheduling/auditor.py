@@ -74,10 +74,10 @@ class Auditor:
         live = self._live()
         for key, number in self._rounds.due(live, now):
             ledger = self._ledgers[live[key].node]
-            given = ledger.admissions_of(key)
+            given = ledger.placements_of(key)
             self._at_ask[key] = {it: ledger.held(it) for it in given if not self._is_to_come(it)}
             live[key].port.send(Audit(number))
-        self._at_ask = {key: admissions for key, admissions in self._at_ask.items() if key in live}
+        self._at_ask = {key: placements for key, placements in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
             self._asked.remove(asked)
             asked.reply.set(self._rows(asked.keys))
@@ -119,28 +119,28 @@ class Auditor:
                 steps += self._tell(worker.node, worker.node, None, difference)
         return Effects(tuple(steps))
 
-    def _is_to_come(self, admission: int) -> bool:
+    def _is_to_come(self, placement: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
-        live = self._requests.by_admission.get(admission)
-        return live is not None and live.state.admission != admission
+        live = self._requests.by_placement.get(placement)
+        return live is not None and live.state.placement != placement
 
-    def _is_resizing(self, admission: int) -> bool:
-        live = self._requests.by_admission.get(admission)
+    def _is_resizing(self, placement: int) -> bool:
+        live = self._requests.by_placement.get(placement)
         return live is not None and live.entry.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
-        kept = [entry.admission for entry in self._placement_table.kept.values() if entry.node == node]
-        return kept + [it.admission for it in self._placement_table.tickets.values() if it.node == node]
+        kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
+        return kept + [it.placement for it in self._placement_table.tickets.values() if it.node == node]
 
     def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[Step]:
         self._counters.audit_differences[difference.kind] += 1
-        live = self._requests.by_admission.get(difference.admission)
+        live = self._requests.by_placement.get(difference.placement)
         log.error(
             "audit: a worker and the ledger differ",
             extra=fields(
                 of=name,
                 kind=difference.kind,
-                admission=difference.admission,
+                placement=difference.placement,
                 ledger=difference.ledger,
                 worker=difference.worker,
                 repaired=difference.kind in REPAIRED,
@@ -154,14 +154,14 @@ class Auditor:
         self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
     ) -> list[Step]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
-        admission = difference.admission
+        placement = difference.placement
         if difference.kind == STRAY and worker is not None:
-            worker.port.send(Withdraw(admission))
+            worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(admission, self._token_log.durable(live.entry.slot), *live.swaps))
+            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index), *live.swaps))
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.Departed(live.entry.slot, 0) if live is not None else None
-            return [Step(node, Release(admission), note)]
+            note = journal.Departed(live.entry.request_index, 0) if live is not None else None
+            return [Step(node, Release(placement), note)]
         return []
 
     # ---------------------------------------------------------------- rows
@@ -172,7 +172,7 @@ class Auditor:
         live = self._live()
         for name, epoch in keys:
             found, worker = self._rounds.confirmed((name, epoch)), live.get((name, epoch))
-            held = self._ledgers[worker.node].admissions_of((name, epoch)) if worker else set()
+            held = self._ledgers[worker.node].placements_of((name, epoch)) if worker else set()
             pages = sum(self._ledgers[worker.node].held(it).host_pages for it in held) if worker else 0
             audited.append(AuditedRow(name, epoch, found is not None, len(held), pages, len(found or ())))
             differences += [self._row(name, difference) for difference in found or ()]
@@ -185,10 +185,10 @@ class Auditor:
         return tuple(audited), tuple(differences)
 
     def _row(self, name: str, difference: Difference) -> DifferenceRow:
-        kind, admission, ours, theirs = difference
-        live = self._requests.by_admission.get(admission)
+        kind, placement, ours, theirs = difference
+        live = self._requests.by_placement.get(placement)
         request_id = live.state.request_id if live else ""
-        return DifferenceRow(name, kind, admission, request_id, ours, theirs, kind in REPAIRED)
+        return DifferenceRow(name, kind, placement, request_id, ours, theirs, kind in REPAIRED)
 
 
 def _history(live: LiveRequest | None) -> str:

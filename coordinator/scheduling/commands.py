@@ -49,8 +49,8 @@ def release_quarantine(
 
 
 def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
-    """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or WrongState
-    of the first that may not, BadInput for none or too many."""
+    """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or
+    WrongState of the first that may not, BadInput for none or too many."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
         count = len(ask.request_ids)
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")
@@ -85,7 +85,7 @@ def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
 def _promise(ask: CommandAsk, live: LiveRequest) -> str:
     match ask.command:
         case RequestCommand.ABORT:
-            return "aborted once its memory is released" if live.state.admission else "aborted"
+            return "aborted once its memory is released" if live.state.placement else "aborted"
         case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
         case RequestCommand.RESUME:
@@ -98,7 +98,7 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
 
 def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
     capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
-    classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
+    classes = sorted({request_indices for _, capacity in capacities for request_indices in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):
         raise BadInput(
             "no such hot size",

@@ -27,7 +27,7 @@ class Admit(msgspec.Struct, frozen=True):
 
     entry: RequestEntry
     worker: WorkerEntry
-    admission: int
+    placement: int
     take_over: int | None
     durable_tokens: int
     memory: Memory
@@ -71,11 +71,11 @@ class Retract(msgspec.Struct, frozen=True):
 
 
 class Demote(msgspec.Struct, frozen=True):
-    """`admission` is the departed one under which `node` keeps its pages."""
+    """`placement` is the departed one under which `node` keeps its pages."""
 
     entry: RequestEntry
     node: str
-    admission: int
+    placement: int
     reason: str
 
 

@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: placement_table and ledger changes in, decisions and tells out. Pure.
+"""What the Scheduler does with what it hears: placement table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 
@@ -77,7 +77,7 @@ class Dispatch:
     # ---------------------------------------------------------------- from Requests
 
     def progressed(self, event: Progressed) -> Effects:
-        entry = self._current(event.slot, event.admission)
+        entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING
         self.dirty = True
@@ -86,7 +86,7 @@ class Dispatch:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
-                return _effects(Step(entry.node, Shrink(entry.admission, Memory(slab_pages=slab_pages))))
+                return _effects(Step(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))))
             case Stage.STARTED:
                 self.placement_table.start(entry)
             case Stage.PARKED:
@@ -96,17 +96,17 @@ class Dispatch:
         return NOTHING
 
     def resized(self, event: Resized) -> Effects:
-        entry = self._current(event.slot, event.admission)
+        entry = self._current(event.request_index, event.placement)
         if entry is None or entry.resizing is None:
             return NOTHING
         self.dirty = True
         if freed := self.placement_table.resized(entry):
-            return _effects(Step(entry.node, Shrink(entry.admission, Memory(hot_chunks=freed))))
+            return _effects(Step(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
         return NOTHING
 
     def departed(self, event: Departed, generated: int) -> Effects:
         """The admission is over: keep its rows, or release everything."""
-        entry = self._current(event.slot, event.admission)
+        entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING
         self.dirty = True
@@ -117,15 +117,15 @@ class Dispatch:
         pages = self._pages_kept(entry, kept_tokens)
         step = Step(
             entry.node,
-            Keep(entry.admission, pages) if kept_tokens else Release(entry.admission),
-            journal.Departed(entry.slot, kept_tokens, first_token),
+            Keep(entry.placement, pages) if kept_tokens else Release(entry.placement),
+            journal.Departed(entry.request_index, kept_tokens, first_token),
         )
         entry.generated = generated
         self.placement_table.depart(entry, kept_tokens, pages, first_token)
         if event.final or entry.ending:
             self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
-        return Effects((step,), (Tell(entry.slot, Demoted("dropped")),) if dropped else ())
+        return Effects((step,), (Tell(entry.request_index, Demoted("dropped")),) if dropped else ())
 
     def _departed_sender(self, entry: RequestEntry, ticket: Ticket, event: Departed, generated: int) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
@@ -137,15 +137,15 @@ class Dispatch:
         if has_rows:
             kept_tokens = min(event.durable_tokens, entry.prompt_tokens)
             key = ticket.node, ticket.worker, ticket.epoch
-            note = journal.HandedOver(entry.slot, ticket.admission, *key, kept_tokens, event.first_token)
-            step = Step(entry.node, Release(entry.admission), note)
+            note = journal.HandedOver(entry.request_index, ticket.placement, *key, kept_tokens, event.first_token)
+            step = Step(entry.node, Release(entry.placement), note)
             self.placement_table.hand_over(entry, ticket, kept_tokens, event.first_token)
             if ticket.arrived:
                 self.placement_table.close_ticket(ticket)
             return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
-        step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
-        tells = (Tell(entry.slot, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
+        step = Step(entry.node, Release(entry.placement), journal.Departed(entry.request_index, 0))
+        tells = (Tell(entry.request_index, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(ticket)
         effects = Effects((step, *effects.steps), tells, effects.sends)
@@ -157,14 +157,14 @@ class Dispatch:
 
     def revoke(self, ticket: Ticket) -> Effects:
         """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
-        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         if entry is not None:
             entry.ticket = 0
-        ticket.slot = None
+        ticket.request_index = None
         if not ticket.arrived:
-            return Effects(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+            return Effects(sends=(Send(ticket.worker, Withdraw(ticket.placement)),))
         self.placement_table.close_ticket(ticket)
-        return _effects(Step(ticket.node, Release(ticket.admission)))
+        return _effects(Step(ticket.node, Release(ticket.placement)))
 
     def _count_failure(self, entry: RequestEntry, reason: str) -> Effects:
         entry.transfers_failed += 1
@@ -173,40 +173,40 @@ class Dispatch:
             return NOTHING
         return self.end(entry, "FAILED", f"{TRANSFERS_FAILED_MAX} transfers failed, the last: {reason}")
 
-    def ticket_closed(self, worker: str, epoch: int, admission: int, durable_tokens: int) -> Effects:
+    def ticket_closed(self, worker: str, epoch: int, placement: int, durable_tokens: int) -> Effects:
         """The worker has let go of a ticket: nothing is written to its pages any more. All rows have arrived, or none
         count."""
-        ticket = self.placement_table.tickets.get(admission)
+        ticket = self.placement_table.tickets.get(placement)
         if ticket is None or (ticket.worker, ticket.epoch) != (worker, epoch) or ticket.arrived:
             return NOTHING
         if not durable_tokens:
             return self.close_ticket(ticket, f"{worker} has not taken its rows in", is_lost=False)
         self.dirty = True
-        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         if entry is None:
             return self.close_ticket(ticket, "", is_lost=False)
         ticket.arrived = True
         if entry.phase is EntryPhase.WAITING:
             self.placement_table.close_ticket(ticket)
-        return _effects(Step(ticket.node, Keep(admission, ticket.pages)))
+        return _effects(Step(ticket.node, Keep(placement, ticket.pages)))
 
     def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Effects:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
-        entry = self.placement_table.entries.get(ticket.slot) if ticket.slot is not None else None
+        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         self.placement_table.close_ticket(ticket)
-        released = Effects((Step(ticket.node, Release(ticket.admission)),))
+        released = Effects((Step(ticket.node, Release(ticket.placement)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
     def _transfer_failed(self, entry: RequestEntry, released: Effects, reason: str, *, is_lost: bool) -> Effects:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
-            effects = released._replace(tells=(Tell(entry.slot, Retract(False, False, reason)),))
+            effects = released._replace(tells=(Tell(entry.request_index, Retract(False, False, reason)),))
         else:
             self.placement_table.demote(entry)
-            note = journal.Departed(entry.slot, 0)
-            effects = Effects((released.steps[0]._replace(note=note),), (Tell(entry.slot, Demoted(reason)),))
+            note = journal.Departed(entry.request_index, 0)
+            effects = Effects((released.steps[0]._replace(note=note),), (Tell(entry.request_index, Demoted(reason)),))
         if is_lost or entry.phase is EntryPhase.CLOSING:
             return effects
         return effects.plus(self._count_failure(entry, reason))
@@ -219,14 +219,14 @@ class Dispatch:
             return entry.pages
         return pages_for(kept_tokens)
 
-    def closed(self, slot: int) -> None:
+    def closed(self, request_index: int) -> None:
         """The request is over; nothing of it is left anywhere."""
-        self.placement_table.remove(self.placement_table.entries[slot])
+        self.placement_table.remove(self.placement_table.entries[request_index])
 
     def starve(self, entry: RequestEntry) -> None:
         """It is short of granted pages."""
         if entry.phase is EntryPhase.RUNNING or entry.phase is EntryPhase.STARTING:
-            self.placement_table.starving[entry.slot] = entry
+            self.placement_table.starving[entry.request_index] = entry
             self.dirty = True
 
     # ---------------------------------------------------------------- from worker links
@@ -245,7 +245,7 @@ class Dispatch:
         self.placement_table.poison_detector.lost(key, lost)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
-        tells = tuple(Tell(entry.slot, Lost(entry.admission, proved_exit, reason)) for entry in lost)
+        tells = tuple(Tell(entry.request_index, Lost(entry.placement, proved_exit, reason)) for entry in lost)
         step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)
         for ticket in self.placement_table.tickets_on(*key):
@@ -276,14 +276,14 @@ class Dispatch:
         for entry in struck:
             if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
                 effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
-        said = [(entry.slot, entry.strikes, entry.mark) for entry in struck]
+        said = [(entry.request_index, entry.strikes, entry.mark) for entry in struck]
         return effects, journal.struck_of(key[0], said) if said else None
 
     # ---------------------------------------------------------------- from operators
 
     def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
         self.dirty = True
-        tell = Tell(entry.slot, Retract(keep, hold, reason))
+        tell = Tell(entry.request_index, Retract(keep, hold, reason))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=not keep)
             self.placement_table.hold(entry, entry.held or hold)
@@ -294,12 +294,12 @@ class Dispatch:
     def resume(self, entry: RequestEntry, reason: str) -> Effects:
         self.dirty = True
         self.placement_table.hold(entry, False)
-        return Effects((), (Tell(entry.slot, Resume(reason)),))
+        return Effects((), (Tell(entry.request_index, Resume(reason)),))
 
     def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
-        tell = Tell(entry.slot, End(outcome, reason, cause))
+        tell = Tell(entry.request_index, End(outcome, reason, cause))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
             entry.ending = True
@@ -324,10 +324,10 @@ class Dispatch:
         if ticket := self.placement_table.ticket_of(entry):
             effects = self.revoke(ticket)
             self.placement_table.demote(entry)
-            return effects._replace(tells=(tell, Tell(entry.slot, Demoted(reason))))
-        step = Step(entry.node, Release(entry.admission), journal.Departed(entry.slot, 0))
+            return effects._replace(tells=(tell, Tell(entry.request_index, Demoted(reason))))
+        step = Step(entry.node, Release(entry.placement), journal.Departed(entry.request_index, 0))
         self.placement_table.demote(entry)
-        return Effects((step,), (tell, Tell(entry.slot, Demoted(reason))))
+        return Effects((step,), (tell, Tell(entry.request_index, Demoted(reason))))
 
     # ---------------------------------------------------------------- decisions
 
@@ -343,16 +343,16 @@ class Dispatch:
     def step(decision: decisions.Decision) -> Step | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case decisions.Admit(entry, worker, admission, take_over, durable_tokens, memory, _, _, decoder, transfer):
+            case decisions.Admit(entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer):
                 key, ticket = (worker.node, worker.name, worker.epoch), transfer.ticket if transfer else 0
-                stay = journal.Admission(entry.slot, admission, *key, durable_tokens, bool(decoder), ticket)
-                return Step(worker.node, Reserve(admission, worker.name, memory, take_over), stay)
+                stay = journal.Admission(entry.request_index, placement, *key, durable_tokens, bool(decoder), ticket)
+                return Step(worker.node, Reserve(placement, worker.name, memory, take_over), stay)
             case decisions.Grow(entry, more):
-                return Step(entry.node, Extend(entry.admission, more))
+                return Step(entry.node, Extend(entry.placement, more))
             case decisions.Resize(entry, _, more) if more:
-                return Step(entry.node, Extend(entry.admission, Memory(hot_chunks=more)))
-            case decisions.Demote(entry, node, admission):
-                return Step(node, Release(admission), journal.Departed(entry.slot, 0))
+                return Step(entry.node, Extend(entry.placement, Memory(hot_chunks=more)))
+            case decisions.Demote(entry, node, placement):
+                return Step(node, Release(placement), journal.Departed(entry.request_index, 0))
         return None
 
     @staticmethod
@@ -374,18 +374,20 @@ class Dispatch:
         entry = decision.entry
         match decision:
             case decisions.Grow(_, more):
-                grant = Grant(entry.admission, pages.tobytes(), more.index_pages, more.hot_chunks)
-                return Tell(entry.slot, Given(grant))
+                grant = Grant(entry.placement, pages.tobytes(), more.index_pages, more.hot_chunks)
+                return Tell(entry.request_index, Given(grant))
             case decisions.Resize(_, hot_size):
-                return Tell(entry.slot, Given(Resize(entry.admission, hot_size.hot_slots, hot_size.hot_chunks)))
+                return Tell(
+                    entry.request_index, Given(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
+                )
             case decisions.Retract(_, keep, _, reason):
-                return Tell(entry.slot, Retract(keep, False, reason))
+                return Tell(entry.request_index, Retract(keep, False, reason))
             case decisions.Demote():
-                return Tell(entry.slot, Demoted(decision.reason))
+                return Tell(entry.request_index, Demoted(decision.reason))
 
-    def _current(self, slot: int, admission: int) -> RequestEntry | None:
-        entry = self.placement_table.entries.get(slot)
-        return entry if entry is not None and entry.phase in ON_WORKER and entry.admission == admission else None
+    def _current(self, request_index: int, placement: int) -> RequestEntry | None:
+        entry = self.placement_table.entries.get(request_index)
+        return entry if entry is not None and entry.phase in ON_WORKER and entry.placement == placement else None
 
 
 def _effects(*steps: Step) -> Effects:

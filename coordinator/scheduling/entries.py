@@ -1,4 +1,4 @@
-"""Whom the placement_table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
+"""Whom the placement table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
 
 The phases of a request:
 
@@ -38,7 +38,7 @@ ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVI
 class RequestEntry:
     """One live request as policy sees it."""
 
-    slot: int
+    request_index: int
     rank: Rank
     prompt_tokens: int
     max_tokens: int
@@ -51,7 +51,7 @@ class RequestEntry:
     strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
     mark: int = -1
     # on a worker, or where its kept pages are
-    admission: int = 0
+    placement: int = 0
     worker: str = ""
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
@@ -93,11 +93,11 @@ class RequestEntry:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
-    request behind them. `slot` None: nobody wants them any more, and they wait for the worker's word. `arrived`: all
-    rows are there, and the worker has let go."""
+    request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
+    `arrived`: all rows are there, and the worker has let go."""
 
-    admission: int
-    slot: int | None
+    placement: int
+    request_index: int | None
     node: str
     worker: str
     epoch: int

@@ -33,7 +33,7 @@ class Handle(NamedTuple):
     """What a submitted or found request is called: by its clients, and in the token log."""
 
     request_id: str
-    slot: int
+    request_index: int
 
 
 class LinkStats(NamedTuple):
@@ -61,7 +61,7 @@ class WorkerPort(Protocol):
 class Ending(msgspec.Struct, frozen=True):
     """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
 
-    slot: int
+    request_index: int
     request_id: str
     outcome: str
     reason: str
@@ -78,7 +78,7 @@ class Listener(Protocol):
     def recovered(self, ending: Ending) -> None:
         """As `ended`, of a request that ended in an earlier life of the coordinator."""
 
-    def forgotten(self, slot: int) -> None:
+    def forgotten(self, request_index: int) -> None:
         """The slot is about to be closed and reused: drop subscriptions to it."""
 
 
@@ -189,14 +189,14 @@ class TicketClosed(msgspec.Struct, frozen=True):
 
     worker: str
     epoch: int
-    admission: int
+    placement: int
     durable_tokens: int
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Requests whose granted headroom is short. `slots` is int32."""
+    """Requests whose granted headroom is short. `request_indices` is int32."""
 
-    slots: Int32Array
+    request_indices: Int32Array
 
 
 class Stage(Enum):
@@ -209,16 +209,16 @@ class Stage(Enum):
 
 
 class Progressed(msgspec.Struct, frozen=True):
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     stage: Stage
 
 
 class Resized(msgspec.Struct, frozen=True):
     """The Resize under way took effect."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
 
 
 class Departed(msgspec.Struct, frozen=True):
@@ -226,8 +226,8 @@ class Departed(msgspec.Struct, frozen=True):
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     durable_tokens: int
     final: bool
     first_token: int = messages.NO_TOKEN
@@ -237,11 +237,11 @@ class Departed(msgspec.Struct, frozen=True):
 class Closed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
-    slot: int
+    request_index: int
 
 
 class Tell(NamedTuple):
-    slot: int
+    request_index: int
     event: RequestOrder
 
 
@@ -317,7 +317,7 @@ class End(msgspec.Struct, frozen=True):
 class Lost(msgspec.Struct, frozen=True):
     """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
 
-    admission: int
+    placement: int
     proved_exit: bool
     reason: str
 
@@ -326,7 +326,7 @@ class Adopted(msgspec.Struct, frozen=True):
     """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
     was given and never heard of."""
 
-    admission: int
+    placement: int
     is_staged: bool
     is_started: bool
     is_parked: bool

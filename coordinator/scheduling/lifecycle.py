@@ -74,7 +74,7 @@ class Kind(StrEnum):
 
 
 BY_WORKER: Final = frozenset({Kind.STAGED, Kind.STARTED, Kind.PARKED, Kind.RESIZED, Kind.ENDED, Kind.RELEASED})
-OF_ADMISSION: Final = BY_WORKER | {Kind.LOST, Kind.ADOPTED}
+OF_PLACEMENT: Final = BY_WORKER | {Kind.LOST, Kind.ADOPTED}
 
 
 class Resolve(Enum):

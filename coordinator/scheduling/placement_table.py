@@ -43,27 +43,29 @@ class PlacementTable:
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
         self._arrivals = 0
-        self._admissions = 0
+        self._placements = 0
 
     # ---------------------------------------------------------------- requests
 
     def add(
-        self, slot: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
+        self, request_index: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
     ) -> RequestEntry:
         """A new request, waiting."""
         self._arrivals += 1
-        entry = RequestEntry(slot, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode)
-        self.entries[slot] = self.by_rank[entry.rank] = entry
+        entry = RequestEntry(
+            request_index, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode
+        )
+        self.entries[request_index] = self.by_rank[entry.rank] = entry
         insort(self.waiting, entry.rank)
         return entry
 
     def remove(self, entry: RequestEntry) -> None:
         """The request is over and holds nothing."""
         self._unlist(entry)
-        self.forcing.pop(entry.slot, None)
-        self.promised.pop(entry.slot, None)
+        self.forcing.pop(entry.request_index, None)
+        self.promised.pop(entry.request_index, None)
         self.poison_detector.forget(entry)
-        del self.entries[entry.slot], self.by_rank[entry.rank]
+        del self.entries[entry.request_index], self.by_rank[entry.rank]
 
     def admit(
         self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
@@ -71,42 +73,42 @@ class PlacementTable:
         """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
-        self._admissions += 1
+        self._placements += 1
         entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
-        entry.admission, entry.kept_tokens, entry.stranded_at = self._admissions, 0, None
+        entry.placement, entry.kept_tokens, entry.stranded_at = self._placements, 0, None
         entry.first_token, entry.decoder = NO_TOKEN, decoder
         if decoder:
-            self.promised[entry.slot] = entry
+            self.promised[entry.request_index] = entry
         entry.came_with = entry.generated
         if entry.forced_slots != NO_HOT_BUFFER:
-            self.forcing[entry.slot] = entry
+            self.forcing[entry.request_index] = entry
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
-        return entry.admission
+        return entry.placement
 
     def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
         """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
-        self._admissions += 1
-        ticket = Ticket(self._admissions, entry.slot, worker.node, worker.name, worker.epoch, pages)
-        self.tickets[ticket.admission] = ticket
-        entry.ticket = ticket.admission
-        return ticket.admission
+        self._placements += 1
+        ticket = Ticket(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
+        self.tickets[ticket.placement] = ticket
+        entry.ticket = ticket.placement
+        return ticket.placement
 
     def ticket_of(self, entry: RequestEntry) -> Ticket | None:
         return self.tickets.get(entry.ticket)
 
     def close_ticket(self, ticket: Ticket) -> None:
         """Its pages are free, or a request's like any other."""
-        del self.tickets[ticket.admission]
-        entry = self.entries.get(ticket.slot) if ticket.slot is not None else None
-        if entry is not None and entry.ticket == ticket.admission:
+        del self.tickets[ticket.placement]
+        entry = self.entries.get(ticket.request_index) if ticket.request_index is not None else None
+        if entry is not None and entry.ticket == ticket.placement:
             entry.ticket = 0
 
     def hand_over(self, entry: RequestEntry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
         """It is off its worker, and what it keeps is where its ticket is."""
         self.depart(entry, kept_tokens, ticket.pages, first_token)
-        entry.node, entry.admission = ticket.node, ticket.admission
+        entry.node, entry.placement = ticket.node, ticket.placement
 
     def tickets_on(self, worker: str, epoch: int) -> list[Ticket]:
         """Those that the epoch has yet to let go."""
@@ -120,7 +122,7 @@ class PlacementTable:
     def grow(self, entry: RequestEntry, more: Memory) -> None:
         entry.pages += more.host_pages
         entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
-        self.starving.pop(entry.slot, None)
+        self.starving.pop(entry.request_index, None)
 
     def resize(self, entry: RequestEntry, hot_size: HotSize, now: float) -> None:
         """A Resize is under way; `chunks` covers both sizes until `resized`."""
@@ -128,7 +130,7 @@ class PlacementTable:
         if hot_size.hot_chunks < entry.hot.hot_chunks:
             worker.shrunk_at = now
         entry.resizing = hot_size
-        worker.resizing[entry.slot] = entry
+        worker.resizing[entry.request_index] = entry
 
     def resized(self, entry: RequestEntry) -> int:
         """The Resize under way took effect; returns chunks that are free now."""
@@ -136,7 +138,7 @@ class PlacementTable:
         before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
         worker = self.workers.get(entry.worker)
         if worker is not None and entry.phase is not EntryPhase.LEAVING:
-            del worker.resizing[entry.slot]
+            del worker.resizing[entry.request_index]
             self._note_size(entry, worker)
         return before - entry.hot.hot_chunks
 
@@ -148,27 +150,27 @@ class PlacementTable:
         self._unlist(entry)
         entry.phase, entry.frees_pages = EntryPhase.LEAVING, frees_pages
         if worker := self.workers.get(entry.worker):
-            worker.leaving[entry.slot] = entry
+            worker.leaving[entry.request_index] = entry
 
     def depart(self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
         """It is off its worker and waits again, on its node if it keeps pages."""
         self._unlist(entry)
-        self.promised.pop(entry.slot, None)
+        self.promised.pop(entry.request_index, None)
         entry.first_token, entry.decoder = first_token, ""
         entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
         entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
         entry.frees_pages = entry.lost = False
         if kept_pages:
-            self.kept[entry.slot] = entry
+            self.kept[entry.request_index] = entry
         else:
-            entry.admission, entry.node = 0, ""
+            entry.placement, entry.node = 0, ""
         if not entry.held:
             insort(self.waiting, entry.rank)
 
     def demote(self, entry: RequestEntry) -> None:
         """A waiting request gives its kept pages up."""
-        del self.kept[entry.slot]
-        entry.pages = entry.kept_tokens = entry.admission = 0
+        del self.kept[entry.request_index]
+        entry.pages = entry.kept_tokens = entry.placement = 0
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
     def hold(self, entry: RequestEntry, held: bool) -> None:
@@ -182,9 +184,9 @@ class PlacementTable:
     def force(self, entry: RequestEntry, hot_slots: int) -> None:
         """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
         entry.forced_slots = hot_slots
-        self.forcing.pop(entry.slot, None)
+        self.forcing.pop(entry.request_index, None)
         if hot_slots != NO_HOT_BUFFER:
-            self.forcing[entry.slot] = entry
+            self.forcing[entry.request_index] = entry
 
     def close(self, entry: RequestEntry) -> None:
         """A waiting request was told to end."""
@@ -193,58 +195,64 @@ class PlacementTable:
 
     def _unlist(self, entry: RequestEntry) -> None:
         """Take it out of every list that its phase had put it in."""
-        self.starving.pop(entry.slot, None)
-        self.kept.pop(entry.slot, None)
+        self.starving.pop(entry.request_index, None)
+        self.kept.pop(entry.request_index, None)
         if entry.phase is EntryPhase.WAITING:
             _discard(self.waiting, entry.rank)
         worker = self.workers.get(entry.worker)
         if worker is not None:
             _discard(worker.ranks, entry.rank)
-            worker.leaving.pop(entry.slot, None)
-            worker.resizing.pop(entry.slot, None)
-            worker.managed.pop(entry.slot, None)
+            worker.leaving.pop(entry.request_index, None)
+            worker.resizing.pop(entry.request_index, None)
+            worker.managed.pop(entry.request_index, None)
 
     def _note_size(self, entry: RequestEntry, worker: WorkerEntry) -> None:
-        worker.managed.pop(entry.slot, None)
+        worker.managed.pop(entry.request_index, None)
         if entry.hot.hot_slots > RESIDENT:
-            worker.managed[entry.slot] = entry
+            worker.managed[entry.request_index] = entry
 
     # ---------------------------------------------------------------- from the journal
 
-    def go_on_from(self, arrivals: int, admissions: int) -> None:
+    def go_on_from(self, arrivals: int, placements: int) -> None:
         """These were the highest numbers of an earlier life."""
-        self._arrivals, self._admissions = arrivals, admissions
+        self._arrivals, self._placements = arrivals, placements
 
     def recover(
-        self, slot: int, rank: Rank, prompt_tokens: int, max_tokens: int, generated: int, prefill_mode: str = AUTO
+        self,
+        request_index: int,
+        rank: Rank,
+        prompt_tokens: int,
+        max_tokens: int,
+        generated: int,
+        prefill_mode: str = AUTO,
     ) -> RequestEntry:
         """A request of an earlier life, waiting."""
-        entry = RequestEntry(slot, rank, prompt_tokens, max_tokens, generated, prefill_mode)
-        self.entries[slot] = self.by_rank[rank] = entry
+        entry = RequestEntry(request_index, rank, prompt_tokens, max_tokens, generated, prefill_mode)
+        self.entries[request_index] = self.by_rank[rank] = entry
         insort(self.waiting, rank)
         return entry
 
     def recover_kept(
-        self, entry: RequestEntry, node: str, admission: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+        self, entry: RequestEntry, node: str, placement: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
     ) -> None:
         """It keeps pages of a departed admission."""
-        entry.node, entry.admission, entry.kept_tokens, entry.pages = node, admission, kept_tokens, pages
+        entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages
         entry.first_token = first_token
-        self.kept[entry.slot] = entry
+        self.kept[entry.request_index] = entry
 
     def recover_stay(
         self,
         entry: RequestEntry,
         node: str,
         worker: str,
-        admission: int,
+        placement: int,
         memory: Memory,
         *,
         prefills_only: bool = False,
     ) -> None:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
-        entry.phase, entry.node, entry.worker, entry.admission = EntryPhase.STARTING, node, worker, admission
+        entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
         entry.pages, entry.slab_pages, entry.hot = (
             memory.host_pages,
             memory.slab_pages,
@@ -266,7 +274,7 @@ class PlacementTable:
         if entry.phase is not EntryPhase.LEAVING:
             self._note_size(entry, worker)
             if resizing is not None:
-                worker.resizing[entry.slot] = entry
+                worker.resizing[entry.request_index] = entry
 
     # ---------------------------------------------------------------- workers
 
@@ -326,9 +334,9 @@ class PlacementTable:
             listed = {
                 "waiting": entry.rank in self.waiting,
                 "on its worker": worker is not None and entry.rank in worker.ranks,
-                "leaving": worker is not None and entry.slot in worker.leaving,
-                "kept": entry.slot in self.kept,
-                "managed": worker is not None and entry.slot in worker.managed,
+                "leaving": worker is not None and entry.request_index in worker.leaving,
+                "kept": entry.request_index in self.kept,
+                "managed": worker is not None and entry.request_index in worker.managed,
             }
             phase = entry.phase
             expected = {
@@ -338,9 +346,11 @@ class PlacementTable:
                 "kept": phase is EntryPhase.WAITING and entry.pages > 0,
                 "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
             }
-            holds = bool(entry.node) and ledger_of(entry.node).held(entry.admission)
+            holds = bool(entry.node) and ledger_of(entry.node).held(entry.placement)
             if listed != expected or (holds and holds != entry.memory):
-                raise InternalError(f"request {entry.slot} in {phase}: {listed}; holds {holds}, mirror {entry.memory}")
+                raise InternalError(
+                    f"request {entry.request_index} in {phase}: {listed}; holds {holds}, mirror {entry.memory}"
+                )
         listed_ranks = sum(len(worker.ranks) for worker in self.workers.values()) + len(self.waiting)
         if listed_ranks > len(self.entries) or len(self.by_rank) != len(self.entries):
             raise InternalError("a list names a request that is over")

@@ -5,7 +5,8 @@ A process dies and everything on it is suspect. Dying once or twice is life: an 
 
     1 strike    readmitted like anybody: recovery is not slowed down for what happens once
     2 strikes   a *suspect*: it joins a worker only when everybody there has come further since they came, and nobody
-                joins until it has too. Both take about one token, so poison_detector of a large batch are through in seconds
+                joins until it has too. Both take about one token, so suspects of a large batch are through in
+                seconds
     6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and nobody else was new
 
 So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
@@ -27,7 +28,7 @@ from typing import Final
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.entries import RequestEntry
 
-#: Strikes from which a request is kept apart from other poison_detector and from newcomers.
+#: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2
 #: Strikes at which it is failed.
 POISON_STRIKES: Final = 6
@@ -38,7 +39,8 @@ assert POISON_STRIKES - SUSPECT_STRIKES >= 2  # it takes more than one accident 
 
 
 class PoisonDetector:
-    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever calls made it."""
+    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever
+    calls made it."""
 
     def __init__(self) -> None:
         self._suspects: dict[int, RequestEntry] = {}
@@ -48,7 +50,7 @@ class PoisonDetector:
         return bool(self._suspects)
 
     def __contains__(self, entry: RequestEntry) -> bool:
-        return entry.slot in self._suspects
+        return entry.request_index in self._suspects
 
     def lost(self, key: EpochKey, passengers: Iterable[RequestEntry]) -> None:
         """An epoch went down with `passengers`; whether it died is not known yet."""
@@ -65,29 +67,29 @@ class PoisonDetector:
         POISON_STRIKES are to be failed."""
         struck: list[RequestEntry] = []
         for entry, generated in self._losses.pop(key, ()):
-            if live.get(entry.slot) is not entry:
+            if live.get(entry.request_index) is not entry:
                 continue
             entry.strikes = entry.strikes + 1 if generated <= entry.mark else 1
             entry.mark = generated
             struck.append(entry)
             if SUSPECT_STRIKES <= entry.strikes < POISON_STRIKES and entry.generated <= generated:
-                self._suspects[entry.slot] = entry
+                self._suspects[entry.request_index] = entry
         return struck
 
     def recover(self, entry: RequestEntry, strikes: int, mark: int) -> None:
         """Those that it had in an earlier life."""
         entry.strikes, entry.mark = strikes, mark
         if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
-            self._suspects[entry.slot] = entry
+            self._suspects[entry.request_index] = entry
 
     def clear(self) -> None:
         """PoisonDetector that have come further than where they were struck are none any more."""
-        for slot, entry in list(self._suspects.items()):
+        for request_index, entry in list(self._suspects.items()):
             if entry.generated > entry.mark:
-                del self._suspects[slot]
+                del self._suspects[request_index]
 
     def forget(self, entry: RequestEntry) -> None:
-        self._suspects.pop(entry.slot, None)
+        self._suspects.pop(entry.request_index, None)
 
     def may_join(self, entry: RequestEntry, present: Iterable[RequestEntry]) -> bool:
         """Whether `entry` may be admitted where `present` are."""

@@ -1,15 +1,15 @@
 """Who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
 
-`Policy.plan` looks at the placement_table and the ledgers and returns decisions, in the order in which they are to be carried
-out; the placement_table already reflects them. It is called after every batch of events, and its common path costs a few
-microseconds per admission.
+`Policy.plan` looks at the placement table and the ledgers and returns decisions, in the order in which they are to be
+carried out; the placement table already reflects them. It is called after every batch of events, and its common path
+costs a few microseconds per admission.
 
 Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
 waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so nobody
 overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
 
 Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
-  GPU    what leaving requests will free; hot buffers shrunk, largest first, one hot_size at a time; then lower-ranked
+  GPU    what leaving requests will free; hot buffers shrunk, largest first, one hot size at a time; then lower-ranked
          requests retracted (keep), lowest first
   host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
          progress by themselves; then lower-ranked requests retracted (drop), lowest first
@@ -60,7 +60,7 @@ from protocol.sizing import (
     Memory,
     first_memory,
     forced_hot_size,
-    hot_sizes,
+    hot_sizes_for,
     largest_hot_size,
     least_chunks,
     misfit,
@@ -88,8 +88,8 @@ assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
 class _Ask(NamedTuple):
-    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not its
-    own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
+    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
+    its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
     prefills; the host pages are in that."""
 
     worker: WorkerEntry
@@ -113,7 +113,8 @@ class _Shape(NamedTuple):
 
 
 class Policy:
-    """Plans over one placement_table. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of need."""
+    """Plans over one placement table. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of
+    need."""
 
     def __init__(self, placement_table: PlacementTable, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
         self.placement_table = placement_table
@@ -121,7 +122,8 @@ class Policy:
         self.ahead_tokens = ahead_tokens
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
-        """What to do now; applied to the placement_table, yet to be applied to the ledgers. `tick`: do what can wait, too."""
+        """What to do now; applied to the placement table, yet to be applied to the ledgers. `tick`: do what can wait,
+        too."""
         self.placement_table.poison_detector.clear()
         plan = _Plan(self, now)
         plan.meet_deadlines()
@@ -155,7 +157,7 @@ class _Plan:
         }
 
     def frees(self, entry: RequestEntry) -> int:
-        return self.ledgers[entry.node].freeable(entry.admission)
+        return self.ledgers[entry.node].freeable(entry.placement)
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -248,7 +250,7 @@ class _Plan:
         if misfit(entry.length, worker.capacity, worker.name, part):
             return None
         pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
-        hot_sizes = self._rungs(entry, pages, worker)
+        hot_sizes = self._hot_sizes(entry, pages, worker)
         memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
         return _Shape(pages, hot_sizes, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
@@ -265,10 +267,10 @@ class _Plan:
             need = shape.need._replace(seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
             self.spaces[worker.name].promise(need)
 
-    def _rungs(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
+    def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
             return [forced_hot_size(entry.forced_slots, pages)]
-        return hot_sizes(pages, worker.capacity)
+        return hot_sizes_for(pages, worker.capacity)
 
     def _with_margin(self, entry: RequestEntry, ask: _Ask) -> _Ask:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
@@ -299,15 +301,15 @@ class _Plan:
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
-        take_over, durable_tokens = (entry.admission, entry.kept_tokens) if entry.pages else (None, 0)
+        take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
-        admission = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
         self.spaces[worker.name].take(_needs(memory))
         if ask.decoder:
             self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, admission, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
+            Admit(entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
         )
 
     def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
@@ -330,7 +332,7 @@ class _Plan:
             )
         )
         if not plenty:
-            del self.placement_table.starving[entry.slot]
+            del self.placement_table.starving[entry.request_index]
         for pages in (plenty, enough, least):
             if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
                 return self._grow(entry, worker, pages)
@@ -407,7 +409,7 @@ class _Plan:
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
         self.hosts[entry.node].pages += self.frees(entry)
-        self.decisions.append(Demote(entry, entry.node, entry.admission, reason))
+        self.decisions.append(Demote(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
     def _retract(self, entry: RequestEntry, keep: bool, cause: Cause, reason: str) -> None:
@@ -462,9 +464,9 @@ class _Plan:
                 continue
             hot_size = forced_hot_size(entry.forced_slots, entry.pages)
             if hot_size == entry.hot or not is_pinned(entry, worker):
-                del self.placement_table.forcing[entry.slot]
+                del self.placement_table.forcing[entry.request_index]
             elif hot_size.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
-                del self.placement_table.forcing[entry.slot]
+                del self.placement_table.forcing[entry.request_index]
                 self._resize(entry, worker, hot_size)
 
     def enlarge(self) -> None:
@@ -479,7 +481,9 @@ class _Plan:
                     self._enlarge(entry, worker)
 
     def _enlarge(self, entry: RequestEntry, worker: WorkerEntry) -> None:
-        above = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks]
+        above = [
+            hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks
+        ]
         reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
         if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])

@@ -1,8 +1,7 @@
 """How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
 
-`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is retracted in
-vain. The order in which room is made, and why, is told in coordinator.scheduling.policy.
-"""
+`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is
+retracted in vain. The order in which room is made, and why, is told in coordinator.scheduling.policy."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import HotSize, can_force, hot_sizes
+from protocol.sizing import HotSize, can_force, hot_sizes_for
 
 
 class Needs(NamedTuple):
@@ -123,7 +122,7 @@ def _relieve_gpu(
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone = remedy.worker, 0
     shrinkable = {
-        entry.slot: entry.chunks - _floor(entry, worker).hot_chunks
+        entry.request_index: entry.chunks - _floor(entry, worker).hot_chunks
         for entry in _active(placement_table, worker)
         if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
     }
@@ -136,7 +135,7 @@ def _relieve_gpu(
             return None
         victim = lower[gone]
         gone += 1
-        spare -= shrinkable.pop(victim.slot, 0)
+        spare -= shrinkable.pop(victim.request_index, 0)
         starting = victim.phase is EntryPhase.STARTING
         remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting))
     _shrink_largest(placement_table, remedy, need.chunks, shrinkable)
@@ -153,24 +152,28 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Nee
 def _shrink_largest(
     placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
 ) -> None:
-    """One hot_size at a time from whoever is largest, until `chunks` will be free."""
+    """One hot size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.chunks
     if missing <= 0:
         return
     targets: dict[int, HotSize] = {}
-    sizes = [(-placement_table.entries[slot].chunks, slot) for slot, spare in shrinkable.items() if spare]
+    sizes = [
+        (-placement_table.entries[request_index].chunks, request_index)
+        for request_index, spare in shrinkable.items()
+        if spare
+    ]
     heapify(sizes)
     while missing > 0:
-        size, slot = sizes[0]
-        hot_size = next_lower(placement_table.entries[slot], -size, worker)
+        size, request_index = sizes[0]
+        hot_size = next_lower(placement_table.entries[request_index], -size, worker)
         if hot_size is None:  # as small as it gets: the next largest
-            heapreplace(sizes, (0, slot))
+            heapreplace(sizes, (0, request_index))
             continue
-        targets[slot] = hot_size
+        targets[request_index] = hot_size
         missing -= -size - hot_size.hot_chunks
-        heapreplace(sizes, (-hot_size.hot_chunks, slot))
-    remedy.shrink = [(placement_table.entries[slot], hot_size) for slot, hot_size in targets.items()]
+        heapreplace(sizes, (-hot_size.hot_chunks, request_index))
+    remedy.shrink = [(placement_table.entries[request_index], hot_size) for request_index, hot_size in targets.items()]
     remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
 
 
@@ -224,13 +227,13 @@ def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
-    smallest = hot_sizes(entry.pages, worker.capacity)[0]
+    smallest = hot_sizes_for(entry.pages, worker.capacity)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
 def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> HotSize | None:
-    """The next hot_size below `chunks` chunks."""
+    """The next hot size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None
-    hot_sizes = [hot_size for hot_size in hot_sizes(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
+    hot_sizes = [hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
     return hot_sizes[-1] if hot_sizes else None

@@ -32,38 +32,38 @@ from protocol.sizing import RESIDENT, HotSize, Memory
 
 def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[InventoryRow], ledger: Ledger) -> Effects:
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
-    held = {it.admission: it for it in inventory}
+    held = {it.placement: it for it in inventory}
     entries = list(dispatch.placement_table.on(worker.name))
     tickets = dispatch.placement_table.tickets_on(worker.name, worker.epoch)
-    _check(held, {entry.admission for entry in entries} | {ticket.admission for ticket in tickets}, ledger)
+    _check(held, {entry.placement for entry in entries} | {ticket.placement for ticket in tickets}, ledger)
     worker.awaited = False
     dispatch.dirty = True
     parts = [
-        _adopt(dispatch, entry, held[entry.admission], ledger)
-        if entry.admission in held
+        _adopt(dispatch, entry, held[entry.placement], ledger)
+        if entry.placement in held
         else _depart(dispatch, entry, worker)
         for entry in entries
     ]
-    parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.admission)) for ticket in tickets]
+    parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.placement)) for ticket in tickets]
     return reduce(Effects.plus, parts, Effects())
 
 
 def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> None:
-    for admission, it in held.items():
-        if admission not in known and not it.is_released:
-            raise WrongState("was never given, as far as is known", field="admission", value=admission)
-    for admission in known & held.keys():
-        has, given = _memory(held[admission], 0), ledger.held(admission)
+    for placement, it in held.items():
+        if placement not in known and not it.is_released:
+            raise WrongState("was never given, as far as is known", field="placement", value=placement)
+    for placement in known & held.keys():
+        has, given = _memory(held[placement], 0), ledger.held(placement)
         if has.host_pages > given.host_pages or has.hot_chunks > given.hot_chunks:
-            raise WrongState(f"holds {has}, was given {given}", field="admission", value=admission)
+            raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
 
 
 def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
-    if ticket.slot is None and not it.is_released:
-        return Effects(sends=(Send(ticket.worker, Withdraw(ticket.admission)),))
+    if ticket.request_index is None and not it.is_released:
+        return Effects(sends=(Send(ticket.worker, Withdraw(ticket.placement)),))
     return Effects()
 
 
@@ -80,11 +80,11 @@ def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
 
 def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
-    return Effects((), (Tell(entry.slot, Lost(entry.admission, True, f"{worker.name} has it no more")),))
+    return Effects((), (Tell(entry.request_index, Lost(entry.placement, True, f"{worker.name} has it no more")),))
 
 
 def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
-    given = ledger.held(entry.admission)
+    given = ledger.held(entry.placement)
     missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
     # which it was leaving, has taken them back
@@ -101,16 +101,18 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
         dispatch.placement_table.leave(entry, frees_pages=False)
     grant = None
     if missing:
-        pages = ledger.pages_of(entry.admission)[it.host_pages :]
-        grant = Grant(entry.admission, pages.tobytes(), missing, more)
+        pages = ledger.pages_of(entry.placement)[it.host_pages :]
+        grant = Grant(entry.placement, pages.tobytes(), missing, more)
     elif it.is_parked:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
-    steps = (Step(entry.node, Shrink(entry.admission, spare)),) if any(spare) else ()
-    return Effects(steps, tuple(Tell(entry.slot, event) for event in _tells(entry, it, grant, is_torn=is_torn)))
+    steps = (Step(entry.node, Shrink(entry.placement, spare)),) if any(spare) else ()
+    return Effects(
+        steps, tuple(Tell(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
+    )
 
 
 def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
-    resize = Resize(entry.admission, *it.resizing) if it.resizing else None
-    adopted = Adopted(entry.admission, it.is_staged, it.is_started, it.is_parked, resize, grant)
+    resize = Resize(entry.placement, *it.resizing) if it.resizing else None
+    adopted = Adopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
     return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

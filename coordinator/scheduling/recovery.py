@@ -58,10 +58,12 @@ def recover(book: JournalState, scheduler: RecoveringScheduler, links: Recoverin
             if is_live:
                 ports[joined.worker, joined.epoch] = port
     scheduler.recover(ports)
-    for slot, known in book.requests.items():
+    for request_index, known in book.requests.items():
         if (ended := known.ended) is not None:
             request_id, generated = known.accepted.request_id, ended.generated_tokens
-            listener.recovered(Ending(slot, request_id, ended.outcome, ended.reason, generated, ended.tail_text))
+            listener.recovered(
+                Ending(request_index, request_id, ended.outcome, ended.reason, generated, ended.tail_text)
+            )
 
 
 class Place(NamedTuple):
@@ -76,9 +78,10 @@ class Place(NamedTuple):
 
 
 def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
-    """Fill placement_table, requests and token log; returns what is to be done first. `ports` are those of live epochs."""
+    """Fill placement table, requests and token log; returns what is to be done first. `ports` are those of live
+    epochs."""
     placement_table = place.dispatch.placement_table
-    placement_table.go_on_from(book.arrivals, book.admissions)
+    placement_table.go_on_from(book.arrivals, book.placements)
     for drained in book.drains.values():
         drain = WorkerDrain(drained.until_s - place.wall_offset_s, drained.handover)
         placement_table.drains[drained.worker] = drained.epoch, drain
@@ -106,23 +109,23 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
         stay = known.stay
         if stay is None or not (known.on_worker or _is_held(stay, book)):
             continue
-        if known.on_worker or book.ledgers[stay.node].holder_of(stay.admission) is None:
-            stays.add(stay.admission)
-        ticket = stay.ticket if known.on_worker else stay.admission
+        if known.on_worker or book.ledgers[stay.node].holder_of(stay.placement) is None:
+            stays.add(stay.placement)
+        ticket = stay.ticket if known.on_worker else stay.placement
         if not known.ended:
-            owners[ticket] = known.accepted.slot
+            owners[ticket] = known.accepted.request_index
     for node, ledger in book.ledgers.items():
-        for admission in sorted(ledger.admissions() - stays):
-            key, pages = ledger.holder_of(admission), ledger.held(admission).host_pages
-            placement_table.tickets[admission] = Ticket(
-                admission, owners.get(admission), node, *(key or ("", 0)), pages, arrived=key is None
+        for placement in sorted(ledger.placements() - stays):
+            key, pages = ledger.holder_of(placement), ledger.held(placement).host_pages
+            placement_table.tickets[placement] = Ticket(
+                placement, owners.get(placement), node, *(key or ("", 0)), pages, arrived=key is None
             )
 
 
 def _settle_ticket(ticket: Ticket, book: JournalState, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
-        return dispatch.revoke(ticket) if ticket.slot is None else Effects()
+        return dispatch.revoke(ticket) if ticket.request_index is None else Effects()
     ledger = book.ledgers[ticket.node]
     if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
         return Effects()
@@ -138,7 +141,7 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     rank = -accepted.priority, accepted.arrival
     length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = RequestEntry(accepted.slot, rank, *length, accepted.prefill_mode)
+    entry = RequestEntry(accepted.request_index, rank, *length, accepted.prefill_mode)
     live = LiveRequest(
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
@@ -147,32 +150,32 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
     if (
         known.stay is None
         or not _is_held(known.stay, book)
-        or known.stay.admission in place.dispatch.placement_table.tickets
+        or known.stay.placement in place.dispatch.placement_table.tickets
     ):
         return Effects()
-    return Effects((Step(known.stay.node, Release(known.stay.admission), journal.Departed(accepted.slot, 0)),))
+    return Effects((Step(known.stay.node, Release(known.stay.placement), journal.Departed(accepted.request_index, 0)),))
 
 
 def _is_held(stay: journal.Admission, book: JournalState) -> bool:
     """Not so when an audit has taken back what a request no longer had."""
-    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.admission)
+    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.placement)
 
 
 def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
-    slot, generated = accepted.slot, place.token_log.length(accepted.slot)
+    request_index, generated = accepted.request_index, place.token_log.length(accepted.request_index)
     rank = -accepted.priority, accepted.arrival
     sampling, prefill_mode = accepted.sampling, accepted.prefill_mode
     entry = dispatch.placement_table.recover(
-        slot, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
+        request_index, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
     )
     dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
     if stay is not None:
-        ticket = stay.ticket if known.on_worker else stay.admission
+        ticket = stay.ticket if known.on_worker else stay.placement
         entry.ticket = ticket if ticket in dispatch.placement_table.tickets else 0
     state = _state_of(known, place)
     worker = dispatch.placement_table.workers.get(stay.worker) if stay and known.on_worker else None
@@ -201,9 +204,9 @@ def _restore_waiting(
     """Keeping what is left of `stay`, if anything is."""
     entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
     if stay is not None:
-        pages = book.ledgers[stay.node].held(stay.admission).host_pages
+        pages = book.ledgers[stay.node].held(stay.placement).host_pages
         place.dispatch.placement_table.recover_kept(
-            entry, stay.node, stay.admission, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
+            entry, stay.node, stay.placement, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
         )
     prefills_only = stay is not None and stay.prefills_only
     live.state.recover_waiting(
@@ -230,15 +233,15 @@ def _restore_stay(
     """On `worker`, or (None) on one that the earlier life had lost."""
     placement_table, entry = place.dispatch.placement_table, live.entry
     ledger = book.ledgers[stay.node]
-    memory = ledger.held(stay.admission)
+    memory = ledger.held(stay.placement)
     placement_table.recover_stay(
-        entry, stay.node, stay.worker, stay.admission, memory, prefills_only=stay.prefills_only
+        entry, stay.node, stay.worker, stay.placement, memory, prefills_only=stay.prefills_only
     )
     placement_table.recover_place(entry, worker)
     staged = not memory.slab_pages
     live.state.recover_stay(
         place.now,
-        stay.admission,
+        stay.placement,
         stay.worker,
         staged=staged,
         held=ordered.held,
@@ -249,11 +252,11 @@ def _restore_stay(
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
-    place.requests.begin_admission(live, stay.admission, stay.epoch)
+    place.requests.begin_placement(live, stay.placement, stay.epoch)
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(stay.worker, stay.epoch)
-    return Effects((), (Tell(entry.slot, Lost(stay.admission, exited, f"{stay.worker} was lost before")),))
+    return Effects((), (Tell(entry.request_index, Lost(stay.placement, exited, f"{stay.worker} was lost before")),))
 
 
 def _in_words(known: RequestRecord, generated: int) -> str:
@@ -265,4 +268,4 @@ def _state_of(known: RequestRecord, place: Place) -> RequestState:
     accepted = known.accepted
     at = accepted.at_s - place.wall_offset_s
     reason = f"by {accepted.owner}"
-    return RequestState(accepted.request_id, accepted.slot, known.prompt_tokens, now=at, reason=reason)
+    return RequestState(accepted.request_id, accepted.request_index, known.prompt_tokens, now=at, reason=reason)

@@ -97,7 +97,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
 
     async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
         state, token_log = self.state, self._token_log
-        rows, now = Rows(token_log.length(state.slot), token_log.durable(state.slot)), self._clock()
+        rows, now = Rows(token_log.length(state.request_index), token_log.durable(state.request_index)), self._clock()
         try:
             actions = state.handle(event, rows, now)
         except IllegalEventError as error:
@@ -128,7 +128,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
         _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
-        ended = Ended(self.state.slot, outcome, reason, generated_tokens, tail_text, at_s)
+        ended = Ended(self.state.request_index, outcome, reason, generated_tokens, tail_text, at_s)
         await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:
@@ -138,7 +138,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
                     self._counters.failed[self.state.cause or UNKNOWN] += 1
                 self._listener.ended(action)
             case Departed():
-                self._token_log.end_admission(action.slot)
+                self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)
             case Closed():
                 self._tell_scheduler(action)

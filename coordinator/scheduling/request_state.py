@@ -29,7 +29,7 @@ from coordinator.scheduling.lifecycle import (
     ACTIVE,
     BY_WORKER,
     HAND_ON,
-    OF_ADMISSION,
+    OF_PLACEMENT,
     OUTCOME,
     SAME,
     TERMINAL,
@@ -84,14 +84,16 @@ class Line(NamedTuple):
 class RequestState:
     """One request. `handle` is the only way to change it."""
 
-    def __init__(self, request_id: str, slot: int, prompt_tokens: int, *, now: float, reason: str = "") -> None:
+    def __init__(
+        self, request_id: str, request_index: int, prompt_tokens: int, *, now: float, reason: str = ""
+    ) -> None:
         self.request_id = request_id
-        self.slot = slot
+        self.request_index = request_index
         self.prompt_tokens = prompt_tokens
         self.state = State.QUEUED
         self.held = False
         self.keep = False  # what RETRACTING is to do with the rows
-        self.admission = 0  # 0: on no worker
+        self.placement = 0  # 0: on no worker
         self.worker = ""
         self.kept_tokens = 0
         self.prefills_only = False  # this stay, or the last one: its worker does not decode it
@@ -123,7 +125,7 @@ class RequestState:
     def recover_stay(
         self,
         now: float,
-        admission: int,
+        placement: int,
         worker: str,
         *,
         staged: bool,
@@ -133,7 +135,7 @@ class RequestState:
     ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
         earlier life, it is leaving."""
-        self.admission, self.worker, self.keep, self.held, self.staging = admission, worker, True, held, not staged
+        self.placement, self.worker, self.keep, self.held, self.staging = placement, worker, True, held, not staged
         self.prefills_only = prefills_only
         self._move(
             State.RETRACTING if held else HAND_ON if staged else State.PREFILLING,
@@ -185,7 +187,7 @@ class RequestState:
 
     def check_invariants(self) -> None:
         checks = {
-            "on a worker exactly when active": (self.admission != 0) == (self.state in ACTIVE),
+            "on a worker exactly when active": (self.placement != 0) == (self.state in ACTIVE),
             "held only while it could be resumed": not self.held or self.state in WAITING | {State.RETRACTING},
             "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
             "PREFILLED keeps rows": self.state is not State.PREFILLED or self.kept_tokens > 0,
@@ -204,7 +206,7 @@ class RequestState:
         What a worker says of an admission that this request has left is acknowledged by doing nothing.
         """
         kind, apply = _HANDLERS[type(event)]
-        if kind in OF_ADMISSION and event.admission != (self.admission or None):  # type: ignore[union-attr]
+        if kind in OF_PLACEMENT and event.placement != (self.placement or None):  # type: ignore[union-attr]
             return []
         target = TRANSITIONS[self.state].get(kind)
         if target is None:
@@ -237,7 +239,7 @@ class RequestState:
             raise self._illegal(Kind.RESIZED, by_worker=True)
         self.resize = None
         self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
-        return [Resized(self.slot, self.admission)]
+        return [Resized(self.request_index, self.placement)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -287,8 +289,10 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
-        departed = Departed(self.slot, self.admission, self.kept_tokens, target is OUTCOME, first_token, warm_start)
-        self.admission, self.worker = 0, ""
+        departed = Departed(
+            self.request_index, self.placement, self.kept_tokens, target is OUTCOME, first_token, warm_start
+        )
+        self.placement, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:
             return [departed, *self._end(kind, rows, now)]
@@ -300,13 +304,13 @@ class RequestState:
         self.staging, self.parked, self.resize = not event.is_staged, event.is_parked, event.resize
         if self.state in (State.RETRACTING, State.RELEASING):
             self._note(now, Kind.ADOPTED, f"leaves {self.worker}")
-            return [messages.Withdraw(self.admission)]
+            return [messages.Withdraw(self.placement)]
         staged = HAND_ON if event.is_staged else State.PREFILLING
         self._move(State.RUNNING if event.is_started else staged, now, Kind.ADOPTED, f"on {self.worker}")
         return [] if event.grant is None else [event.grant]
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
-        self.admission, self.worker, self.keep = event.command.admission, event.worker, True
+        self.placement, self.worker, self.keep = event.command.placement, event.worker, True
         self.staging, self.parked, self.resize = not self.kept_tokens, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         self._move(target, now, Kind.ADMITTED, event.reason)
@@ -316,7 +320,7 @@ class RequestState:
     def _given(self, event: Given, _: Target, __: Rows, now: float) -> list[Action]:
         """Sent unless the request is leaving or has left: then the memory goes back with the rest."""
         command = event.command
-        if command.admission != self.admission or self.state in (State.RETRACTING, State.RELEASING):
+        if command.placement != self.placement or self.state in (State.RETRACTING, State.RELEASING):
             return []
         self.parked = False
         if isinstance(command, messages.Resize):
@@ -337,7 +341,7 @@ class RequestState:
             return []
         self.retractions += 1
         self._move(target, now, Kind.RETRACT, event.reason)
-        return [messages.Withdraw(self.admission)]
+        return [messages.Withdraw(self.placement)]
 
     def _resume(self, event: Resume, target: Target, _: Rows, now: float) -> list[Action]:
         if self.held:
@@ -360,17 +364,17 @@ class RequestState:
         if target is OUTCOME:
             return self._end(Kind.END, rows, now)
         self._move(target, now, Kind.END, event.reason)
-        return [] if withdrawn else [messages.Withdraw(self.admission)]
+        return [] if withdrawn else [messages.Withdraw(self.placement)]
 
     # ---------------------------------------------------------------- parts
 
     def _end(self, kind: Kind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
-        ending = Ending(self.slot, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
-        return [ending, Closed(self.slot)]
+        ending = Ending(self.request_index, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
+        return [ending, Closed(self.request_index)]
 
     def _progressed(self, stage: Stage) -> Progressed:
-        return Progressed(self.slot, self.admission, stage)
+        return Progressed(self.request_index, self.placement, stage)
 
     def _move(self, target: Target, now: float, event: str, reason: str) -> None:
         match target:

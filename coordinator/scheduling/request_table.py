@@ -38,7 +38,7 @@ NO_SWAPS = Swaps(0, 0)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A live request: its state (to read), its actor, its entry in the placement_table, and what an Admit carries."""
+    """A live request: its state (to read), its actor, its entry in the placement table, and what an Admit carries."""
 
     state: RequestState
     request: RequestPort
@@ -65,8 +65,8 @@ class RequestTable:
 
     def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
         self.live: dict[str, LiveRequest] = {}
-        self.by_slot: dict[int, LiveRequest] = {}
-        self.by_admission: dict[int, LiveRequest] = {}
+        self.by_index: dict[int, LiveRequest] = {}
+        self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
         self._token_log = token_log
         self._settings = settings
@@ -75,7 +75,7 @@ class RequestTable:
     # ---------------------------------------------------------------- life
 
     def add(self, live: LiveRequest) -> None:
-        self.live[live.state.request_id] = self.by_slot[live.entry.slot] = live
+        self.live[live.state.request_id] = self.by_index[live.entry.request_index] = live
 
     def check_room(self, waiting: int) -> None:
         """Raise CapacityError when one more would be too many."""
@@ -87,12 +87,12 @@ class RequestTable:
             if count >= bound:
                 raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
 
-    def begin_admission(self, live: LiveRequest, admission: int, epoch: int) -> None:
+    def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
         live.epoch = epoch
-        self.by_admission[admission] = live
+        self.by_placement[placement] = live
 
-    def end_admission(self, admission: int) -> None:
-        live = self.by_admission.pop(admission, None)
+    def end_placement(self, placement: int) -> None:
+        live = self.by_placement.pop(placement, None)
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
 
@@ -100,18 +100,18 @@ class RequestTable:
         """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
         self.ended[live.state.request_id] = Ended(live, now)
-        del self.live[live.state.request_id], self.by_slot[live.entry.slot]
+        del self.live[live.state.request_id], self.by_index[live.entry.request_index]
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        slots: list[int] = []
+        request_indices: list[int] = []
         while self.ended:
             first = next(iter(self.ended.values()))
             if len(self.ended) <= keep_max and now - first.at < keep_s:
                 break
-            slots.append(self.ended.popitem(last=False)[1].live.entry.slot)
-        return slots
+            request_indices.append(self.ended.popitem(last=False)[1].live.entry.request_index)
+        return request_indices
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
         """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
@@ -126,32 +126,32 @@ class RequestTable:
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
         ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
-        return [it.live.entry.slot for it in ended if it is not None]
+        return [it.live.entry.request_index for it in ended if it is not None]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
-        admissions = unpack_int64(counters.admissions, "admissions").tolist()
+        placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
-        if not len(admissions) == len(hits) == len(misses):
+        if not len(placements) == len(hits) == len(misses):
             raise ProtocolError("arrays of different lengths", field="counters", remedy="one element each")
-        for admission, *swaps in zip(admissions, hits, misses, strict=True):
-            live = self.admitted(worker, epoch, admission)
+        for placement, *swaps in zip(placements, hits, misses, strict=True):
+            live = self.admitted(worker, epoch, placement)
             if live is not None:
                 live.swaps = Swaps(*swaps)
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, admission: int) -> LiveRequest | None:
+    def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
         """Whose admission it is; None when it has departed or is another worker's."""
-        live = self.by_admission.get(admission)
+        live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
-    def slot(self, request_id: str, user: str | None = None) -> int:
+    def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        return _live(self.find(request_id, user)).entry.slot
+        return _live(self.find(request_id, user)).entry.request_index
 
-    def slot_of_same(self, submit: Submit, user: str) -> int:
+    def index_of_same(self, submit: Submit, user: str) -> int:
         """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
         user's."""
         live = _live(self.find(submit.request_id))
@@ -165,7 +165,7 @@ class RequestTable:
                 value=submit.request_id,
                 remedy="choose another, or attach to it",
             )
-        return live.entry.slot
+        return live.entry.request_index
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
@@ -204,7 +204,7 @@ class RequestTable:
         return self.row(live, at), self.history(live)
 
     def row(self, live: LiveRequest, now: float) -> RequestRow:
-        state, entry, slot = live.state, live.entry, live.entry.slot
+        state, entry, request_index = live.state, live.entry, live.entry.request_index
         swaps = _add(live.swaps_before, live.swaps)
         return RequestRow(
             request_id=state.request_id,
@@ -212,9 +212,9 @@ class RequestTable:
             priority=-entry.rank[0],
             worker=state.worker,
             prompt_tokens=entry.prompt_tokens,
-            generated_tokens=self._token_log.length(slot),
+            generated_tokens=self._token_log.length(request_index),
             max_tokens=entry.max_tokens,
-            durable_tokens=(state.kept_tokens or self._token_log.durable(slot)) if entry.pages else 0,
+            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if entry.pages else 0,
             host_pages=entry.pages,
             hot_slots=entry.hot.hot_slots,
             hot_chunks=entry.chunks,

@@ -3,11 +3,11 @@
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
 committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Commands and submissions are answered when they are in the journal (SchedulerApi).
+asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
+(SchedulerApi).
 
-Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can never
-cross. A command on several requests is checked for all of them before anything is told.
-"""
+Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
+never cross. A command on several requests is checked for all of them before anything is told."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ class Scheduler(SchedulerApi):
         first = restore(book, place, ports)
         self._submissions.ids_made = book.arrivals
         for live in self._requests.live.values():
-            if live.entry.admission and live.entry.worker in self._placement_table.workers and live.state.admission:
-                self._begin_admission(live.entry, self._token_log.durable(live.entry.slot))
+            if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
+                self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
 
     def _worker_back(self, hello: messages.WorkerHello) -> Effects:
@@ -208,12 +208,12 @@ class Scheduler(SchedulerApi):
             await self._wind_up(self._stop, now)
 
     def _starving(self, message: events.Starving) -> None:
-        for slot in message.slots.tolist():
-            if entry := self._placement_table.entries.get(slot):
+        for request_index in message.request_indices.tolist():
+            if entry := self._placement_table.entries.get(request_index):
                 self._dispatch.starve(entry)
 
     def _ticket_closed(self, it: events.TicketClosed) -> Effects:
-        return self._dispatch.ticket_closed(it.worker, it.epoch, it.admission, it.durable_tokens)
+        return self._dispatch.ticket_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
         for tell in turn.tells:
@@ -229,13 +229,13 @@ class Scheduler(SchedulerApi):
             case events.Resized():
                 turn.take(self._dispatch.resized(message))
             case events.Departed():
-                self._requests.end_admission(message.admission)
-                turn.take(self._dispatch.departed(message, self._token_log.length(message.slot)))
-                self._warm_starts.keep(message.slot, message.warm_start)
+                self._requests.end_placement(message.placement)
+                turn.take(self._dispatch.departed(message, self._token_log.length(message.request_index)))
+                self._warm_starts.keep(message.request_index, message.warm_start)
             case events.Closed():
-                self._warm_starts.take(message.slot)
-                self._dispatch.closed(message.slot)
-                self._requests.end(self._requests.by_slot[message.slot], now)
+                self._warm_starts.take(message.request_index)
+                self._dispatch.closed(message.request_index)
+                self._requests.end(self._requests.by_index[message.request_index], now)
             case events.TicketClosed():
                 turn.take(self._ticket_closed(message))
             case events.Starving():
@@ -317,7 +317,7 @@ class Scheduler(SchedulerApi):
 
     def _tell(self, tell: Tell) -> None:
         """A request that ended in this very turn is told nothing any more."""
-        if live := self._requests.by_slot.get(tell.slot):
+        if live := self._requests.by_index.get(tell.request_index):
             live.request.tell(tell.event)
 
     # ---------------------------------------------------------------- workers
@@ -328,8 +328,8 @@ class Scheduler(SchedulerApi):
             self._pools[hello.node].close()
         for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
             self._placement_table.demote(entry)
-            self._journal.append([Departed(entry.slot, 0)])
-            self._tell(Tell(entry.slot, events.Demoted(f"the host pool of {hello.node} is gone")))
+            self._journal.append([Departed(entry.request_index, 0)])
+            self._tell(Tell(entry.request_index, events.Demoted(f"the host pool of {hello.node} is gone")))
         for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
@@ -355,7 +355,7 @@ class Scheduler(SchedulerApi):
         if worker is not None and worker.epoch == message.epoch:
             self._registry.leave(worker)
             for entry in self._placement_table.on(worker.name):
-                entry.generated = self._token_log.length(entry.slot)
+                entry.generated = self._token_log.length(entry.request_index)
             turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
@@ -375,7 +375,7 @@ class Scheduler(SchedulerApi):
 
     async def _decide(self, now: float, tick: bool) -> None:
         for entry in self._placement_table.in_view():
-            entry.generated = self._token_log.length(entry.slot)
+            entry.generated = self._token_log.length(entry.request_index)
         plan = self._dispatch.plan(now, tick=tick)
         pairs = [(self._dispatch.ticket_step(decision), self._dispatch.step(decision)) for decision in plan]
         given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))
@@ -410,29 +410,29 @@ class Scheduler(SchedulerApi):
                 self._tell(self._admit(decision, pages))
                 return
             case decisions.Grow(entry):
-                self._token_log.grant(entry.slot, self._granted_tokens(entry))
+                self._token_log.grant(entry.request_index, self._granted_tokens(entry))
             case decisions.Retract(_, keep, cause):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
-        request_id = self._requests.by_slot[entry.slot].state.request_id
+        request_id = self._requests.by_index[entry.request_index].state.request_id
         transfer.worker.port.send(
-            messages.Receive(transfer.ticket, entry.slot, request_id, entry.prompt_tokens, pages.tobytes())
+            messages.Receive(transfer.ticket, entry.request_index, request_id, entry.prompt_tokens, pages.tobytes())
         )
 
     def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
-        live = self._requests.by_slot[entry.slot]
-        self._requests.begin_admission(live, decision.admission, worker.epoch)
+        live = self._requests.by_index[entry.request_index]
+        self._requests.begin_placement(live, decision.placement, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
-        warm_start = self._warm_starts.take(entry.slot)
+        warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
-            admission=decision.admission,
-            slot=entry.slot,
+            placement=decision.placement,
+            request_index=entry.request_index,
             request_id=live.state.request_id,
             prompt=live.prompt,
-            generated=self._token_log.tokens(entry.slot, 0),
+            generated=self._token_log.tokens(entry.request_index, 0),
             durable_tokens=decision.durable_tokens,
             sampling=live.sampling,
             host_pages=pages.tobytes(),
@@ -447,11 +447,11 @@ class Scheduler(SchedulerApi):
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
-        return Tell(entry.slot, events.Admitted(command, worker.name, worker.port, reason))
+        return Tell(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 
     def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
-        self._token_log.begin_admission(
-            entry.slot, entry.admission, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+        self._token_log.begin_placement(
+            entry.request_index, entry.placement, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
     def _granted_tokens(self, entry: RequestEntry) -> int:
@@ -489,7 +489,7 @@ class Scheduler(SchedulerApi):
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
-        return now >= stop.deadline or all(live.state.held and not live.state.admission for live in lives)
+        return now >= stop.deadline or all(live.state.held and not live.state.placement for live in lives)
 
 
 def _mode(keep: bool) -> str:

@@ -51,8 +51,8 @@ class Submissions:
         """
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self.requests.knows(submit.request_id):
-            slot = self.requests.slot_of_same(submit, ask.user)
-            return Handle(submit.request_id, slot), self.journal.append(())
+            request_index = self.requests.index_of_same(submit, ask.user)
+            return Handle(submit.request_id, request_index), self.journal.append(())
         if stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
         if self.registry.model is None:
@@ -63,16 +63,16 @@ class Submissions:
         placement_table = self.dispatch.placement_table
         self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()
-        slot = self.token_log.open(sampling.max_tokens)
-        self.token_log.times.submitted(slot, now)
-        entry = placement_table.add(slot, submit.priority, length.prompt, length.max, submit.prefill_mode)
+        request_index = self.token_log.open(sampling.max_tokens)
+        self.token_log.times.submitted(request_index, now)
+        entry = placement_table.add(request_index, submit.priority, length.prompt, length.max, submit.prefill_mode)
         self.dispatch.dirty = True
-        state = RequestState(request_id, slot, length.prompt, now=now, reason=f"by {ask.owner}")
+        state = RequestState(request_id, request_index, length.prompt, now=now, reason=f"by {ask.owner}")
         self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
         about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
-        accepted = Accepted(slot, entry.rank[1], *about)
-        return Handle(request_id, slot), self.journal.append([accepted])
+        accepted = Accepted(request_index, entry.rank[1], *about)
+        return Handle(request_id, request_index), self.journal.append([accepted])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """The actor of a request; one that is over does not run."""
@@ -97,16 +97,16 @@ class Submissions:
         ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append(
-            [Ordered(it.entry.slot, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
+            [Ordered(it.entry.request_index, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
         )
 
-    def forget(self, slots: Sequence[int]) -> Commit:
+    def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
-        forgotten = Forgotten(pack_int32(slots), self.journal.book.arrivals)
-        commit = self.journal.append([forgotten] if slots else [])
-        for slot in slots:
-            self.listener.forgotten(slot)
-            self.token_log.close(slot)
+        forgotten = Forgotten(pack_int32(request_indices), self.journal.book.arrivals)
+        commit = self.journal.append([forgotten] if request_indices else [])
+        for request_index in request_indices:
+            self.listener.forgotten(request_index)
+            self.token_log.close(request_index)
         return commit
 
     def _new_id(self) -> str:

@@ -62,8 +62,8 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
 
 def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:
     """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
-    (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was asked to
-    come."""
+    (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was
+    asked to come."""
     alone = None if prefill_mode == DIRECT else _misfit_alone(length, capacities)
     if not capacities or alone == ():
         return

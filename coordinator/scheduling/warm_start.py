@@ -25,16 +25,16 @@ class WarmStarts:
         self.kept_bytes = 0
         self._kept: dict[int, bytes] = {}
 
-    def keep(self, slot: int, packed: bytes) -> None:
-        """Replace what was kept of `slot`; nothing is kept past a bound."""
-        self.take(slot)
+    def keep(self, request_index: int, packed: bytes) -> None:
+        """Replace what was kept of `request_index`; nothing is kept past a bound."""
+        self.take(request_index)
         if packed and len(packed) <= min(WARM_START_BYTES_MAX, KEPT_BYTES_MAX - self.kept_bytes):
-            self._kept[slot] = packed
+            self._kept[request_index] = packed
             self.kept_bytes += len(packed)
 
-    def take(self, slot: int) -> bytes:
-        """What is kept of `slot`, nothing any more; empty if there is none."""
-        packed = self._kept.pop(slot, b"")
+    def take(self, request_index: int) -> bytes:
+        """What is kept of `request_index`, nothing any more; empty if there is none."""
+        packed = self._kept.pop(request_index, b"")
         self.kept_bytes -= len(packed)
         return packed
 

@@ -31,21 +31,23 @@ NO_LATENCIES: Final = Latencies(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
 class TokenTimes:
     """NaN: not known, after a restart of the coordinator. A slot that is taken again begins with `submitted`."""
 
-    def __init__(self, slots: int) -> None:
-        self._last = np.full(slots, np.nan)
+    def __init__(self, request_indices: int) -> None:
+        self._last = np.full(request_indices, np.nan)
 
-    def submitted(self, slot: int, now: float) -> None:
-        self._last[slot] = now
+    def submitted(self, request_index: int, now: float) -> None:
+        self._last[request_index] = now
 
-    def arrived(self, slots: npt.NDArray[np.intp], known: Int32Array, fresh: Int32Array, now: float) -> Latencies:
-        """`fresh[i]` tokens came for `slots[i]`, behind `known[i]`."""
+    def arrived(
+        self, request_indices: npt.NDArray[np.intp], known: Int32Array, fresh: Int32Array, now: float
+    ) -> Latencies:
+        """`fresh[i]` tokens came for `request_indices[i]`, behind `known[i]`."""
         got = fresh > 0
         if not got.all():
-            slots, known, fresh = slots[got], known[got], fresh[got]
-        if not len(slots):
+            request_indices, known, fresh = request_indices[got], known[got], fresh[got]
+        if not len(request_indices):
             return NO_LATENCIES
-        elapsed = now - self._last[slots]
-        self._last[slots] = now
+        elapsed = now - self._last[request_indices]
+        self._last[request_indices] = now
         is_timed, is_first = elapsed >= 0, known == 0
         later = is_timed & ~is_first
         times = fresh[later].astype(np.int64)

@@ -76,7 +76,7 @@ class LinkScheduler(Protocol):
     def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None: ...
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None: ...
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
-    def starving(self, slots: Int32Array) -> None: ...
+    def starving(self, request_indices: Int32Array) -> None: ...
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
     ) -> tuple[str, ...]: ...
@@ -394,7 +394,7 @@ class WorkerLinks:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
         for row in inventory:
-            self._log.rebind(row.slot, row.admission, link.number)
+            self._log.rebind(row.request_index, row.placement, link.number)
         link.is_awaited = False
         log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(inventory)))
         self._welcome(link, received.peer, adopted=True)
@@ -475,8 +475,8 @@ class WorkerLinks:
         if link.is_down:
             return
         if isinstance(command, messages.Admit):
-            self._log.bind(command.slot, link.number)
-            self._counters.admissions += 1
+            self._log.bind(command.request_index, link.number)
+            self._counters.placements += 1
         try:
             link.state.commands.append(command)
         except CapacityError as error:

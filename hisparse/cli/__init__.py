@@ -1,8 +1,8 @@
 """The `hisparse` command.
 
 Import rule: a command module imports click, the standard library and `hisparse.console.options` at its top; the rest
-(msgspec, trio, zmq, rich, torch) inside the function that needs it. So `hisparse --help` stays under 150 ms, and a command
-pays only for what it uses. A test holds the rule by `sys.modules`.
+(msgspec, trio, zmq, rich, torch) inside the function that needs it. So `hisparse --help` stays under 150 ms, and a
+command pays only for what it uses. A test holds the rule by `sys.modules`.
 
 Exit codes are stable; scripts may rely on them (`hisparse.console.options.EXIT_CODES`).
 """

@@ -140,7 +140,7 @@ def audit(config: Config, output: str) -> int:
         differences: list[Column[DifferenceRow]] = [
             Column("OF", lambda row: row.name),
             Column("KIND", lambda row: row.kind),
-            Column("ADMISSION", lambda row: str(row.admission or "-"), True),
+            Column("ADMISSION", lambda row: str(row.placement or "-"), True),
             Column("REQUEST", lambda row: row.request_id or "-"),
             Column("LEDGER", lambda row: row.ledger),
             Column("WORKER", lambda row: row.worker),

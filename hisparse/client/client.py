@@ -71,10 +71,10 @@ class Client:
         """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
 
         With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
-        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker that
-        decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is
-        full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of it.
-        """
+        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker
+        that decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue
+        is full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of
+        it."""
         packed = pack_tokens(prompt)
         return await self._connection.surely(
             request_id,

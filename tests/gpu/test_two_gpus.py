@@ -72,8 +72,8 @@ async def test_what_one_gpu_prefills_another_decodes(
     the pool of one node to that of the other. Where they are decoded, not a byte is staged."""
     spots = [Spot("prefill", "a", engine, FIRST), Spot("decode", "b" if engine else "a", engine, SECOND)]
     async with started(model, tmp_path, memory, spots) as (nodes, client):
-        for admission in (AUTO, DIRECT):
-            assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        for placement in (AUTO, DIRECT):
+            assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated
         first, second = await nodes.samples("w0", COPIED, "purpose"), await nodes.samples("w1", COPIED, "purpose")
         moved = await nodes.samples("w1", "hisparse_transfer_pages_total", "end") if engine else {}
         await assert_nothing_leaked(client)

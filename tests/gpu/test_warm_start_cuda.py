@@ -58,7 +58,7 @@ def test_neither_keeping_nor_loading_waits_for_the_device() -> None:
     with no_syncs():
         rig.run_until(lambda: len(life.tokens) >= 8)
         rig.coordinator.withdraw(life, "keep")
-        rig.run_until(lambda: not life.admission)
+        rig.run_until(lambda: not life.placement)
     assert life.warm_start
     assert rig.coordinator.admit(life, 128)
     rig.run()

@@ -59,7 +59,8 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
-    """Operators' commands at random on random requests, until cancelled. What comes too late is refused, and says so."""
+    """Operators' commands at random on random requests, until cancelled. What comes too late is refused, and says
+    so."""
     dice = random.Random(seed)
     while True:
         await trio.sleep(dice.uniform(0.0, 0.05))

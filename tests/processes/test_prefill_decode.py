@@ -74,8 +74,8 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
     """And no byte is staged where it is decoded."""
     config = crash_config(model, tmp_path, HOST_MEM)
     async with cluster_of_two(config, tmp_path, roles=ROLES) as (_, client, _):
-        for admission in (AUTO, DIRECT):
-            assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        for placement in (AUTO, DIRECT):
+            assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated
         assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
         copied = {worker: await samples(tmp_path, worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         starts = [await samples(tmp_path, worker, WARM_STARTS, "outcome") for worker in ("w2", "w3")]
@@ -221,8 +221,8 @@ async def test_workers_that_share_nothing_but_a_network(
     spots = [Spot(role, node, engine, namespace=place) for role, node, place in zip(ROLES, "abcd", places, strict=True)]
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, spots, home) as (nodes, client):
-        for admission in (AUTO, DIRECT):
-            assert await decode_all(client, mixed_prompts(), f"{admission}-", admission) == colocated
+        for placement in (AUTO, DIRECT):
+            assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated
         copied = {worker: await nodes.samples(worker, COPIED, "purpose") for worker in ("w0", "w1", "w2", "w3")}
         pages = {worker: (await nodes.samples(worker, PAGES, "end"))["receiver"] for worker in ("w2", "w3")}
         await assert_nothing_leaked(client)

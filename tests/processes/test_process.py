@@ -44,12 +44,12 @@ def place(tmp_path: Path, model: Path) -> Place:
     return Place(tmp_path, model)
 
 
-def admit(admission: int, *, generated: list[int] | None = None, durable: int = 0, max_tokens: int = TOKENS) -> Admit:
+def admit(placement: int, *, generated: list[int] | None = None, durable: int = 0, max_tokens: int = TOKENS) -> Admit:
     """A request that holds the first PAGES host pages, managed at the smallest size."""
     return Admit(
-        prefill_mode=prefill_mode,
-        slot=0,
-        request_id=f"r{admission}",
+        placement=placement,
+        request_index=0,
+        request_id=f"r{placement}",
         prompt=pack_int32(PROMPT),
         generated=pack_int32(generated or []),
         durable_tokens=durable,

@@ -145,32 +145,32 @@ class Checker(trio.abc.Instrument):
                 for place, page in enumerate(run.pages):
                     if not refcounts[page]:
                         raise Violation(
-                            "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.admission}"
+                            "I2", f"page {page} of {node} is free while {process.name} may touch it for {run.placement}"
                         )
                     other = holders.setdefault(page, run)
                     if other is not run and not _may_share(other, run, place):
                         raise Violation(
-                            "I2", f"page {page} of {node} is given to {other.admission} and {run.admission}"
+                            "I2", f"page {page} of {node} is given to {other.placement} and {run.placement}"
                         )
 
     def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
         """What the coordinator counts as durable is there."""
-        truth = life.truth_of(entry.slot)
-        if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.admission):
+        truth = life.truth_of(entry.request_index)
+        if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):
             return
         kept = entry.phase is Phase.WAITING
-        durable = entry.kept_tokens if kept else life.durable(entry.slot, entry.admission)
+        durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.placement)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:
             return
-        state = (life.incarnation, self.ledger_changes, entry.admission, durable, pool.id, pool.version)
-        if self._rows_seen.get(entry.slot) == state:
+        state = (life.incarnation, self.ledger_changes, entry.placement, durable, pool.id, pool.version)
+        if self._rows_seen.get(entry.request_index) == state:
             return
-        found = pool.read(ledger.pages_of(entry.admission).tolist(), durable)
+        found = pool.read(ledger.pages_of(entry.placement).tolist(), durable)
         if not np.array_equal(found, truth.rows[:durable]):
             wrong = int(np.flatnonzero(found != truth.rows[:durable])[0])
             raise Violation("I3", f"row {wrong} of {truth.request_id} is below its durable length {durable} and wrong")
-        self._rows_seen[entry.slot] = state
+        self._rows_seen[entry.request_index] = state
 
     # ---------------------------------------------------------------- processes
 
@@ -197,9 +197,9 @@ class Checker(trio.abc.Instrument):
             and isinstance(command, (messages.Admit, messages.Grant, messages.Receive))
         ):
             ledger = disk.ledgers.get(link.state.node)
-            held = ledger.pages_of(command.admission) if ledger and ledger.holds(command.admission) else ()
+            held = ledger.pages_of(command.placement) if ledger and ledger.holds(command.placement) else ()
             if not set(unpack_int32(command.host_pages, "host_pages").tolist()) <= set(held):
-                raise Violation("I4", f"{type(command).__name__} of {command.admission} is sent before it is committed")
+                raise Violation("I4", f"{type(command).__name__} of {command.placement} is sent before it is committed")
 
     def obeyed(self, worker: str, epoch: int, incarnation: int, command: messages.Command) -> None:
         """A worker applies `command` as the next one of its epoch."""

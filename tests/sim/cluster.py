@@ -302,13 +302,13 @@ class CoordinatorLife:
     def entries(self) -> list[RequestEntry]:
         return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
 
-    def truth_of(self, slot: int) -> Truth | None:
-        live = self.scheduler._requests.by_slot.get(slot)
+    def truth_of(self, request_index: int) -> Truth | None:
+        live = self.scheduler._requests.by_index.get(request_index)
         return self._cluster.truths[live.state.request_id] if live is not None else None
 
-    def durable(self, slot: int, admission: int) -> int:
+    def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log
-        return log.durable(slot) if log._admission[slot] == admission else 0
+        return log.durable(request_index) if log._placement[request_index] == placement else 0
 
     def pool_id(self, node: str) -> int:
         """The pool that the coordinator believes in; another one may have taken its place."""

@@ -46,7 +46,7 @@ class FakeDisk:
         self.full_until = 0.0
         self.slow_until = 0.0
         self.ledgers: dict[str, Ledger] = {}
-        self.slots: dict[int, str] = {}
+        self.request_indices: dict[int, str] = {}
         self.tokens: dict[str, int] = {}
         self.outcomes: dict[str, str] = {}
         self.drained: dict[str, int] = {}  # workers, and the epoch that was told
@@ -56,14 +56,21 @@ class FakeDisk:
         self.trace.note("disk", "commits", f"{len(group)} records")
         for record in group:
             if isinstance(record, records.Forgotten):
-                gone = set(unpack_int32(record.slots, "slots").tolist())
-                self._delete(number for number, (slot, _) in self.rows.items() if slot in gone)
+                gone = set(unpack_int32(record.request_indices, "request_indices").tolist())
+                self._delete(number for number, (request_index, _) in self.rows.items() if request_index in gone)
             elif isinstance(record, records.SummaryBegun):
                 self._begun, self.since_summary = self._number, 0
             elif isinstance(record, records.SummaryEnded):
-                void = (number for number, (slot, _) in self.rows.items() if slot is None and number < self._begun)
+                void = (
+                    number
+                    for number, (request_index, _) in self.rows.items()
+                    if request_index is None and number < self._begun
+                )
                 self._delete(void)
-            self.rows[self._number] = (record.slot if isinstance(record, LASTING) else None, records.encode(record))
+            self.rows[self._number] = (
+                record.request_index if isinstance(record, LASTING) else None,
+                records.encode(record),
+            )
             self._number += 1
             self.since_summary += 1
             self._note(record)
@@ -74,15 +81,19 @@ class FakeDisk:
 
     def _note(self, record: Record) -> None:
         match record:
-            case records.Accepted(slot=slot, request_id=request_id):
-                self.slots[slot] = request_id
+            case records.Accepted(request_index=request_index, request_id=request_id):
+                self.request_indices[request_index] = request_id
                 self.tokens.setdefault(request_id, 0)
             case records.Tokens():
-                arrays = (unpack_int32(part, "tokens") for part in (record.slots, record.starts, record.counts))
-                for slot, start, count in zip(*(array.tolist() for array in arrays), strict=True):
-                    self.tokens[self.slots[slot]] = max(self.tokens[self.slots[slot]], start + count)
-            case records.Ended(slot=slot, outcome=outcome):
-                self.outcomes[self.slots[slot]] = outcome
+                arrays = (
+                    unpack_int32(part, "tokens") for part in (record.request_indices, record.starts, record.counts)
+                )
+                for request_index, start, count in zip(*(array.tolist() for array in arrays), strict=True):
+                    self.tokens[self.request_indices[request_index]] = max(
+                        self.tokens[self.request_indices[request_index]], start + count
+                    )
+            case records.Ended(request_index=request_index, outcome=outcome):
+                self.outcomes[self.request_indices[request_index]] = outcome
             case records.Drained(worker=worker, epoch=epoch):
                 self.drained[worker] = epoch
             case records.Undrained(worker=worker):

@@ -81,8 +81,8 @@ _DETOKENIZER: Final = ByteTokenizer().detokenizer
 class Reports(Protocol):
     """What worker.link.outbox.Outbox takes from an executor."""
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
 
 
@@ -183,8 +183,8 @@ class Run:
     writes: deque[tuple[int, Write]] = field(default_factory=deque)
 
     @property
-    def admission(self) -> int:
-        return self.admit.admission
+    def placement(self) -> int:
+        return self.admit.placement
 
     @property
     def rows_wanted(self) -> int:
@@ -242,8 +242,8 @@ class Ticket:
     incoming: Incoming
 
     @property
-    def admission(self) -> int:
-        return self.admit.admission
+    def placement(self) -> int:
+        return self.admit.placement
 
     @property
     def pages(self) -> list[int]:
@@ -338,14 +338,14 @@ class FakeExecutor:
             self._admit(command)
         elif isinstance(command, Receive):
             self._receive(command)
-        elif isinstance(command, Withdraw) and command.admission in self.tickets:
-            self._receiver.revoke(command.admission)
+        elif isinstance(command, Withdraw) and command.placement in self.tickets:
+            self._receiver.revoke(command.placement)
         elif isinstance(command, Exited):
             return
         elif isinstance(command, Audit):
             self._reports.add_event(take_inventory(command.number, self._held(), self._free()))
         elif not isinstance(command, Stop):
-            run = self.runs.get(command.admission)
+            run = self.runs.get(command.placement)
             if run is None or run.status == "leaving":
                 return
             match command:
@@ -358,23 +358,23 @@ class FakeExecutor:
         self._check_memory()
 
     def _admit(self, admit: Admit) -> None:
-        self._admit_once(admit.admission)
+        self._admit_once(admit.placement)
         prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
         held_back = () if admit.first_token == NO_TOKEN else (admit.first_token,)
         output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
         if output.finished:
-            self._reports.add_event(Finished(admit.admission, output.reason, output.generated_tokens, output.tail_text))
-            self._reports.add_event(Released(admit.admission, admit.durable_tokens, 0, 0))
+            self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
+            self._reports.add_event(Released(admit.placement, admit.durable_tokens, 0, 0))
             return
         durable = admit.durable_tokens
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
             raise Violation(
                 "I3",
-                f"admission {admit.admission} resumes at {durable} rows: "
+                f"admission {admit.placement} resumes at {durable} rows: "
                 f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
             )
         if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
-            raise Violation("I3", f"admission {admit.admission} begins with the top-k of {admit.warm_start!r}")
+            raise Violation("I3", f"admission {admit.placement} begins with the top-k of {admit.warm_start!r}")
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -390,26 +390,26 @@ class FakeExecutor:
             prefilled=len(prompt) if durable else 0,
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
-        self.runs[admit.admission] = run
+        self.runs[admit.placement] = run
         if admit.ticket:
             run.sending = self._wire.begin(Outgoing(admit.ticket, len(prompt)), admit.destination)
         if not durable:
             self._prompts.append(run)
 
     def _receive(self, command: Receive) -> None:
-        self._admit_once(command.admission)
+        self._admit_once(command.placement)
         if self._wire.refuse:
             self._wire.refuse -= 1
-            self._reports.add_event(Released(command.admission, 0, 0, 0))
+            self._reports.add_event(Released(command.placement, 0, 0, 0))
             return
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
-        self.tickets[command.admission] = Ticket(command, incoming)
-        self._receiver.open(command.admission, incoming)
+        self.tickets[command.placement] = Ticket(command, incoming)
+        self._receiver.open(command.placement, incoming)
 
-    def _admit_once(self, admission: int) -> None:
-        if admission in self.admitted:
-            raise Violation("I4", f"admission {admission} came twice to one worker")
-        self.admitted.add(admission)
+    def _admit_once(self, placement: int) -> None:
+        if placement in self.admitted:
+            raise Violation("I4", f"admission {placement} came twice to one worker")
+        self.admitted.add(placement)
 
     def _turn_transfers(self) -> None:
         for ticket in self._receiver.poll():
@@ -437,7 +437,7 @@ class FakeExecutor:
         run.index_pages += grant.index_pages
         if run.resize is not None:  # granted for the buffer that is to come
             more = run.resize.hot_chunks + grant.hot_chunks
-            run.resize = Resize(grant.admission, run.resize.hot_slots, more)
+            run.resize = Resize(grant.placement, run.resize.hot_slots, more)
         else:
             run.hot_chunks += grant.hot_chunks
         self._unpark(run)
@@ -452,7 +452,7 @@ class FakeExecutor:
             run.status, run.ready_at = "loading", trio.current_time() + self._rng.uniform(*LOAD_S)
         else:
             self._unpark(run)
-        self._reports.add_event(Resized(run.admission, run.hot_slots, run.hot_chunks))
+        self._reports.add_event(Resized(run.placement, run.hot_slots, run.hot_chunks))
 
     def _unpark(self, run: Run) -> None:
         if run.status == "parked" and not run.is_starved:
@@ -505,7 +505,7 @@ class FakeExecutor:
         run.durable_rows = len(run.prompt)
         run.slab_pages = 0
         self._report_durable(run)
-        self._reports.add_event(Staged(run.admission, 1.0, 1.0))
+        self._reports.add_event(Staged(run.placement, 1.0, 1.0))
         if run.sending is not None:
             run.status = "sending"
         elif run.hot_slots == NO_HOT_BUFFER:
@@ -517,17 +517,17 @@ class FakeExecutor:
         run.status = "running"
         if not run.started:
             run.started = True
-            self._reports.add_event(Started(run.admission))
+            self._reports.add_event(Started(run.placement))
 
     def _release(self, run: Run) -> None:
         rows = run.position if run.prefilled == len(run.prompt) else 0
-        del self.runs[run.admission]
+        del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
-        self._reports.add_event(Released(run.admission, durable, 0, 0, first_token, warm_start))
+        self._reports.add_event(Released(run.placement, durable, 0, 0, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
-        self._reports.set_durable(run.admit.slot, run.admission, run.durable(run.durable_rows))
+        self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))
 
     # ---------------------------------------------------------------- launches
 
@@ -558,7 +558,7 @@ class FakeExecutor:
             elif run.is_starved:
                 run.status = "parked"
                 self._report_durable(run)
-                self._reports.add_event(Parked(run.admission))
+                self._reports.add_event(Parked(run.placement))
         if not places:
             return 0.0
         self._steps.append(Step(places))
@@ -594,10 +594,10 @@ class FakeExecutor:
         start, ids = run.output.take_publishable()
         if ids:
             durable = run.durable(run.durable_rows)
-            self._reports.add_tokens(run.admit.slot, run.admission, start, ids, durable)
+            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable)
         if run.output.finished:
             output = run.output
-            self._reports.add_event(Finished(run.admission, output.reason, output.generated_tokens, output.tail_text))
+            self._reports.add_event(Finished(run.placement, output.reason, output.generated_tokens, output.tail_text))
             self._leave(run)
 
     # ---------------------------------------------------------------- what it was given
@@ -605,7 +605,7 @@ class FakeExecutor:
     def _held(self) -> list[tuple[InventoryRow, list[int]]]:
         runs = [
             InventoryRow(
-                run.admission,
+                run.placement,
                 len(run.pages),
                 run.hot_chunks,
                 index_pages=run.index_pages,
@@ -615,7 +615,7 @@ class FakeExecutor:
             )
             for run in self.runs.values()
         ]
-        tickets = [InventoryRow(it.admission, len(it.pages)) for it in self.tickets.values()]
+        tickets = [InventoryRow(it.placement, len(it.pages)) for it in self.tickets.values()]
         pages = [it.pages for it in (*self.runs.values(), *self.tickets.values())]
         return list(zip((*runs, *tickets), pages, strict=True))
 
@@ -641,11 +641,11 @@ class FakeExecutor:
                 raise Violation("I2", f"{given} {what} were handed out, there are {total}")
         for run in runs:
             if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
-                raise Violation("I2", f"admission {run.admission} is to be decoded by a worker that only prefills")
+                raise Violation("I2", f"admission {run.placement} is to be decoded by a worker that only prefills")
             if not (capacity.prefills or run.admit.durable_tokens):
-                raise Violation("I2", f"admission {run.admission} is to be prefilled by a worker that only decodes")
+                raise Violation("I2", f"admission {run.placement} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
-                raise Violation("I1", f"admission {run.admission} has pages {run.pages}, {run.index_pages} index pages")
+                raise Violation("I1", f"admission {run.placement} has pages {run.pages}, {run.index_pages} index pages")
 
 
 def _chunks(run: Run) -> int:

@@ -124,18 +124,18 @@ def hear_an_epoch_that_is_over() -> Plan:
             link.is_down = True
 
     def append_any(self: TokenLog, progress: messages.Progress, source: int) -> Any:
-        slots = self._unpack(progress)[0]
-        now = self._admission[slots].astype("<i8")
+        request_indices = self._unpack(progress)[0]
+        now = self._placement[request_indices].astype("<i8")
         known = now >= 0
         if not known.all():
             return append(self, progress, source)
-        owner = self._source[slots].copy()
-        self._source[slots] = source
+        owner = self._source[request_indices].copy()
+        self._source[request_indices] = source
         try:
             fields = {name: getattr(progress, name) for name in progress.__struct_fields__}
-            return append(self, messages.Progress(**(fields | {"admissions": now.tobytes()})), source)
+            return append(self, messages.Progress(**(fields | {"placements": now.tobytes()})), source)
         finally:
-            self._source[slots] = owner
+            self._source[request_indices] = owner
 
     yield WorkerLinks, "_receive", receive
     yield TokenLog, "append", append_any
@@ -149,10 +149,10 @@ def reuse_quarantined_pages() -> Plan:
     """A lost worker's pages are free at once."""
     original = Ledger.release
 
-    def release(self: Ledger, admission: int) -> int:
-        if (budget := self._holding(admission).budget) is not None and budget.lost:
+    def release(self: Ledger, placement: int) -> int:
+        if (budget := self._holding(placement).budget) is not None and budget.lost:
             budget.exited = True
-        return original(self, admission)
+        return original(self, placement)
 
     yield Ledger, "release", release
 
@@ -209,10 +209,10 @@ def free_kept_pages_twice() -> Plan:
     """What is given back stays in the list of what is kept."""
     original = Ledger.keep
 
-    def keep(self: Ledger, admission: int, pages: int) -> int:
-        everything = self._holding(admission).all_pages()
-        freed = original(self, admission, pages)
-        holding = self._holding(admission)
+    def keep(self: Ledger, placement: int, pages: int) -> int:
+        everything = self._holding(placement).all_pages()
+        freed = original(self, placement, pages)
+        holding = self._holding(placement)
         holding.pages, holding.page_count = [everything], len(everything)
         return freed
 
@@ -264,10 +264,10 @@ def reuse_destination_pages_before_revocation() -> Plan:
     def departed_sender(self: Any, entry: Any, ticket: Any, event: Any, generated: int) -> Any:
         was_lost = entry.lost and not ticket.arrived
         heard = original(self, entry, ticket, event, generated)
-        if not was_lost or ticket.admission not in self.placement_table.tickets:
+        if not was_lost or ticket.placement not in self.placement_table.tickets:
             return heard
         self.placement_table.close_ticket(ticket)
-        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.admission)),)))
+        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.placement)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 
@@ -313,8 +313,8 @@ def attach_from_the_beginning() -> Plan:
     """The offset of an Attach is not looked at."""
     original = Deliveries.subscribe
 
-    def subscribe(self: Deliveries, connection: Any, slot: int, cursor: int) -> int:
-        return original(self, connection, slot, 0)
+    def subscribe(self: Deliveries, connection: Any, request_index: int, cursor: int) -> int:
+        return original(self, connection, request_index, 0)
 
     yield Deliveries, "subscribe", subscribe
 
@@ -356,7 +356,7 @@ def say_the_end_before_commit() -> Plan:
     """The client hears of the end while it is being written."""
 
     async def write_end(self: Request, it: events.Ending) -> None:
-        ended = journal_records.Ended(it.slot, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0)
+        ended = journal_records.Ended(it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0)
         await self._journal.append([]).wait()  # its tokens are delivered: without faults nobody notices
         self._journal.append([ended])
 

@@ -51,7 +51,7 @@ class GatewayRig:
         ]
         self.client_socket, self.admin_socket = sockets
         self.counters = CoordinatorCounters()
-        self.log = TokenLog(slots=64, arena_tokens=1 << 20)
+        self.log = TokenLog(request_indices=64, arena_tokens=1 << 20)
         self.deliveries = Deliveries(self.log, self.counters, connections_max=connections_max, flush_interval_s=0.001)
         self.scheduler = FakeScheduler(self.log, self.deliveries)
         self.tokenizers = FakeTokenizers()

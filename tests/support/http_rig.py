@@ -154,9 +154,9 @@ class FrontRig:
     async def submitted(self, count: int) -> list[str]:
         """Ids at the coordinator, once there are that many."""
         with trio.fail_after(LIMIT_S):
-            while len(self.gateway.scheduler.slots) < count:  # noqa: ASYNC110
+            while len(self.gateway.scheduler.request_indices) < count:  # noqa: ASYNC110
                 await trio.sleep(0.005)
-        return list(self.gateway.scheduler.slots)
+        return list(self.gateway.scheduler.request_indices)
 
     def speak(self, request_id: str, text: str | bytes) -> None:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))

@@ -13,8 +13,8 @@ LINK = 7
 
 
 class RequestEntry(NamedTuple):
-    slot: int
-    admission: int
+    request_index: int
+    placement: int
     start: int
     tokens: Sequence[int]
     durable: int = 0
@@ -22,8 +22,8 @@ class RequestEntry(NamedTuple):
 
 def progress(*entries: RequestEntry) -> Progress:
     return Progress(
-        slots=pack_int32([entry.slot for entry in entries]),
-        admissions=pack_int64([entry.admission for entry in entries]),
+        request_indices=pack_int32([entry.request_index for entry in entries]),
+        placements=pack_int64([entry.placement for entry in entries]),
         starts=pack_int32([entry.start for entry in entries]),
         counts=pack_int32([len(entry.tokens) for entry in entries]),
         tokens=pack_int32([token for entry in entries for token in entry.tokens]),

@@ -42,11 +42,11 @@ class FakeListener:
 
     def ended(self, ending: Ending) -> None:
         assert ending.request_id not in self.endings, "I5: a request ends once"
-        assert self.token_log.length(ending.slot) == ending.generated_tokens
+        assert self.token_log.length(ending.request_index) == ending.generated_tokens
         self.endings[ending.request_id] = ending
 
-    def forgotten(self, slot: int) -> None:
-        self.forgotten_slots.append(slot)
+    def forgotten(self, request_index: int) -> None:
+        self.forgotten_slots.append(request_index)
 
 
 class FakeLink:
@@ -68,7 +68,7 @@ class FakeLink:
     def send(self, command: messages.Command) -> None:
         if self.up:
             if isinstance(command, messages.Admit):
-                self.rig.token_log.bind(command.slot, self.number)
+                self.rig.token_log.bind(command.request_index, self.number)
             self.downlink.append(command)
 
     def stats(self) -> LinkStats:
@@ -86,8 +86,10 @@ class FakeLink:
         if not isinstance(said, tuple):
             self.rig.scheduler.on_event(self.worker.name, self.worker.epoch, said)  # type: ignore[arg-type]
             return
-        slot, admission, start, tokens, durable = said
-        heard = self.rig.token_log.append(progress(RequestEntry(slot, admission, start, tokens, durable)), self.number)
+        request_index, placement, start, tokens, durable = said
+        heard = self.rig.token_log.append(
+            progress(RequestEntry(request_index, placement, start, tokens, durable)), self.number
+        )
         short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
             self.rig.scheduler.starving(short)
@@ -160,8 +162,8 @@ class SchedulerRig:
         for link in list(self.links.values()):
             while link.downlink:
                 link.obey()
-            for admission in list(link.worker.runs):
-                link.worker.advance(admission)
+            for placement in list(link.worker.runs):
+                link.worker.advance(placement)
             while link.uplink:
                 link.hear()
 
@@ -182,7 +184,8 @@ class SchedulerRig:
     # ---------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Ledgers, placement_table and life cycles are consistent; outputs are what they must be. Only while all is settled."""
+        """Ledgers, placement table and life cycles are consistent; outputs are what they must be. Only while all is
+        settled."""
         scheduler = self.scheduler
         for ledger in scheduler._ledgers.values():
             ledger.check_invariants()
@@ -202,8 +205,8 @@ class SchedulerRig:
                 assert ending.generated_tokens == output_tokens(ending.request_id, row.max_tokens)
 
     def tokens(self, request_id: str) -> list[int]:
-        slot = self.scheduler.lookup(request_id)
-        data = self.token_log.tokens(slot, 0)
+        request_index = self.scheduler.lookup(request_id)
+        data = self.token_log.tokens(request_index, 0)
         return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
 
     def check_nothing_leaked(self) -> None:
@@ -214,7 +217,7 @@ class SchedulerRig:
                 assert worker.hot_chunks_free == worker.capacity.hot_chunks
                 assert worker.seats_free == worker.capacity.seats
                 assert worker.running == 0
-        assert not self.scheduler._requests.by_admission
+        assert not self.scheduler._requests.by_placement
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from protocol.config_checks import SEATS_MAX
 from protocol.errors import CapacityError, ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.sizing import RESIDENT, Length, hot_sizes, misfit, page_limit
+from protocol.sizing import RESIDENT, Length, hot_sizes_for, misfit, page_limit
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.sizing import Sizing, size_worker
 
@@ -114,7 +114,7 @@ def _choice(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, worke
             remedy="give more memory, or a shorter context",
         )
     pages = page_limit(length, capacity)
-    hot_size = hot_sizes(pages, capacity)[0]
+    hot_size = hot_sizes_for(pages, capacity)[0]
     limits = (
         capacity.host_pages // pages // workers,
         capacity.index_pages // pages,

@@ -1,4 +1,4 @@
-"""The answer to an audit: what each admission holds on this worker, and what is free. No torch in here."""
+"""The answer to an audit: what each placement holds on this worker, and what is free. No torch in here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class FreeMemory(NamedTuple):
 
 
 def take_inventory(number: int, held: Iterable[tuple[InventoryRow, Sequence[int]]], free: FreeMemory) -> Inventory:
-    """`held` is the row of each admission and the ids of its host pages. Ids of at most PAGES_MAX pages go into
+    """`held` is the row of each placement and the ids of its host pages. Ids of at most PAGES_MAX pages go into
     digests, beginning with another row for each `number`."""
-    by_admission = sorted(held, key=lambda it: it[0].admission)
-    _add_digests(by_admission, number)
-    rows = pack_rows(row for row, _ in by_admission)
+    by_placement = sorted(held, key=lambda it: it[0].placement)
+    _add_digests(by_placement, number)
+    rows = pack_rows(row for row, _ in by_placement)
     return Inventory(number, rows, free.seats, free.chunks, free.index_pages)
 
 

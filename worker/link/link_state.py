@@ -274,7 +274,7 @@ class LinkState:
         yield Drop("new_epoch", reason)
 
     def _withdraw_held(self) -> list[Action]:
-        return [Apply(Withdraw(admission)) for admission in self.outbox.held()]
+        return [Apply(Withdraw(placement)) for placement in self.outbox.held()]
 
     def _refusal(self, message: Refused) -> Iterator[Action]:
         is_stray = message.code == ProtocolError.code and self.phase is Phase.WELCOMED  # a fresh hello settles it
@@ -310,7 +310,7 @@ class LinkState:
                 self.outbox.hold(command)
                 yield Apply(command)
                 if self.stopping:
-                    yield Apply(Withdraw(command.admission))
+                    yield Apply(Withdraw(command.placement))
             case Grant() | Resize():
                 self.outbox.give(command)
                 yield Apply(command)

@@ -73,7 +73,7 @@ assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX /
 class _Dirt:
     """Progress of one admission since the last report that carried it. `ids` are generated positions `start`... ."""
 
-    slot: int
+    request_index: int
     start: int
     durable: int
     ids: list[int] = field(default_factory=list)
@@ -125,33 +125,33 @@ class Outbox:
 
     # ---------------------------------------------------------------- executor's side
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
         """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
 
         Raises InternalError when they do not continue what this admission added before and no report took yet.
         """
         with self._lock:
-            dirt = self._dirt.get(admission)
+            dirt = self._dirt.get(placement)
             if dirt is None:
-                self._dirt[admission] = _Dirt(slot, start, durable, list(ids))
+                self._dirt[placement] = _Dirt(request_index, start, durable, list(ids))
             else:
-                _extend(dirt, admission, start, ids)
+                _extend(dirt, placement, start, ids)
                 dirt.durable = max(dirt.durable, durable)
-            self._note(admission, start + len(ids), durable)
+            self._note(placement, start + len(ids), durable)
         self._signal()
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         """Rows of this admission known to be in host memory; never lowers what was said before."""
         with self._lock:
-            dirt = self._dirt.setdefault(admission, _Dirt(slot, 0, durable))
+            dirt = self._dirt.setdefault(placement, _Dirt(request_index, 0, durable))
             dirt.durable = max(dirt.durable, durable)
-            self._note(admission, 0, durable)
+            self._note(placement, 0, durable)
         self._signal()
 
     def add_event(self, event: Event) -> None:
         """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
-            if isinstance(event, Released) and (row := self._rows.get(event.admission)) is not None:
+            if isinstance(event, Released) and (row := self._rows.get(event.placement)) is not None:
                 row.is_released = True
             if isinstance(event, Counters):
                 self._counters = event
@@ -170,18 +170,20 @@ class Outbox:
 
     def hold(self, admit: Admit | Receive) -> None:
         """The executor is about to get this admission; it is held until Released."""
-        row = _HeldRow(admit.admission, len(admit.host_pages) // 4, slot=admit.slot, hot_slots=NO_HOT_BUFFER)
+        row = _HeldRow(
+            admit.placement, len(admit.host_pages) // 4, request_index=admit.request_index, hot_slots=NO_HOT_BUFFER
+        )
         if isinstance(admit, Admit):
             row.hot_slots, row.hot_chunks = admit.hot_slots, admit.hot_chunks
             row.generated_tokens, row.durable_tokens = len(admit.generated) // 4, admit.durable_tokens
             row.is_staged = admit.durable_tokens > 0
         with self._lock:
-            self._rows[admit.admission] = row
+            self._rows[admit.placement] = row
 
     def give(self, command: Grant | Resize) -> None:
         """The executor is about to get this too. Of an admission that has departed: nothing."""
         with self._lock:
-            row = self._rows.get(command.admission)
+            row = self._rows.get(command.placement)
             if row is None:
                 return
             if isinstance(command, Grant):
@@ -196,7 +198,7 @@ class Outbox:
     def held(self) -> list[int]:
         """Every admission the executor may still touch memory of."""
         with self._lock:
-            return [row.admission for row in self._rows.values() if not row.is_released]
+            return [row.placement for row in self._rows.values() if not row.is_released]
 
     def inventory(self) -> bytes:
         """The rows of those, and of the ones whose Released was not acknowledged."""
@@ -290,18 +292,18 @@ class Outbox:
 
     # ---------------------------------------------------------------- under the lock
 
-    def _note(self, admission: int, generated: int, durable: int) -> None:
-        row = self._rows.get(admission)
+    def _note(self, placement: int, generated: int, durable: int) -> None:
+        row = self._rows.get(placement)
         if row is not None:
             row.generated_tokens = max(row.generated_tokens, generated)
             row.durable_tokens = max(row.durable_tokens, durable)
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        row = None if isinstance(event, Counters | Inventory) else self._rows.get(event.admission)
+        row = None if isinstance(event, Counters | Inventory) else self._rows.get(event.placement)
         match event:
-            case Released(admission):
-                self._rows.pop(admission, None)
+            case Released(placement):
+                self._rows.pop(placement, None)
             case Staged() if row:
                 row.is_staged = True
             case Started() if row:
@@ -319,15 +321,15 @@ class Outbox:
         """Take dirt up to the report's bounds, splitting the token list of the request that crosses them."""
         room = REPORT_TOKENS_MAX
         cut: list[tuple[int, _Dirt]] = []
-        for admission in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
-            dirt = self._dirt[admission]
+        for placement in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
+            dirt = self._dirt[placement]
             if len(dirt.ids) > room:
                 if room:
-                    cut.append((admission, _Dirt(dirt.slot, dirt.start, dirt.durable, dirt.ids[:room])))
-                    self._dirt[admission] = _Dirt(dirt.slot, dirt.start + room, dirt.durable, dirt.ids[room:])
+                    cut.append((placement, _Dirt(dirt.request_index, dirt.start, dirt.durable, dirt.ids[:room])))
+                    self._dirt[placement] = _Dirt(dirt.request_index, dirt.start + room, dirt.durable, dirt.ids[room:])
                 break
             room -= len(dirt.ids)
-            cut.append((admission, self._dirt.pop(admission)))
+            cut.append((placement, self._dirt.pop(placement)))
         return _pack(cut) if cut else None
 
     def _cut_events(self) -> Iterator[Event]:
@@ -343,12 +345,12 @@ class Outbox:
             self._counters = None
 
 
-def _extend(dirt: _Dirt, admission: int, start: int, ids: list[int]) -> None:
+def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:
     if not dirt.ids:
         dirt.start = start
     elif start != dirt.start + len(dirt.ids):
         raise InternalError(
-            f"tokens of admission {admission} do not continue position {dirt.start + len(dirt.ids)}",
+            f"tokens of admission {placement} do not continue position {dirt.start + len(dirt.ids)}",
             field="start",
             value=start,
         )
@@ -357,8 +359,8 @@ def _extend(dirt: _Dirt, admission: int, start: int, ids: list[int]) -> None:
 
 def _pack(cut: list[tuple[int, _Dirt]]) -> Progress:
     return Progress(
-        slots=pack_int32([dirt.slot for _, dirt in cut]),
-        admissions=pack_int64([admission for admission, _ in cut]),
+        request_indices=pack_int32([dirt.request_index for _, dirt in cut]),
+        placements=pack_int64([placement for placement, _ in cut]),
         starts=pack_int32([dirt.start for _, dirt in cut]),
         counts=pack_int32([len(dirt.ids) for _, dirt in cut]),
         tokens=pack_int32([token for _, dirt in cut for token in dirt.ids]),

@@ -46,8 +46,8 @@ class RunningRequest:
     top-k is downloaded to.
     """
 
-    admission: int
-    slot: int
+    placement: int
+    request_index: int
     seat: int
     prompt: Int32Array
     sampling: Sampling

@@ -228,8 +228,8 @@ class Executor:
     def check_invariants(self) -> None:
         """InternalError unless memory and lists agree: for tests, and for production when idle."""
         self._seats.check_invariants(self._requests.values())
-        listed = {r.admission for r in self._running} | self._waiting.keys()
-        parked = {r.admission for r in self._requests.values() if r.status is Status.PARKED}
+        listed = {r.placement for r in self._running} | self._waiting.keys()
+        parked = {r.placement for r in self._requests.values() if r.status is Status.PARKED}
         if listed | parked != self._requests.keys() or listed & parked:
             raise InternalError("a request is nowhere or in two places", field="requests", value=sorted(self._requests))
 
@@ -253,7 +253,7 @@ class Executor:
         except InternalError:
             raise
         except Exception as error:
-            self._report.faulted(request.admission, error)
+            self._report.faulted(request.placement, error)
             self._leave(request)
 
     # ---------------------------------------------------------------- commands
@@ -284,7 +284,7 @@ class Executor:
                 pass
 
     def _apply_to_request(self, command: Grant | Resize | Withdraw) -> None:
-        request = self._requests.get(command.admission)
+        request = self._requests.get(command.placement)
         if request is None or request.status is Status.LEAVING:
             return
         match command:
@@ -304,8 +304,8 @@ class Executor:
         )
 
     def _admit(self, admit: Admit) -> None:
-        if admit.admission in self._requests:
-            raise InternalError("admitted twice", field="admission", value=admit.admission)
+        if admit.placement in self._requests:
+            raise InternalError("admitted twice", field="placement", value=admit.placement)
         try:
             check_admit(admit, self._sizing, self._runner.info)
             output = self._output(admit)
@@ -316,11 +316,11 @@ class Executor:
         except InternalError:
             raise
         except Exception as error:  # it holds nothing, so it is released at once
-            self._report.faulted(admit.admission, error)
-            self._report.released(admit.admission, 0)
+            self._report.faulted(admit.placement, error)
+            self._report.released(admit.placement, 0)
             return
         request.since_s = self._clock()
-        self._requests[request.admission] = self._waiting[request.admission] = request
+        self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
             self._prompts.append(request)
         self.counters.admitted += 1
@@ -331,8 +331,8 @@ class Executor:
         try:
             self.transfers.receive(command)
         except HiSparseError as error:
-            log.warning("ticket refused", extra=fields(ticket=command.admission, error=error))
-            self._report.released(command.admission, 0)
+            log.warning("ticket refused", extra=fields(ticket=command.placement, error=error))
+            self._report.released(command.placement, 0)
 
     def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
         tokens = request.prompt_tokens
@@ -359,8 +359,8 @@ class Executor:
     def _grant(self, request: RunningRequest, grant: Grant) -> None:
         if request.resize is not None:  # granted for the buffer that is to come
             hot_chunks = request.resize.hot_chunks + grant.hot_chunks
-            request.resize = Resize(grant.admission, request.resize.hot_slots, hot_chunks)
-            grant = Grant(grant.admission, grant.host_pages, grant.index_pages, 0)
+            request.resize = Resize(grant.placement, request.resize.hot_slots, hot_chunks)
+            grant = Grant(grant.placement, grant.host_pages, grant.index_pages, 0)
         self._seats.grant(request, grant)
         if request.status is Status.PARKED and not request.starved:
             self._join(request)
@@ -530,16 +530,16 @@ class Executor:
         """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
         rows = request.position if request.prefilled == request.prompt_tokens else 0
         self._report.last_swaps(request, self._seats.release(request))
-        del self._requests[request.admission], self._waiting[request.admission]
+        del self._requests[request.placement], self._waiting[request.placement]
         durable, first_token = request.left_behind(rows)
         warm_start = self._seats.warm_start(request)
         swaps = request.hits, request.misses
-        self._report.released(request.admission, durable, *swaps, first_token, warm_start if durable else b"")
+        self._report.released(request.placement, durable, *swaps, first_token, warm_start if durable else b"")
 
     # ---------------------------------------------------------------- where a request is
 
     def _join(self, request: RunningRequest) -> None:
-        self._waiting.pop(request.admission, None)
+        self._waiting.pop(request.placement, None)
         request.status = Status.RUNNING
         self._running.append(request)
         if not request.started:
@@ -556,12 +556,12 @@ class Executor:
         if request.status is Status.RUNNING:
             self._running.remove(request)
         request.status = status
-        self._waiting[request.admission] = request
+        self._waiting[request.placement] = request
 
 
 def _row_of(request: RunningRequest) -> InventoryRow:
     return InventoryRow(
-        request.admission,
+        request.placement,
         len(request.host_pages),
         request.hot_chunks,
         index_pages=len(request.index_pages),

@@ -38,8 +38,8 @@ log = logger("worker.loop.executor")
 class Reports(Protocol):
     """Where results go; thread-safe and never waiting (worker/link/outbox.py)."""
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, slot: int, admission: int, durable: int) -> None: ...
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
 
 
@@ -56,11 +56,11 @@ class Reporter:
         self._counters.tokens += 1
         start, ids = request.output.take_publishable()
         if ids:
-            self._reports.add_tokens(request.slot, request.admission, start, ids, request.durable())
+            self._reports.add_tokens(request.request_index, request.placement, start, ids, request.durable())
 
     def durable(self, request: RunningRequest) -> None:
         """The durable length alone, of a request that draws no tokens at present."""
-        self._reports.set_durable(request.slot, request.admission, request.durable())
+        self._reports.set_durable(request.request_index, request.placement, request.durable())
 
     def prefilled(self, request: RunningRequest) -> None:
         self._counters.prefill_s.observe(request.prefill_s)
@@ -69,42 +69,42 @@ class Reporter:
     def staged(self, request: RunningRequest, stage_s: float) -> None:
         self._counters.stage_s.observe(stage_s)
         self.durable(request)
-        self._reports.add_event(Staged(request.admission, request.prefill_s * 1e3, stage_s * 1e3))
+        self._reports.add_event(Staged(request.placement, request.prefill_s * 1e3, stage_s * 1e3))
 
     def loaded(self, load_s: float) -> None:
         """A resumed request, or one whose buffer became resident, has its keys and rows again."""
         self._counters.load_s.observe(load_s)
 
     def started(self, request: RunningRequest) -> None:
-        self._reports.add_event(Started(request.admission))
+        self._reports.add_event(Started(request.placement))
 
     def parked(self, request: RunningRequest) -> None:
         self._counters.parked += 1
         self.durable(request)
-        self._reports.add_event(Parked(request.admission))
+        self._reports.add_event(Parked(request.placement))
 
     def resized(self, request: RunningRequest) -> None:
         self._counters.resized += 1
-        self._reports.add_event(Resized(request.admission, request.hot_slots, request.hot_chunks))
+        self._reports.add_event(Resized(request.placement, request.hot_slots, request.hot_chunks))
 
     def finished(self, request: RunningRequest) -> None:
         output = request.output
-        self._reports.add_event(Finished(request.admission, output.reason, output.generated_tokens, output.tail_text))
+        self._reports.add_event(Finished(request.placement, output.reason, output.generated_tokens, output.tail_text))
 
     def outdone(self, admit: Admit, output: Output) -> None:
         """An admission whose output was complete before it came: nothing was touched."""
-        self._reports.add_event(Finished(admit.admission, output.reason, output.generated_tokens, output.tail_text))
-        self.released(admit.admission, admit.durable_tokens)
+        self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
+        self.released(admit.placement, admit.durable_tokens)
 
-    def faulted(self, admission: int, error: Exception) -> None:
+    def faulted(self, placement: int, error: Exception) -> None:
         """`error` ended the admission; its traceback goes to the log, its text to the coordinator."""
         self._counters.faulted += 1
-        log.warning("request faulted", extra=fields(admission=admission), exc_info=error)
-        self._reports.add_event(Faulted(admission, str(error) or type(error).__name__))
+        log.warning("request faulted", extra=fields(placement=placement), exc_info=error)
+        self._reports.add_event(Faulted(placement, str(error) or type(error).__name__))
 
     def released(
         self,
-        admission: int,
+        placement: int,
         durable: int,
         hits: int = 0,
         misses: int = 0,
@@ -112,7 +112,7 @@ class Reporter:
         warm_start: bytes = b"",
     ) -> None:
         self._counters.released += 1
-        self._reports.add_event(Released(admission, durable, hits, misses, first_token, warm_start))
+        self._reports.add_event(Released(placement, durable, hits, misses, first_token, warm_start))
 
     def inventory(self, inventory: Inventory) -> None:
         """What is held, among the events that led to it."""
@@ -131,7 +131,7 @@ class Reporter:
             self._count(live, counts, [position for _, position in steps])
             self._reports.add_event(
                 Counters(
-                    pack_int64([request.admission for request in live]),
+                    pack_int64([request.placement for request in live]),
                     pack_int64([request.hits for request in live]),
                     pack_int64([request.misses for request in live]),
                 )

@@ -169,8 +169,8 @@ class Seats:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
         chunks = self.chunks.take(chunk_count)
         request = RunningRequest(
-            admission=admit.admission,
-            slot=admit.slot,
+            placement=admit.placement,
+            request_index=admit.request_index,
             seat=self._free.popleft(),
             prompt=prompt,
             sampling=admit.sampling,
@@ -315,7 +315,7 @@ class Seats:
             tokens = unpack(packed, self._state.geometry, request.position)
         except BadInput as error:
             starts["refused"] += 1
-            log.warning("cold start", extra=fields(admission=request.admission, error=error))
+            log.warning("cold start", extra=fields(placement=request.placement, error=error))
             return ()
         starts["warm"] += 1
         self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])

@@ -136,10 +136,10 @@ class Transfers:
     def receive(self, command: Receive) -> None:
         """Raises what the receiver's `open` says, then having taken nothing."""
         if self.receiver is None:
-            raise BadInput("this worker takes no pages in", field="receive", value=command.admission)
+            raise BadInput("this worker takes no pages in", field="receive", value=command.placement)
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
-        self.receiver.open(command.admission, incoming.pages)
-        self._incoming[command.admission] = incoming
+        self.receiver.open(command.placement, incoming.pages)
+        self._incoming[command.placement] = incoming
 
     def takes(self, ticket: int) -> bool:
         return ticket in self._incoming

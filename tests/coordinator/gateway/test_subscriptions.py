@@ -35,17 +35,17 @@ def contents(parcel: Parcel) -> list[tuple[int, int, list[int]]]:
     return entries
 
 
-def say(log: TokenLog, slot: int, tokens: list[int]) -> None:
-    log.append(progress(RequestEntry(slot, slot + 1, log.length(slot), tokens)), LINK)
+def say(log: TokenLog, request_index: int, tokens: list[int]) -> None:
+    log.append(progress(RequestEntry(request_index, request_index + 1, log.length(request_index), tokens)), LINK)
 
 
 @pytest.fixture
 def log() -> TokenLog:
-    log = TokenLog(slots=4, arena_tokens=1 << 19)
-    for slot in range(4):
-        assert log.open(100_000) == slot
-        log.begin_admission(slot, slot + 1, 10, 64)
-        log.bind(slot, LINK)
+    log = TokenLog(request_indices=4, arena_tokens=1 << 19)
+    for request_index in range(4):
+        assert log.open(100_000) == request_index
+        log.begin_placement(request_index, request_index + 1, 10, 64)
+        log.bind(request_index, LINK)
     return log
 
 
@@ -53,8 +53,8 @@ def test_one_parcel_per_connection_with_news(log: TokenLog) -> None:
     subs = Subscriptions(log)
     a, b, c = subs.add(7, 0, 0), subs.add(3, 1, 0), subs.add(7, 2, 0)
     idle = subs.add(5, 3, 0)
-    for slot, tokens in ((0, [1, 2]), (1, [3]), (2, [4])):
-        say(log, slot, tokens)
+    for request_index, tokens in ((0, [1, 2]), (1, [3]), (2, [4])):
+        say(log, request_index, tokens)
     parcels = {parcel.connection: parcel for parcel in subs.parcels(OPEN)}
     assert sorted(contents(parcels[7])) == sorted([(a, 0, [1, 2]), (c, 0, [4])])
     assert contents(parcels[3]) == [(b, 0, [3])]
@@ -89,9 +89,9 @@ def test_two_readers_of_one_request_read_at_their_own_pace(log: TokenLog) -> Non
 def test_a_long_output_comes_in_bounded_pieces(log: TokenLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subscriptions, "DELIVERY_TOKENS_MAX", 5)
     subs = Subscriptions(log)
-    handles = [subs.add(0, slot, 0) for slot in range(3)]
-    for slot in range(3):
-        say(log, slot, [10 * slot + i for i in range(4)])
+    handles = [subs.add(0, request_index, 0) for request_index in range(3)]
+    for request_index in range(3):
+        say(log, request_index, [10 * request_index + i for i in range(4)])
     got: dict[int, list[int]] = {handle: [] for handle in handles}
     sizes = []
     while parcels := list(subs.parcels(OPEN)):
@@ -101,7 +101,7 @@ def test_a_long_output_comes_in_bounded_pieces(log: TokenLog, monkeypatch: pytes
         sizes.append(int(parcels[0].counts.sum()))
         subs.advance(parcels[0])
     assert sizes == [5, 5, 2]
-    assert list(got.values()) == [[10 * slot + i for i in range(4)] for slot in range(3)]
+    assert list(got.values()) == [[10 * request_index + i for i in range(4)] for request_index in range(3)]
 
 
 def test_the_end_comes_behind_the_last_token(log: TokenLog) -> None:
@@ -158,40 +158,40 @@ class Readers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = TokenLog(slots=3, arena_tokens=4096)
+        self.log = TokenLog(request_indices=3, arena_tokens=4096)
         self.subs = Subscriptions(self.log)
         self.said: list[list[int]] = []
         self.got: dict[tuple[int, int], list[int]] = {}
         self.handles: dict[int, tuple[int, int]] = {}
         self.final: set[int] = set()
-        for slot in range(3):
+        for request_index in range(3):
             self.log.open(1_000)
-            self.log.begin_admission(slot, slot + 1, 10, 64)
-            self.log.bind(slot, LINK)
+            self.log.begin_placement(request_index, request_index + 1, 10, 64)
+            self.log.bind(request_index, LINK)
             self.said.append([])
 
-    @rule(slot=st.integers(0, 2), tokens=st.lists(st.integers(0, 99), max_size=6))
-    def speak(self, slot: int, tokens: list[int]) -> None:
-        if slot not in self.final and len(self.said[slot]) < 900:
-            say(self.log, slot, tokens)
-            self.said[slot] += tokens
+    @rule(request_index=st.integers(0, 2), tokens=st.lists(st.integers(0, 99), max_size=6))
+    def speak(self, request_index: int, tokens: list[int]) -> None:
+        if request_index not in self.final and len(self.said[request_index]) < 900:
+            say(self.log, request_index, tokens)
+            self.said[request_index] += tokens
 
-    @rule(connection=st.integers(0, 2), slot=st.integers(0, 2), share=st.floats(0, 1))
-    def attach(self, connection: int, slot: int, share: float) -> None:
-        if (connection, slot) not in self.got:
-            offset = int(share * len(self.said[slot]))
-            self.handles[self.subs.add(connection, slot, offset)] = (connection, slot)
-            self.got[connection, slot] = self.said[slot][:offset]
+    @rule(connection=st.integers(0, 2), request_index=st.integers(0, 2), share=st.floats(0, 1))
+    def attach(self, connection: int, request_index: int, share: float) -> None:
+        if (connection, request_index) not in self.got:
+            offset = int(share * len(self.said[request_index]))
+            self.handles[self.subs.add(connection, request_index, offset)] = (connection, request_index)
+            self.got[connection, request_index] = self.said[request_index][:offset]
 
     @rule(connection=st.integers(0, 2))
     def leave(self, connection: int) -> None:
         self.subs.remove_connection(connection)
         self._forget(lambda key: key[0] == connection)
 
-    @rule(slot=st.integers(0, 2))
-    def finish(self, slot: int) -> None:
-        self.subs.finish(slot)
-        self.final.add(slot)
+    @rule(request_index=st.integers(0, 2))
+    def finish(self, request_index: int) -> None:
+        self.subs.finish(request_index)
+        self.final.add(request_index)
 
     @rule(blocked=st.sets(st.integers(0, 2)), full=st.sets(st.integers(0, 2)))
     def flush(self, blocked: set[int], full: set[int]) -> None:
@@ -206,19 +206,19 @@ class Readers(RuleBasedStateMachine):
                 assert start == len(self.got[key]), "I5: once and in order"
                 self.got[key] += tokens
             self.subs.advance(parcel)
-        for connection, handle, slot in self.subs.complete(is_blocked):
-            assert slot in self.final
-            assert self.got[connection, slot] == self.said[slot], "the end comes last"
-            assert self.handles[handle] == (connection, slot)
-            self.subs.remove(connection, slot)
-            self._forget(lambda key, gone=(connection, slot): key == gone)
+        for connection, handle, request_index in self.subs.complete(is_blocked):
+            assert request_index in self.final
+            assert self.got[connection, request_index] == self.said[request_index], "the end comes last"
+            assert self.handles[handle] == (connection, request_index)
+            self.subs.remove(connection, request_index)
+            self._forget(lambda key, gone=(connection, request_index): key == gone)
 
     @precondition(lambda self: self.got)
     @rule(pick=st.integers(0, 8))
     def detach(self, pick: int) -> None:
-        connection, slot = sorted(self.got)[pick % len(self.got)]
-        self.subs.remove(connection, slot)
-        self._forget(lambda key: key == (connection, slot))
+        connection, request_index = sorted(self.got)[pick % len(self.got)]
+        self.subs.remove(connection, request_index)
+        self._forget(lambda key: key == (connection, request_index))
 
     def _forget(self, gone: object) -> None:
         assert callable(gone)

@@ -45,25 +45,25 @@ class Desk:
         self.counters = JournalCounters()
         self.wakes = 0
         self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
-        self.slot = self.log.open(100)
-        self.log.begin_admission(self.slot, 1, 10, 1 << 20)
-        self.log.bind(self.slot, 7)
+        self.request_index = self.log.open(100)
+        self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
+        self.log.bind(self.request_index, 7)
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def submit(self) -> Commit:
-        return self.journal.append([Accepted(self.slot, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)])
+        return self.journal.append([Accepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)])
 
     def say(self, *tokens: int) -> None:
-        start = self.log.length(self.slot)
-        self.log.append(progress(RequestEntry(self.slot, 1, start, list(tokens), 0)), 7)
+        start = self.log.length(self.request_index)
+        self.log.append(progress(RequestEntry(self.request_index, 1, start, list(tokens), 0)), 7)
         self.journal.tokens_arrived()
 
     @property
     def delivered(self) -> int:
         """Tokens that may be delivered."""
-        return int(self.log.committed[self.slot])
+        return int(self.log.committed[self.request_index])
 
 
 @asynccontextmanager
@@ -160,7 +160,7 @@ async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
         assert desk.counters.last_error == "disk full"
     log = TokenLog(4, 1 << 12, journalled=True)
     replay(desk.store.records, log)
-    assert log.lengths[desk.slot] == 3
+    assert log.lengths[desk.request_index] == 3
 
 
 async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
@@ -197,8 +197,8 @@ async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.t
         assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
         book = replay(desk.store.records, log)
-        assert log.tokens(desk.slot, 0) == desk.log.tokens(desk.slot, 0)
-        assert book.requests[desk.slot].ordered == order(2)
+        assert log.tokens(desk.request_index, 0) == desk.log.tokens(desk.request_index, 0)
+        assert book.requests[desk.request_index].ordered == order(2)
 
 
 async def test_a_summary_adds_a_bounded_part_to_each_group(

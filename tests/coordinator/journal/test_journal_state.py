@@ -69,15 +69,19 @@ Picture = tuple[object, ...]
 
 def picture_of(book: JournalState, log: TokenLog) -> Picture:
     """All that a replay must bring back."""
-    outputs = {slot: (log.tokens(slot, 0), log.durable(slot) if it.stay else 0) for slot, it in book.requests.items()}
-    requests = {
-        slot: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended) for slot, it in book.requests.items()
+    outputs = {
+        request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.stay else 0)
+        for request_index, it in book.requests.items()
     }
-    live = {slot: it for slot, it in book.requests.items() if it.ended is None}
-    orders = {slot: (it.ordered, it.strikes, it.mark, it.killed) for slot, it in live.items()}
+    requests = {
+        request_index: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended)
+        for request_index, it in book.requests.items()
+    }
+    live = {request_index: it for request_index, it in book.requests.items() if it.ended is None}
+    orders = {request_index: (it.ordered, it.strikes, it.mark, it.killed) for request_index, it in live.items()}
     images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
     workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
-    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.admissions
+    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.placements
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -165,7 +169,7 @@ class JournalMachine(RuleBasedStateMachine):
     def lose(self, pick: int, proved: bool) -> None:
         joined = self.live[pick % len(self.live)]
         self.change(LoseWorker(joined.worker, joined.epoch, proved))
-        for slot, known in list(self.book.requests.items()):
+        for request_index, known in list(self.book.requests.items()):
             if (
                 known.on_worker
                 and known.stay is not None
@@ -175,7 +179,7 @@ class JournalMachine(RuleBasedStateMachine):
                     joined.epoch,
                 )
             ):
-                self.depart(slot, keep=True, full_pages=not proved)
+                self.depart(request_index, keep=True, full_pages=not proved)
 
     @rule()
     def prove(self) -> None:
@@ -185,88 +189,90 @@ class JournalMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- requests
 
     def pick_slot(self, pick: int, **wanted: bool) -> int | None:
-        slots = [
-            slot
-            for slot, it in self.book.requests.items()
+        request_indices = [
+            request_index
+            for request_index, it in self.book.requests.items()
             if {"on_worker": it.on_worker, "ended": it.ended is not None} | wanted
             == {"on_worker": it.on_worker, "ended": it.ended is not None}
         ]
-        return slots[pick % len(slots)] if slots else None
+        return request_indices[pick % len(request_indices)] if request_indices else None
 
     @rule(priority=st.integers(-2, 2))
     def submit(self, priority: int) -> None:
         try:
-            slot = self.log.open(MAX_TOKENS)
+            request_index = self.log.open(MAX_TOKENS)
         except CapacityError:
             return
         self.names += 1
         sampling = Sampling(MAX_TOKENS, stop=("x",))
-        self.write(Accepted(slot, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5))
+        self.write(
+            Accepted(request_index, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5)
+        )
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0), pages=st.integers(2, 5))
     def admit(self, pick: int, pages: int) -> None:
-        slot = self.pick_slot(pick, on_worker=False, ended=False)
-        if slot is None:
+        request_index = self.pick_slot(pick, on_worker=False, ended=False)
+        if request_index is None:
             return
-        known, joined = self.book.requests[slot], self.live[pick % len(self.live)]
-        take_over = known.stay.admission if known.stay else None
-        number, want = self.book.admissions + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
+        known, joined = self.book.requests[request_index], self.live[pick % len(self.live)]
+        take_over = known.stay.placement if known.stay else None
+        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
         if self.ledger.shortfall(joined.worker, want):
             return
-        stay = Admission(slot, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
+        stay = Admission(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
         self.change(Reserve(number, joined.worker, want, take_over), stay)
-        self.log.begin_admission(slot, number, len(PROMPT), 1 << 20, known.kept_tokens)
-        self.log.bind(slot, 1)
+        self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
+        self.log.bind(request_index, 1)
 
     @rule(pick=st.integers(0), count=st.integers(0, 9), durable=st.integers(0, 200))
     def say(self, pick: int, count: int, durable: int) -> None:
-        slot = self.pick_slot(pick, on_worker=True, ended=False)
-        if slot is None:
+        request_index = self.pick_slot(pick, on_worker=True, ended=False)
+        if request_index is None:
             return
-        start, stay = self.log.length(slot), self.book.requests[slot].stay
+        start, stay = self.log.length(request_index), self.book.requests[request_index].stay
         assert stay is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(RequestEntry(slot, stay.admission, start, tokens, durable)), 1)
+        self.log.append(progress(RequestEntry(request_index, stay.placement, start, tokens, durable)), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:
-        slot = self.pick_slot(pick, on_worker=True)
+        request_index = self.pick_slot(pick, on_worker=True)
         more = Memory(1, 0, 1, 0)
-        if slot is not None and (stay := self.book.requests[slot].stay) and self.ledger.pages_free:
+        if request_index is not None and (stay := self.book.requests[request_index].stay) and self.ledger.pages_free:
             if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more, seat=False):
                 return
-            self.change(Extend(stay.admission, more))
-            self.change(Shrink(stay.admission, Memory(hot_chunks=min(1, self.ledger.held(stay.admission).hot_chunks))))
+            self.change(Extend(stay.placement, more))
+            self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))
 
     @rule(pick=st.integers(0), keep=st.booleans())
     def retract(self, pick: int, keep: bool) -> None:
-        slot = self.pick_slot(pick, on_worker=True)
-        if slot is not None:
-            self.depart(slot, keep=keep)
+        request_index = self.pick_slot(pick, on_worker=True)
+        if request_index is not None:
+            self.depart(request_index, keep=keep)
 
-    def depart(self, slot: int, *, keep: bool, full_pages: bool = False) -> None:
+    def depart(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
         """`full_pages`: a process not proved gone may still write the last one."""
-        stay = self.book.requests[slot].stay
+        stay = self.book.requests[request_index].stay
         assert stay is not None
-        held = self.ledger.held(stay.admission).host_pages
-        kept = min(self.log.durable(slot), held * 64) if keep else 0
+        held = self.ledger.held(stay.placement).host_pages
+        kept = min(self.log.durable(request_index), held * 64) if keep else 0
         kept = kept // 64 * 64 if full_pages else kept
-        change: Change = Keep(stay.admission, -(-kept // 64)) if kept else Release(stay.admission)
-        self.log.end_admission(slot)
-        self.change(change, Departed(slot, kept))
+        change: Change = Keep(stay.placement, -(-kept // 64)) if kept else Release(stay.placement)
+        self.log.end_placement(request_index)
+        self.change(change, Departed(request_index, kept))
 
     @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
     def order(self, pick: int, held: bool, outcome: str) -> None:
-        slot = self.pick_slot(pick, ended=False)
-        if slot is not None:
-            self.write(Ordered(slot, held, -1, outcome, "because"))
+        request_index = self.pick_slot(pick, ended=False)
+        if request_index is not None:
+            self.write(Ordered(request_index, held, -1, outcome, "because"))
 
     @rule(pick=st.integers(0), strikes=st.integers(1, 6))
     def strike(self, pick: int, strikes: int) -> None:
-        slot = self.pick_slot(pick, ended=False)
-        if slot is not None:
-            self.write(struck_of("w0", [(slot, strikes, self.log.length(slot))]))
+        request_index = self.pick_slot(pick, ended=False)
+        if request_index is not None:
+            self.write(struck_of("w0", [(request_index, strikes, self.log.length(request_index))]))
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0), undrain=st.booleans())
@@ -277,19 +283,19 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0))
     def end(self, pick: int) -> None:
-        slot = self.pick_slot(pick, on_worker=False, ended=False)
-        if slot is not None:
-            known = self.book.requests[slot]
+        request_index = self.pick_slot(pick, on_worker=False, ended=False)
+        if request_index is not None:
+            known = self.book.requests[request_index]
             if known.stay is not None:
-                self.change(Release(known.stay.admission), Departed(slot, 0))
-            self.write(Ended(slot, "FINISHED", "eos", self.log.length(slot), "tail", 2.5))
+                self.change(Release(known.stay.placement), Departed(request_index, 0))
+            self.write(Ended(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
 
     @rule(pick=st.integers(0))
     def forget(self, pick: int) -> None:
-        slot = self.pick_slot(pick, ended=True)
-        if slot is not None:
-            self.write(Forgotten(np.array([slot], np.int32).tobytes(), self.book.arrivals))
-            self.log.close(slot)
+        request_index = self.pick_slot(pick, ended=True)
+        if request_index is not None:
+            self.write(Forgotten(np.array([request_index], np.int32).tobytes(), self.book.arrivals))
+            self.log.close(request_index)
 
     @precondition(lambda self: self.summarizing is None)
     @rule()
@@ -348,10 +354,10 @@ def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), Changed("b", changes)]
     book = replay(records, new_log(journalled=True))
-    assert book.ledgers["b"].admissions() == {7}
-    assert book.admissions == 7
+    assert book.ledgers["b"].placements() == {7}
+    assert book.placements == 7
     released = replay([*records, Changed("b", (Release(7),))], new_log(journalled=True))
-    assert released.admissions == 7
+    assert released.placements == 7
 
 
 def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:

@@ -40,8 +40,10 @@ from protocol.messages import Sampling
 from tests import ROOT
 
 
-def accepted(slot: int, prompt_tokens: int = 10) -> Accepted:
-    return Accepted(slot, slot, f"r{slot}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5)
+def accepted(request_index: int, prompt_tokens: int = 10) -> Accepted:
+    return Accepted(
+        request_index, request_index, f"r{request_index}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5
+    )
 
 
 def order(number: int) -> Ordered:
@@ -55,8 +57,8 @@ def tokens(count: int) -> Tokens:
 BEGUN = SummaryBegun(1, 2, (), ())
 
 
-def forgotten(*slots: int) -> Forgotten:
-    return Forgotten(np.array(slots, np.int32).tobytes(), 9)
+def forgotten(*request_indices: int) -> Forgotten:
+    return Forgotten(np.array(request_indices, np.int32).tobytes(), 9)
 
 
 @contextmanager
@@ -360,7 +362,7 @@ def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
     with opened(path) as store:
         book = replay(store.read(), TokenLog(4, 1 << 12, journalled=True))
         known = book.requests[0]
-        assert (book.arrivals, book.admissions, known.ordered) == (5, 9, order(3))
+        assert (book.arrivals, book.placements, known.ordered) == (5, 9, order(3))
         assert (known.stay, known.on_worker, known.kept_tokens) == (
             Admission(0, 7, "n0", "w0", 1, 64),
             False,

@@ -81,7 +81,7 @@ async def next_command(worker: FakeWorker) -> messages.Command:
 
 async def decode(worker: FakeWorker, admit: messages.Admit, start: int, tokens: list[int]) -> None:
     """Report `tokens` from position `start` on, acknowledging the Admit."""
-    await worker.report(progress(RequestEntry(admit.slot, admit.admission, start, tokens)), command_ack=1)
+    await worker.report(progress(RequestEntry(admit.request_index, admit.placement, start, tokens)), command_ack=1)
 
 
 async def scenario(directory: Path, frames: dict[str, list[bytes]]) -> None:
@@ -103,7 +103,7 @@ async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict
     stream = await client.submit([1, 2, 3], Sampling(max_tokens=100, ignore_eos=True), request_id="victim")
     admit = await next_command(worker)
     assert isinstance(admit, messages.Admit)
-    staged, started = messages.Staged(admit.admission, 1.0, 1.0), messages.Started(admit.admission)
+    staged, started = messages.Staged(admit.placement, 1.0, 1.0), messages.Started(admit.placement)
     await worker.report(events=[staged, started], command_ack=1)
     await decode(worker, admit, 0, [10, 11])
     assert list(await anext(stream)) == [10, 11]
@@ -114,8 +114,8 @@ async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict
     await attack(rig.worker.endpoint, frames["worker"], msgspec.structs.replace(hello("fuzz"), node="other"))
     await decode(worker, admit, 2, [12, 13, 14])
     assert list(await anext(stream)) == [12, 13, 14]
-    finished = messages.Finished(admit.admission, "length", 5)
-    await worker.report(events=[finished, messages.Released(admit.admission, 7, 1, 2)], command_ack=1)
+    finished = messages.Finished(admit.placement, "length", 5)
+    await worker.report(events=[finished, messages.Released(admit.placement, 7, 1, 2)], command_ack=1)
     assert list(await stream.collect()) == []
     assert stream.ended is not None
     assert (stream.ended.outcome, stream.ended.generated_tokens) == ("FINISHED", 5)

@@ -61,15 +61,15 @@ async def against_gateway(directory: Path, role: str, frames: list[bytes]) -> No
 async def against_links(directory: Path, frames: list[bytes]) -> None:
     async with running_links(LinkRig(directory)) as rig:
         victim = await rig.joined("victim")
-        slot = rig.admitted("victim", admission=1)
+        request_index = rig.admitted("victim", placement=1)
         await victim.hear()
-        await victim.report(progress(RequestEntry(slot, 1, 0, [0, 1])))
+        await victim.report(progress(RequestEntry(request_index, 1, 0, [0, 1])))
         await victim.hear()
         await attack(rig.socket.endpoint, frames)
         await attack(rig.socket.endpoint, frames, hello("fuzz", epoch=1))
-        await victim.report(progress(RequestEntry(slot, 1, 2, [2])), [messages.Finished(1, "eos", 3)])
+        await victim.report(progress(RequestEntry(request_index, 1, 2, [2])), [messages.Finished(1, "eos", 3)])
         assert await victim.hear() == messages.ReportAck(10, 2)
-        assert tokens_of(rig, slot) == [0, 1, 2]
+        assert tokens_of(rig, request_index) == [0, 1, 2]
         assert rig.scheduler.told.count(("victim", 1, messages.Finished(1, "eos", 3))) == 1
         assert not [told for told in rig.scheduler.told if told[:2] == ("down", "victim")]
         rig.log.check_invariants()

@@ -51,22 +51,13 @@ Held: TypeAlias = tuple[InventoryRow, list[int]]
 
 
 def held_rows(ledger: Ledger) -> list[Held]:
-    return [
-        row_of(
-            it,
-            ledger.pages_of(it).tolist(),
-            index_pages=given.index_pages,
-            hot_chunks=given.hot_chunks,
-            slab_pages=given.slab_pages,
-        )
-        for it in sorted(ledger.admissions_of(KEY))
-        for given in [ledger.held(it)]
-    ]
+    given = sorted(ledger.placements_of(KEY))
+    return [row_of(it, ledger.pages_of(it).tolist(), ledger.held(it)) for it in given]
 
 
-def row_of(admission: int, pages: list[int], given: Memory = NOTHING) -> Held:
+def row_of(placement: int, pages: list[int], given: Memory = NOTHING) -> Held:
     row = InventoryRow(
-        admission,
+        placement,
         len(pages),
         given.hot_chunks,
         index_pages=given.index_pages,
@@ -91,12 +82,12 @@ def free_beside(held: list[Held]) -> FreeMemory:
 
 def differences(ledger: Ledger, held: list[Held], free: FreeMemory | None = None) -> list[tuple[str, int]]:
     inventory = take_inventory(1, held, free or free_beside(held))
-    return [(it.kind, it.admission) for it in compare(ledger, KEY, inventory, asked(ledger), lambda admission: False)]
+    return [(it.kind, it.placement) for it in compare(ledger, KEY, inventory, asked(ledger), lambda placement: False)]
 
 
 def asked(ledger: Ledger) -> dict[int, Memory]:
     """What all held when they were asked: as much as now."""
-    return {admission: ledger.held(admission) for admission in ledger.admissions_of(KEY)}
+    return {placement: ledger.held(placement) for placement in ledger.placements_of(KEY)}
 
 
 def test_equal_views_have_no_difference(ledger: Ledger) -> None:
@@ -125,7 +116,7 @@ def test_each_planted_difference_of_one_request_is_found(ledger: Ledger, name: s
 @pytest.mark.mutation
 def test_admissions_on_one_side_alone_are_found(ledger: Ledger) -> None:
     first, second = held_rows(ledger)
-    assert differences(ledger, [first, second, changed(first, admission=9)]) == [("stray", 9)]
+    assert differences(ledger, [first, second, changed(first, placement=9)]) == [("stray", 9)]
     assert differences(ledger, [second]) == [("unreleased", 7)]
 
 
@@ -147,7 +138,7 @@ def test_a_slab_larger_than_what_was_given_is_found(ledger: Ledger) -> None:
 def test_a_hot_buffer_between_two_sizes_is_not_compared(ledger: Ledger) -> None:
     first, second = held_rows(ledger)
     inventory = take_inventory(1, [changed(first, hot_chunks=1), second], free_beside([first, second]))
-    assert compare(ledger, KEY, inventory, asked(ledger), lambda admission: admission == 7) == []
+    assert compare(ledger, KEY, inventory, asked(ledger), lambda placement: placement == 7) == []
 
 
 def test_what_was_granted_to_a_request_that_leaves_is_not_missed_but_nothing_more_is_held(ledger: Ledger) -> None:
@@ -166,20 +157,20 @@ def test_what_was_given_after_the_audit_was_sent_may_cross_it_and_is_not_compare
     before, held = asked(ledger), held_rows(ledger)
     ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
     inventory = take_inventory(1, held, free_beside(held))
-    assert compare(ledger, KEY, inventory, before, lambda admission: False) == []
-    late = compare(ledger, KEY, inventory, asked(ledger), lambda admission: False)
+    assert compare(ledger, KEY, inventory, before, lambda placement: False) == []
+    late = compare(ledger, KEY, inventory, asked(ledger), lambda placement: False)
     assert [it.kind for it in late] == ["host_pages", "hot_chunks", "index_pages"]
 
 
 def test_an_admission_that_came_after_the_audit_was_sent_is_not_missed(ledger: Ledger) -> None:
     inventory = take_inventory(1, [], free_beside([]))
-    assert [it.admission for it in compare(ledger, KEY, inventory, {8: ledger.held(8)}, lambda admission: False)] == [8]
+    assert [it.placement for it in compare(ledger, KEY, inventory, {8: ledger.held(8)}, lambda placement: False)] == [8]
 
 
 def test_an_unreadable_inventory_is_the_workers_fault(ledger: Ledger) -> None:
     inventory = take_inventory(1, held_rows(ledger), free_beside(held_rows(ledger)))
     with pytest.raises(ProtocolError, match="inventory"):
-        compare(ledger, KEY, msgspec.structs.replace(inventory, rows=bytes(7)), asked(ledger), lambda admission: False)
+        compare(ledger, KEY, msgspec.structs.replace(inventory, rows=bytes(7)), asked(ledger), lambda placement: False)
 
 
 def test_page_ids_are_looked_at_in_rotation() -> None:
@@ -280,7 +271,7 @@ def forget_released(rig: SchedulerRig, link: FakeLink) -> None:
 
 def hold_a_stranger(rig: SchedulerRig, link: FakeLink) -> None:
     (run,) = link.worker.runs.values()
-    other = replace(run, admit=msgspec.structs.replace(run.admit, admission=99), pages=[40, 41], index_pages=2)
+    other = replace(run, admit=msgspec.structs.replace(run.admit, placement=99), pages=[40, 41], index_pages=2)
     other.hot_slots, other.hot_chunks = 0, 2
     link.worker.runs[99] = other
 
@@ -292,8 +283,8 @@ def keep_for_nobody(rig: SchedulerRig, link: FakeLink) -> None:
 
 
 def give_without_telling(rig: SchedulerRig, link: FakeLink) -> None:
-    (admission,) = rig.scheduler._ledgers["n0"].admissions_of(("w0", 1))
-    rig.scheduler._ledgers["n0"].extend(admission, Memory(hot_chunks=1))
+    (placement,) = rig.scheduler._ledgers["n0"].placements_of(("w0", 1))
+    rig.scheduler._ledgers["n0"].extend(placement, Memory(hot_chunks=1))
 
 
 def write_elsewhere(rig: SchedulerRig, link: FakeLink) -> None:
@@ -329,8 +320,8 @@ async def test_what_is_planted_while_it_runs_is_told_counted_and_repaired_if_saf
         for _ in range(8):  # the request stands still: every command and report has arrived
             while link.downlink:
                 link.obey()
-            for admission in [it for it, run in link.worker.runs.items() if run.phase == "leaving"]:
-                link.worker.advance(admission)
+            for placement in [it for it, run in link.worker.runs.items() if run.phase == "leaving"]:
+                link.worker.advance(placement)
             while link.uplink:
                 link.hear()
             await play(rig, 1, answer=False)
@@ -364,9 +355,9 @@ async def test_it_is_silent_while_everything_crosses_everything(autojump_clock: 
             for link in list(rig.links.values()):
                 for _ in range(rng.randint(0, 20)):
                     rng.choice((link.obey, link.hear))()
-                for admission in list(link.worker.runs):
+                for placement in list(link.worker.runs):
                     if rng.random() < 0.7:
-                        link.worker.advance(admission)
+                        link.worker.advance(placement)
             await trio.sleep(rng.uniform(0.0, 0.2))
             await rig.settle()
         counters = rig.scheduler._counters

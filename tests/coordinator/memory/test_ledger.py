@@ -290,93 +290,93 @@ class LedgerMachine(RuleBasedStateMachine):
         return self._reserve(worker, want, None, self.pages.get(donor, [])[:count])
 
     def _reserve(self, worker: str, want: Memory, old: int | None, share: list[int]) -> object:
-        admission, self.next_admission = self.next_admission, self.next_admission + 1
+        placement, self.next_admission = self.next_admission, self.next_admission + 1
         free = self.free()
         shared = np.array(share, dtype=np.int32)
         if worker not in self.live or not self.fits(worker, want, seat=True):
             kind = CapacityError if worker in self.live else WrongState
             with pytest.raises(kind):
-                self.ledger.reserve(admission, worker, want, take_over=old, share=shared)
-            assert not self.ledger.holds(admission)
+                self.ledger.reserve(placement, worker, want, take_over=old, share=shared)
+            assert not self.ledger.holds(placement)
             return multiple()
         first = self.pages.pop(old) if old is not None else share
-        pages = self.ledger.reserve(admission, worker, want, take_over=old, share=shared).tolist()
+        pages = self.ledger.reserve(placement, worker, want, take_over=old, share=shared).tolist()
         assert pages[: len(first)] == first
         fresh = set(pages[len(first) :])
         assert len(fresh) == want.host_pages
         assert fresh <= free, "I2: only free pages are handed out"
-        self.pages[admission], self.gpu[admission] = pages, want
-        self.epoch_of[admission] = (worker, self.epochs[worker])
-        return admission
+        self.pages[placement], self.gpu[placement] = pages, want
+        self.epoch_of[placement] = (worker, self.epochs[worker])
+        return placement
 
-    @rule(admission=active, more=MEMORY)
-    def extend(self, admission: int, more: Memory) -> None:
-        key = self.epoch_of.get(admission)
+    @rule(placement=active, more=MEMORY)
+    def extend(self, placement: int, more: Memory) -> None:
+        key = self.epoch_of.get(placement)
         if key is None or key in self.lost:
             return
         free = self.free()
         if not self.fits(key[0], more, seat=False):
             with pytest.raises(CapacityError):
-                self.ledger.extend(admission, more)
+                self.ledger.extend(placement, more)
             return
-        fresh = self.ledger.extend(admission, more).tolist()
+        fresh = self.ledger.extend(placement, more).tolist()
         assert set(fresh) <= free
         assert len(fresh) == more.host_pages
-        self.pages[admission] += fresh
-        self.gpu[admission] = Memory(0, *(a + b for a, b in zip(self.gpu[admission][1:], more[1:], strict=True)))
+        self.pages[placement] += fresh
+        self.gpu[placement] = Memory(0, *(a + b for a, b in zip(self.gpu[placement][1:], more[1:], strict=True)))
 
-    @rule(admission=active, less=MEMORY)
-    def shrink(self, admission: int, less: Memory) -> None:
-        if admission not in self.epoch_of:
+    @rule(placement=active, less=MEMORY)
+    def shrink(self, placement: int, less: Memory) -> None:
+        if placement not in self.epoch_of:
             return
         less = less._replace(host_pages=0)
-        left = tuple(a - b for a, b in zip(self.gpu[admission][1:], less[1:], strict=True))
+        left = tuple(a - b for a, b in zip(self.gpu[placement][1:], less[1:], strict=True))
         if min(left) < 0:
             with pytest.raises(InternalError):
-                self.ledger.shrink(admission, less)
+                self.ledger.shrink(placement, less)
             return
-        self.ledger.shrink(admission, less)
-        self.gpu[admission] = Memory(0, *left)
+        self.ledger.shrink(placement, less)
+        self.gpu[placement] = Memory(0, *left)
 
-    @rule(target=kept, admission=consumes(active), count=st.integers(0, 20))
-    def keep(self, admission: int, count: int) -> object:
-        key = self.epoch_of.get(admission)
+    @rule(target=kept, placement=consumes(active), count=st.integers(0, 20))
+    def keep(self, placement: int, count: int) -> object:
+        key = self.epoch_of.get(placement)
         if key is None:
             return multiple()
-        count = min(count, len(self.pages[admission]))
+        count = min(count, len(self.pages[placement]))
         before = self.free()
-        freed = self.ledger.keep(admission, count)
-        self._leave(admission)
+        freed = self.ledger.keep(placement, count)
+        self._leave(placement)
         if not self.lost.get(key, True):
-            self.quarantine.setdefault(key, []).append(set(self.pages[admission]))
-        self.pages[admission] = self.pages[admission][:count]
+            self.quarantine.setdefault(key, []).append(set(self.pages[placement]))
+        self.pages[placement] = self.pages[placement][:count]
         assert freed == len(self.free() - before)
-        return admission
+        return placement
 
-    @rule(admission=consumes(active))
-    def release(self, admission: int) -> None:
-        if admission in self.epoch_of:
-            self._release(admission)
+    @rule(placement=consumes(active))
+    def release(self, placement: int) -> None:
+        if placement in self.epoch_of:
+            self._release(placement)
 
-    @rule(admission=consumes(kept))
-    def drop(self, admission: int) -> None:
+    @rule(placement=consumes(kept))
+    def drop(self, placement: int) -> None:
         before = self.free()
-        freed = self.ledger.release(admission)
-        self.pages.pop(admission)
+        freed = self.ledger.release(placement)
+        self.pages.pop(placement)
         assert freed == len(self.free() - before)
 
-    def _release(self, admission: int) -> None:
-        key, before = self.epoch_of[admission], self.free()
-        freed = self.ledger.release(admission)
-        self._leave(admission)
-        pages = self.pages.pop(admission)
+    def _release(self, placement: int) -> None:
+        key, before = self.epoch_of[placement], self.free()
+        freed = self.ledger.release(placement)
+        self._leave(placement)
+        pages = self.pages.pop(placement)
         if not self.lost.get(key, True):
             self.quarantine.setdefault(key, []).append(set(pages))
         assert freed == len(self.free() - before), "I2"
 
-    def _leave(self, admission: int) -> None:
-        del self.epoch_of[admission]
-        self.gpu[admission] = Memory()
+    def _leave(self, placement: int) -> None:
+        del self.epoch_of[placement]
+        self.gpu[placement] = Memory()
 
     @invariant()
     def adds_up(self) -> None:
@@ -387,8 +387,8 @@ class LedgerMachine(RuleBasedStateMachine):
         owned = set().union(*self.pages.values())
         quarantined = set().union(*(s for sets in self.quarantine.values() for s in sets)) - owned
         assert self.ledger.count_pages()[:3] == (len(self.free()), len(owned), len(quarantined))
-        for admission, pages in self.pages.items():
-            assert self.ledger.pages_of(admission).tolist() == pages
+        for placement, pages in self.pages.items():
+            assert self.ledger.pages_of(placement).tolist() == pages
 
     @invariant()
     def queries_change_nothing(self) -> None:

@@ -65,7 +65,7 @@ def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() ->
         ((BOTH, DECODE), DIRECT, BOTH, True),
     ],
 )
-def test_the_way_is_each_requests_own(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
+def test_prefill_mode_is_per_request(roles: tuple[str, str], prefill_mode: str, first: str, decoder: bool) -> None:
     fake = FakeCluster(1)
     for number, role in enumerate(roles):
         fake.add_worker(f"w{number}", "n0", role)
@@ -79,10 +79,10 @@ def test_both_kinds_run_in_one_worker_at_the_same_time() -> None:
     fake = FakeCluster(1, host_pages=100)
     fake.add_worker("p0", "n0", PREFILL)
     fake.add_worker("w0", "n0")
-    for slot, prefill_mode in enumerate((DIRECT, STAGED)):
-        fake.submit(slot, 100, 500, prefill_mode=prefill_mode)
+    for request_index, prefill_mode in enumerate((DIRECT, STAGED)):
+        fake.submit(request_index, 100, 500, prefill_mode=prefill_mode)
     run_until(fake, lambda: is_running(fake, 0, 1))
-    assert {fake.entry(slot).worker for slot in (0, 1)} == {"w0"}
+    assert {fake.entry(request_index).worker for request_index in (0, 1)} == {"w0"}
 
 
 def test_a_direct_request_waits_for_workers_of_one_node() -> None:
@@ -132,11 +132,11 @@ def test_promised_memory_is_given_to_nobody_of_lower_rank() -> None:
     (first,) = admits(fake.settle())
     fake.submit(1, 100, 100)
     fake.submit(2, 100, 100, priority=1)
-    assert [it.entry.slot for it in admits(fake.settle())] == [2], "only a better-ranked request comes between"
+    assert [it.entry.request_index for it in admits(fake.settle())] == [2], "only a better-ranked request comes between"
     assert fake.dispatch.placement_table.promised.keys() == {0, 2}
     run_to_end(fake)
     assert fake.dispatch.placement_table.promised == {}
-    assert first.entry.slot == 0
+    assert first.entry.request_index == 0
 
 
 def test_a_higher_rank_makes_room_on_the_worker_that_decodes() -> None:
@@ -145,7 +145,7 @@ def test_a_higher_rank_makes_room_on_the_worker_that_decodes() -> None:
     run_until(fake, lambda: is_running(fake, 0))
     fake.submit(1, 100, 100, priority=1)
     run_until(fake, lambda: is_running(fake, 1))
-    assert [(entry.slot, cause) for entry, cause in fake.retracted] == [(0, decisions.Cause.GPU_MEMORY)]
+    assert [(entry.request_index, cause) for entry, cause in fake.retracted] == [(0, decisions.Cause.GPU_MEMORY)]
     run_to_end(fake)
 
 
@@ -305,11 +305,11 @@ def test_keep_of_a_prompt_handed_over_keeps_its_reserve() -> None:
     fake.submit(0, 100, 300)
     fake.settle()
     entry = fake.entry(0)
-    pages, admission = entry.pages, entry.admission
+    pages, placement = entry.pages, entry.placement
     assert pages > 2
     steps: list[object] = []
     take = fake.take
     fake.take = lambda heard: (steps.extend(it.change for it in heard.steps), take(heard))[1]  # type: ignore[method-assign, func-returns-value]
     run_until(fake, lambda: is_running(fake, 0))
-    assert Keep(admission, pages) in steps
+    assert Keep(placement, pages) in steps
     assert entry.first_token == NO_TOKEN

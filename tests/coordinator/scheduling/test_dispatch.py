@@ -27,7 +27,7 @@ class Desk:
         self.entry = self.dispatch.placement_table.add(7, 0, 100, 300)
         self.settle()
         for stage in (Stage.STAGED, Stage.STARTED):
-            self.hear(self.dispatch.progressed(Progressed(7, self.entry.admission, stage)))
+            self.hear(self.dispatch.progressed(Progressed(7, self.entry.placement, stage)))
 
     def settle(self) -> list[object]:
         self.dispatch.dirty = True
@@ -45,7 +45,7 @@ class Desk:
         return heard
 
     def depart(self, durable_tokens: int, *, final: bool = False) -> Effects:
-        return self.hear(self.dispatch.departed(Departed(7, self.entry.admission, durable_tokens, final), 40))
+        return self.hear(self.dispatch.departed(Departed(7, self.entry.placement, durable_tokens, final), 40))
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def steps(heard: Effects) -> list[object]:
 
 def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
-    admission = desk.entry.admission
-    assert steps(desk.depart(130)) == [Keep(admission, 3)]
+    placement = desk.entry.placement
+    assert steps(desk.depart(130)) == [Keep(placement, 3)]
     assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (Phase.WAITING, 3, 40)
     (again,) = desk.settle()
     assert isinstance(again, Admit)
-    assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (admission, 130, 0)
+    assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
 
 
 def test_more_rows_than_there_are_pages_are_not_believed(desk: Desk) -> None:
@@ -87,10 +87,10 @@ def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: 
 
 def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) -> None:
     """The Request kept its rows, not having heard yet; the memory goes, and it is told."""
-    admission = desk.entry.admission
+    placement = desk.entry.placement
     desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=True, reason="operator"))
     heard = desk.depart(130)
-    assert steps(heard) == [Release(admission)]
+    assert steps(heard) == [Release(placement)]
     assert [tell.event for tell in heard.tells] == [Demoted("dropped")]
     assert desk.ledger.pages_free == 32
     assert desk.entry.held
@@ -107,7 +107,7 @@ def test_whoever_is_over_is_not_admitted_again(desk: Desk) -> None:
 
 @pytest.mark.parametrize("departed", [True, False], ids=["departed", "admitted again"])
 def test_what_is_said_of_a_departed_admission_changes_nothing(desk: Desk, departed: bool) -> None:
-    old = desk.entry.admission
+    old = desk.entry.placement
     desk.depart(130)
     if not departed:
         desk.settle()
@@ -120,10 +120,10 @@ def test_what_is_said_of_a_departed_admission_changes_nothing(desk: Desk, depart
 
 
 def test_an_abort_of_a_waiting_request_gives_its_kept_pages_back_at_once(desk: Desk) -> None:
-    admission = desk.entry.admission
+    placement = desk.entry.placement
     desk.depart(130)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
-    assert heard.steps == (Step("n0", Release(admission), journal.Departed(7, 0)),)
+    assert heard.steps == (Step("n0", Release(placement), journal.Departed(7, 0)),)
     assert [type(tell.event) for tell in heard.tells] == [End, Demoted]
     assert desk.ledger.pages_free == 32
 
@@ -136,11 +136,11 @@ def test_an_operator_drops_what_is_kept(desk: Desk) -> None:
 
 
 def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -> None:
-    admission = desk.entry.admission
+    placement = desk.entry.placement
     heard = desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
-    assert [tell.event for tell in heard.tells] == [Lost(admission, False, "w0 is lost")]
+    assert [tell.event for tell in heard.tells] == [Lost(placement, False, "w0 is lost")]
     pages = desk.entry.pages
-    assert steps(desk.depart(0)) == [Release(admission)]
+    assert steps(desk.depart(0)) == [Release(placement)]
     assert desk.ledger.count_pages().quarantined == pages
     assert desk.settle() == []
     desk.hear(desk.dispatch.worker_exited("w0", 1))
@@ -150,6 +150,6 @@ def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -
 def test_staged_gives_the_slab_back(desk: Desk) -> None:
     other: RequestEntry = desk.dispatch.placement_table.add(8, 0, 100, 300)
     desk.settle()
-    heard = desk.hear(desk.dispatch.progressed(Progressed(8, other.admission, Stage.STAGED)))
-    assert steps(heard) == [Shrink(other.admission, Memory(slab_pages=2))]
+    heard = desk.hear(desk.dispatch.progressed(Progressed(8, other.placement, Stage.STAGED)))
+    assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
     assert desk.ledger.budget("w0").slab_pages_free == 8

@@ -44,10 +44,10 @@ class FakePort:
         return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
 
 
-def admit(admission: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
+def admit(placement: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
     sampling = messages.Sampling(max_tokens=50)
     hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
-    command = messages.Admit(admission, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
+    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
     return Admitted(command, "w0", FakePort(), "fits")
 
 
@@ -67,12 +67,12 @@ class History:
             self.request.check_invariants()
         return done
 
-    def run(self, admission: int = 1) -> None:
-        self.tell(admit(admission), messages.Staged(admission, 1.0, 1.0), messages.Started(admission))
+    def run(self, placement: int = 1) -> None:
+        self.tell(admit(placement), messages.Staged(placement, 1.0, 1.0), messages.Started(placement))
 
 
-def finish(admission: int, generated: int) -> list[object]:
-    return [messages.Finished(admission, "eos", generated, "tail"), messages.Released(admission, 0, 1, 2)]
+def finish(placement: int, generated: int) -> list[object]:
+    return [messages.Finished(placement, "eos", generated, "tail"), messages.Released(placement, 0, 1, 2)]
 
 
 def test_a_request_runs_to_its_end() -> None:
@@ -337,7 +337,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.request = RequestState("r", 3, PROMPT, now=0.0)
         self.rows = Rows(0, 0)
         self.now = 0.0
-        self.admissions = 0
+        self.placements = 0
         self.done: list[Action] = []
 
     def tell(self, event: object) -> None:
@@ -351,26 +351,26 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.request.state in WAITING and not self.request.held)
     @rule(prefills_only=st.booleans())
     def admitted(self, prefills_only: bool) -> None:
-        self.admissions += 1
+        self.placements += 1
         kept = self.request.kept_tokens
-        self.tell(admit(self.admissions, kept, prefills_only=prefills_only and not kept))
+        self.tell(admit(self.placements, kept, prefills_only=prefills_only and not kept))
 
     @rule(
         event=st.sampled_from(["staged", "started", "parked", "resized", "finished", "faulted", "released"]),
         data=st.data(),
     )
     def worker_says(self, event: str, data: st.DataObject) -> None:
-        admission = data.draw(st.integers(max(0, self.admissions - 1), self.admissions))
+        placement = data.draw(st.integers(max(0, self.placements - 1), self.placements))
         self.tell(
             {
-                "staged": lambda: messages.Staged(admission, 1.0, 1.0),
-                "started": lambda: messages.Started(admission),
-                "parked": lambda: messages.Parked(admission),
-                "resized": lambda: messages.Resized(admission, 0, 2),
-                "finished": lambda: messages.Finished(admission, "eos", self.rows.generated),
-                "faulted": lambda: messages.Faulted(admission, "bad row"),
+                "staged": lambda: messages.Staged(placement, 1.0, 1.0),
+                "started": lambda: messages.Started(placement),
+                "parked": lambda: messages.Parked(placement),
+                "resized": lambda: messages.Resized(placement, 0, 2),
+                "finished": lambda: messages.Finished(placement, "eos", self.rows.generated),
+                "faulted": lambda: messages.Faulted(placement, "bad row"),
                 "released": lambda: messages.Released(
-                    admission, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
+                    placement, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
                 ),
             }[event]()
         )
@@ -395,11 +395,11 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule()
     def given(self) -> None:
-        self.tell(Given(messages.Grant(self.admissions, b"", 1, 1)))
+        self.tell(Given(messages.Grant(self.placements, b"", 1, 1)))
 
     @rule(proved=st.booleans())
     def lost(self, proved: bool) -> None:
-        self.tell(Lost(self.admissions, proved, "gone"))
+        self.tell(Lost(self.placements, proved, "gone"))
 
     @precondition(lambda self: self.now > 5)
     @rule(outcome=st.sampled_from(["ABORTED", "FAILED"]))
@@ -424,13 +424,13 @@ class LifecycleMachine(RuleBasedStateMachine):
         withdrawn: set[int] = set()
         for action in self.done:
             if isinstance(action, Departed):
-                assert action.admission not in departed
-                departed.add(action.admission)
+                assert action.placement not in departed
+                departed.add(action.placement)
             elif isinstance(action, messages.Withdraw | messages.Grant | messages.Admit):
-                assert action.admission not in departed | withdrawn
+                assert action.placement not in departed | withdrawn
             if isinstance(action, messages.Withdraw):
-                withdrawn.add(action.admission)
-        assert self.admissions - len(departed) == (self.request.state in ACTIVE)
+                withdrawn.add(action.placement)
+        assert self.placements - len(departed) == (self.request.state in ACTIVE)
 
 
 TestLifecycleMachine = LifecycleMachine.TestCase

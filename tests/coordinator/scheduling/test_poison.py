@@ -13,7 +13,7 @@ DEATHS_MAX = 40
 
 
 class Poisoned(FakeCluster):
-    """`lethal[slot]`: a worker dies that has it, with that many tokens. Workers are restarted at once."""
+    """`lethal[request_index]`: a worker dies that has it, with that many tokens. Workers are restarted at once."""
 
     def __init__(self, workers: int, lethal: dict[int, int], **counts: int) -> None:
         super().__init__(1, ("n0",), 400)
@@ -25,13 +25,13 @@ class Poisoned(FakeCluster):
 
     def kills(self, worker: FakeWorker) -> bool:
         for run in worker.runs.values():
-            slot = run.admit.slot
-            if slot in self.lethal and run.generated >= self.lethal[slot] and run.phase != "leaving":
+            request_index = run.admit.request_index
+            if request_index in self.lethal and run.generated >= self.lethal[request_index] and run.phase != "leaving":
                 return True
         return False
 
     def die(self, name: str) -> None:
-        self.deaths.append([run.admit.slot for run in self.workers[name].runs.values()])
+        self.deaths.append([run.admit.request_index for run in self.workers[name].runs.values()])
         assert len(self.deaths) <= DEATHS_MAX, self.deaths
         self.lose_worker(name, proved=True)
         self.add_worker(name, "n0", **self.counts)
@@ -43,12 +43,12 @@ class Poisoned(FakeCluster):
                 self.die(name)
             if all(live.state.state in TERMINAL for live in self.live.values()):
                 return
-        raise AssertionError({slot: str(live.state.state) for slot, live in self.live.items()})
+        raise AssertionError({request_index: str(live.state.state) for request_index, live in self.live.items()})
 
     def outcomes(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        for slot, live in self.live.items():
-            found.setdefault(str(live.state.state), []).append(slot)
+        for request_index, live in self.live.items():
+            found.setdefault(str(live.state.state), []).append(request_index)
         return found
 
 
@@ -58,11 +58,14 @@ class Poisoned(FakeCluster):
 def test_poison_is_failed_with_the_reason_and_nobody_else(workers: int, at_tokens: int, poison: int) -> None:
     """I5: from prefill on or later, as the oldest, in the middle or as the last, among more than fit."""
     fake = Poisoned(workers, {poison: at_tokens})
-    for slot in range(12):
-        fake.submit(slot, 100, 90, full=True)
+    for request_index in range(12):
+        fake.submit(request_index, 100, 90, full=True)
     fake.play()
     outcomes = fake.outcomes()
-    assert outcomes == {"FAILED": [poison], "FINISHED": [slot for slot in range(12) if slot != poison]}
+    assert outcomes == {
+        "FAILED": [poison],
+        "FINISHED": [request_index for request_index in range(12) if request_index != poison],
+    }
     assert len(fake.deaths) == POISON_STRIKES
     (ending,) = fake.live[poison].endings
     assert ending.reason.startswith(f"its worker died {POISON_STRIKES} times without its coming further")
@@ -71,8 +74,8 @@ def test_poison_is_failed_with_the_reason_and_nobody_else(workers: int, at_token
 
 def test_two_poisons_are_told_apart_from_ten_innocents() -> None:
     fake = Poisoned(2, {3: 0, 7: 12})
-    for slot in range(12):
-        fake.submit(slot, 100, 90, full=True)
+    for request_index in range(12):
+        fake.submit(request_index, 100, 90, full=True)
     fake.play()
     assert fake.outcomes()["FAILED"] == [3, 7]
 
@@ -85,8 +88,8 @@ def test_poison_that_arrives_while_an_innocent_is_suspect_does_not_take_it_along
         fake.die("w0")
         fake.round()
     fake.submit(9, 100, 90, full=True)
-    for slot in range(1, 4):
-        fake.submit(slot, 100, 90, full=True)
+    for request_index in range(1, 4):
+        fake.submit(request_index, 100, 90, full=True)
     fake.play()
     assert fake.outcomes() == {"FAILED": [9], "FINISHED": [0, 1, 2, 3]}
 
@@ -94,8 +97,8 @@ def test_poison_that_arrives_while_an_innocent_is_suspect_does_not_take_it_along
 def test_kills_that_leave_time_for_progress_fail_nobody() -> None:
     """Twenty of them: an operator's, not a request's."""
     fake = Poisoned(2, {})
-    for slot in range(8):
-        fake.submit(slot, 100, 600, full=True)
+    for request_index in range(8):
+        fake.submit(request_index, 100, 600, full=True)
     for kill in range(20):
         for _ in range(6):
             fake.round()
@@ -106,8 +109,8 @@ def test_kills_that_leave_time_for_progress_fail_nobody() -> None:
 
 def test_suspects_are_tried_one_at_a_time_and_among_those_who_have_proved_harmless() -> None:
     fake = Poisoned(1, {})
-    for slot in range(4):
-        fake.submit(slot, 100, 300, full=True)
+    for request_index in range(4):
+        fake.submit(request_index, 100, 300, full=True)
     for _ in range(SUSPECT_STRIKES):
         fake.settle()
         fake.die("w0")
@@ -119,7 +122,7 @@ def test_suspects_are_tried_one_at_a_time_and_among_those_who_have_proved_harmle
         on = list(fake.dispatch.placement_table.on("w0"))
         tried = [entry for entry in on if entry in poison_detector and entry.generated <= entry.mark]
         assert len(tried) <= 1
-        seen.append({entry.slot for entry in on})
+        seen.append({entry.request_index for entry in on})
     assert seen[0] == {0}
     assert {0, 1, 2, 3, 4} in seen
     assert not fake.dispatch.placement_table.poison_detector

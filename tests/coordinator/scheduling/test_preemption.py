@@ -14,12 +14,12 @@ NONE_FREE = Needs(0, 0, 0, 0, 0)
 
 
 class Stage:
-    """A placement_table with requests put where the test wants them."""
+    """A placement table with requests put where the test wants them."""
 
     def __init__(self) -> None:
         self.placement_table = PlacementTable()
         self.worker = self.add_worker("w0")
-        self.slots = 0
+        self.request_indices = 0
 
     def add_worker(self, name: str) -> Worker:
         worker = Worker(name, "n0", 1, capacity(seats=99, hot_chunks=99), MODEL, FakePort())
@@ -27,8 +27,8 @@ class Stage:
         return worker
 
     def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestEntry:
-        self.slots += 1
-        entry = self.placement_table.add(self.slots, priority, 64, 640)
+        self.request_indices += 1
+        entry = self.placement_table.add(self.request_indices, priority, 64, 640)
         if kept:
             self.place(entry, HotSize(RESIDENT, kept), kept)
             self.placement_table.leave(entry, frees_pages=False)

@@ -26,7 +26,7 @@ from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 PAGES = 6
 STARTING = Memory(PAGES, PAGES, PAGES, 2)
 RESIDENT = InventoryRow(
-    1, PAGES, PAGES, slot=7, generated_tokens=30, durable_tokens=100, is_staged=True, is_started=True
+    1, PAGES, PAGES, request_index=7, generated_tokens=30, durable_tokens=100, is_staged=True, is_started=True
 )
 
 
@@ -40,7 +40,7 @@ class Desk:
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
         self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
         placement_table = self.dispatch.placement_table
-        placement_table.go_on_from(arrivals=1, admissions=1)
+        placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
         self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
         placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
@@ -153,7 +153,7 @@ def test_what_is_not_there_any_more_has_departed() -> None:
 
 def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
     desk = Desk()
-    assert len(desk.adopt(held(), held(admission=99, is_released=True)).tells) == 1
+    assert len(desk.adopt(held(), held(placement=99, is_released=True)).tells) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
         held(host_pages=PAGES + 1),
         held(hot_chunks=PAGES + 1),
         held(resize_slots=0, resize_chunks=PAGES + 1),
-        held(admission=99),
+        held(placement=99),
     ],
 )
 def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: InventoryRow) -> None:

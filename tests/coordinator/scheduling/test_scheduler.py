@@ -1,4 +1,5 @@
-"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random schedules."""
+"""Scheduler, HostPool and Request actors together, over fake workers: commands, losses, drains, and random
+schedules."""
 
 from __future__ import annotations
 
@@ -189,13 +190,13 @@ async def test_an_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
         await rig.add_worker("w0")
         await rig.submit("a!", 100, 600)
         await rig.run_until("a!", "RUNNING")
-        for slots in (256, 0, 128):
-            await rig.scheduler.resize(("a!",), "test", hot_slots=slots)
+        for request_indices in (256, 0, 128):
+            await rig.scheduler.resize(("a!",), "test", hot_slots=request_indices)
             for _ in range(3):
                 await rig.settle()
                 rig.round()
             await rig.settle()
-            assert rig.scheduler.describe("a!")[0].hot_slots == slots
+            assert rig.scheduler.describe("a!")[0].hot_slots == request_indices
         await rig.scheduler.resize(("a!",), "test", hot_slots=-1)
         await rig.run_until("a!", "FINISHED")
         rig.check_nothing_leaked()
@@ -377,8 +378,8 @@ async def test_worker_loss_in_every_state(autojump_clock: MockClock, state: str,
             await rig.scheduler.resume(("r!",), "test")
         await rig.run_until("r!", "FINISHED")
         for zombie in list(rig.zombies):
-            for admission in list(zombie.worker.runs):
-                zombie.worker.advance(admission)
+            for placement in list(zombie.worker.runs):
+                zombie.worker.advance(placement)
             rig.prove_exit(zombie)
         await rig.settle()
         rig.check_nothing_leaked()
@@ -452,12 +453,12 @@ async def test_grants_and_durable_rows_reach_the_token_log(autojump_clock: MockC
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 500)
         await rig.run_until("r!", "RUNNING")
-        slot = rig.scheduler.lookup("r!")
-        assert rig.token_log._granted[slot] == rig.scheduler.describe("r!")[0].host_pages * 64
+        request_index = rig.scheduler.lookup("r!")
+        assert rig.token_log._granted[request_index] == rig.scheduler.describe("r!")[0].host_pages * 64
         while len(rig.tokens("r!")) < 200:
             rig.round()
             await rig.settle()
-        assert rig.token_log._granted[slot] == rig.scheduler.describe("r!")[0].host_pages * 64
+        assert rig.token_log._granted[request_index] == rig.scheduler.describe("r!")[0].host_pages * 64
         await rig.scheduler.retract(("r!",), "test", keep=True, hold=True)
         await rig.settle()
         await rig.run_until("r!", "RETRACTED")
@@ -469,7 +470,7 @@ async def test_grants_and_durable_rows_reach_the_token_log(autojump_clock: MockC
         while rig.scheduler.describe("r!")[0].host_pages < 10:  # 100 + 500 + 2 tokens
             rig.round()
             await rig.settle()
-        assert rig.token_log._granted[slot] == GRANTED_ALL
+        assert rig.token_log._granted[request_index] == GRANTED_ALL
 
 
 # ---------------------------------------------------------------- stopping
@@ -518,9 +519,9 @@ async def test_a_worker_cannot_touch_requests_of_another(autojump_clock: MockClo
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
         await rig.run_until("r!", "RUNNING")
-        for admission in (0, 1, 2, 10**12):
-            rig.scheduler.on_event("w9", 1, messages.Released(admission, 0, 0, 0))
-            rig.scheduler.on_event("w0", 99, messages.Faulted(admission, "no"))
+        for placement in (0, 1, 2, 10**12):
+            rig.scheduler.on_event("w9", 1, messages.Released(placement, 0, 0, 0))
+            rig.scheduler.on_event("w0", 99, messages.Faulted(placement, "no"))
         await rig.settle()
         assert rig.state("r!") == "RUNNING"
 
@@ -605,7 +606,11 @@ class Chaos:
         if not live:
             return
         scheduler, ids = self.rig.scheduler, tuple(self.rng.sample(live, min(len(live), self.rng.randint(1, 2))))
-        keep, hold, slots = self.rng.random() < 0.6, self.rng.random() < 0.4, self.rng.choice([-1, 0, 128, 256])
+        keep, hold, request_indices = (
+            self.rng.random() < 0.6,
+            self.rng.random() < 0.4,
+            self.rng.choice([-1, 0, 128, 256]),
+        )
         try:
             match self.rng.randrange(8):
                 case 0:
@@ -615,7 +620,7 @@ class Chaos:
                 case 4 | 5:
                     await scheduler.resume(ids, "chaos")
                 case _:
-                    await scheduler.resize(ids, "chaos", hot_slots=slots)
+                    await scheduler.resize(ids, "chaos", hot_slots=request_indices)
         except (WrongState, CapacityError):
             return
 

@@ -68,10 +68,10 @@ class Desk:
     # what workers say
 
     def staged(self) -> None:
-        self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.admission, Stage.STAGED)))
+        self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.placement, Stage.STAGED)))
 
     def sent(self, durable_tokens: int = PROMPT) -> Effects:
-        event = Departed(SLOT, self.entry.admission, durable_tokens, False)
+        event = Departed(SLOT, self.entry.placement, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
     def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
@@ -323,7 +323,7 @@ def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(de
     ticket = desk.placement_table.tickets[begin(desk)]
     desk.staged()
     desk.hear(desk.dispatch.revoke(ticket))
-    desk.closed(ticket.admission, 0)
+    desk.closed(ticket.placement, 0)
     desk.sent()
     assert (desk.entry.phase, desk.entry.node) == (Phase.WAITING, "a")
     assert desk.entry.kept_tokens

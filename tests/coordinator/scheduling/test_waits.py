@@ -60,18 +60,20 @@ def test_a_request_that_was_recovered_waits_from_then_on() -> None:
     assert Waits(RETRACTED, True, 100.0).note(READY, False, 103.0) is None
 
 
-def arrived(times: TokenTimes, now: float, **slots: tuple[int, int]) -> tuple[list[float], list[float], list[int]]:
-    """`slot=(known, fresh)`."""
-    places = np.array([int(name[1:]) for name in slots], np.intp)
-    known, fresh = (np.array(column, np.int32) for column in zip(*slots.values(), strict=True))
+def arrived(
+    times: TokenTimes, now: float, **request_indices: tuple[int, int]
+) -> tuple[list[float], list[float], list[int]]:
+    """`request_index=(known, fresh)`."""
+    places = np.array([int(name[1:]) for name in request_indices], np.intp)
+    known, fresh = (np.array(column, np.int32) for column in zip(*request_indices.values(), strict=True))
     first, between, counts = times.arrived(places, known, fresh, now)
     return first.tolist(), between.tolist(), counts.tolist()
 
 
 def test_first_tokens_and_those_between() -> None:
     times = TokenTimes(4)
-    for slot in range(3):
-        times.submitted(slot, 10.0)
+    for request_index in range(3):
+        times.submitted(request_index, 10.0)
     assert arrived(times, 11.0, s0=(0, 1), s1=(0, 3)) == ([1.0, 1.0], [], [])
     assert arrived(times, 12.0, s0=(1, 4), s1=(3, 0)) == ([], [0.25], [4])
     assert arrived(times, 14.0, s1=(3, 1), s2=(0, 1)) == ([4.0], [3.0], [1])

@@ -17,20 +17,20 @@ from protocol.messages import Progress
 from tests.support.progress import LINK, RequestEntry, progress
 
 
-def tokens_of(log: TokenLog, slot: int, start: int = 0) -> list[int]:
-    return list(unpack_int32(log.tokens(slot, start), "tokens"))
+def tokens_of(log: TokenLog, request_index: int, start: int = 0) -> list[int]:
+    return list(unpack_int32(log.tokens(request_index, start), "tokens"))
 
 
 @pytest.fixture
 def log() -> TokenLog:
-    return TokenLog(slots=8, arena_tokens=1024)
+    return TokenLog(request_indices=8, arena_tokens=1024)
 
 
-def started(log: TokenLog, admission: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64) -> int:
-    slot = log.open(max_tokens)
-    log.begin_admission(slot, admission, prompt, granted)
-    log.bind(slot, LINK)
-    return slot
+def started(log: TokenLog, placement: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64) -> int:
+    request_index = log.open(max_tokens)
+    log.begin_placement(request_index, placement, prompt, granted)
+    log.bind(request_index, LINK)
+    return request_index
 
 
 def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> None:
@@ -46,47 +46,49 @@ def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> No
 
 
 def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: TokenLog) -> None:
-    slot = started(log, 1)
-    log.append(progress(RequestEntry(slot, 1, 0, [1, 2, 3])), LINK)
-    result = log.append(progress(RequestEntry(slot, 1, 1, [99, 99, 4])), LINK)
+    request_index = started(log, 1)
+    log.append(progress(RequestEntry(request_index, 1, 0, [1, 2, 3])), LINK)
+    result = log.append(progress(RequestEntry(request_index, 1, 1, [99, 99, 4])), LINK)
     assert (result.tokens, result.repeated_tokens) == (1, 2)
-    assert log.append(progress(RequestEntry(slot, 1, 0, [99])), LINK).repeated_tokens == 1
-    assert tokens_of(log, slot) == [1, 2, 3, 4], "I5: delivered positions never change"
+    assert log.append(progress(RequestEntry(request_index, 1, 0, [99])), LINK).repeated_tokens == 1
+    assert tokens_of(log, request_index) == [1, 2, 3, 4], "I5: delivered positions never change"
 
 
-@pytest.mark.parametrize(("admission", "link"), [(2, LINK), (1, LINK + 1), (-1, LINK)])
-def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, admission: int, link: int) -> None:
-    slot, other = started(log, 1), started(log, 5)
+@pytest.mark.parametrize(("placement", "link"), [(2, LINK), (1, LINK + 1), (-1, LINK)])
+def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, placement: int, link: int) -> None:
+    request_index, other = started(log, 1), started(log, 5)
     empty = log.open(10)
     report = progress(
-        RequestEntry(slot, admission, 0, [66], 3), RequestEntry(other, 5, 0, [50]), RequestEntry(empty, -1, 0, [66])
+        RequestEntry(request_index, placement, 0, [66], 3),
+        RequestEntry(other, 5, 0, [50]),
+        RequestEntry(empty, -1, 0, [66]),
     )
     result = log.append(report, link)
-    assert tokens_of(log, slot) == []
-    assert (log.durable(slot), log.length(empty)) == (0, 0)
+    assert tokens_of(log, request_index) == []
+    assert (log.durable(request_index), log.length(empty)) == (0, 0)
     assert result.stale_entries == (2 if link == LINK else 3)
     assert tokens_of(log, other) == ([50] if link == LINK else [])
 
 
 def test_a_new_admission_silences_the_old_and_keeps_what_was_delivered(log: TokenLog) -> None:
-    slot = started(log, 1)
-    log.append(progress(RequestEntry(slot, 1, 0, [1, 2], durable=11)), LINK)
-    log.end_admission(slot)
-    assert log.append(progress(RequestEntry(slot, 1, 2, [3])), LINK).stale_entries == 1
-    log.begin_admission(slot, 9, 10, 64, durable_tokens=11)
-    log.bind(slot, LINK + 1)
-    assert log.append(progress(RequestEntry(slot, 1, 2, [3])), LINK).stale_entries == 1
-    log.append(progress(RequestEntry(slot, 9, 2, [4])), LINK + 1)
-    assert tokens_of(log, slot) == [1, 2, 4]
-    assert log.durable(slot) == 11
+    request_index = started(log, 1)
+    log.append(progress(RequestEntry(request_index, 1, 0, [1, 2], durable=11)), LINK)
+    log.end_placement(request_index)
+    assert log.append(progress(RequestEntry(request_index, 1, 2, [3])), LINK).stale_entries == 1
+    log.begin_placement(request_index, 9, 10, 64, durable_tokens=11)
+    log.bind(request_index, LINK + 1)
+    assert log.append(progress(RequestEntry(request_index, 1, 2, [3])), LINK).stale_entries == 1
+    log.append(progress(RequestEntry(request_index, 9, 2, [4])), LINK + 1)
+    assert tokens_of(log, request_index) == [1, 2, 4]
+    assert log.durable(request_index) == 11
 
 
 def test_durable_never_exceeds_the_rows_there_are_nor_falls(log: TokenLog) -> None:
-    slot = started(log, 1, prompt=10)
-    log.append(progress(RequestEntry(slot, 1, 0, [1, 2], durable=1000)), LINK)
-    assert log.durable(slot) == 12
-    log.append(progress(RequestEntry(slot, 1, 2, [], durable=3)), LINK)
-    assert log.durable(slot) == 12
+    request_index = started(log, 1, prompt=10)
+    log.append(progress(RequestEntry(request_index, 1, 0, [1, 2], durable=1000)), LINK)
+    assert log.durable(request_index) == 12
+    log.append(progress(RequestEntry(request_index, 1, 2, [], durable=3)), LINK)
+    assert log.durable(request_index) == 12
 
 
 def entry_with(log: TokenLog, field: str) -> Progress:
@@ -98,10 +100,10 @@ def entry_with(log: TokenLog, field: str) -> Progress:
         "negative count": {"counts": pack_int32([-1, 3])},
         "counts": {"counts": pack_int32([1, 2])},
         "shorter": {"durables": pack_int32([1])},
-        "ragged": {"slots": b"abc"},
-        "unknown slot": {"slots": pack_int32([0, 8])},
-        "negative slot": {"slots": pack_int32([0, -8])},
-        "twice": {"slots": pack_int32([0, 0]), "admissions": pack_int64([1, 1])},
+        "ragged": {"request_indices": b"abc"},
+        "unknown slot": {"request_indices": pack_int32([0, 8])},
+        "negative slot": {"request_indices": pack_int32([0, -8])},
+        "twice": {"request_indices": pack_int32([0, 0]), "placements": pack_int64([1, 1])},
         "too many": {"counts": pack_int32([50, 0]), "tokens": pack_int32([7] * 50)},
     }[field]
     fields = {name: getattr(good, name) for name in good.__struct_fields__} | changed
@@ -125,51 +127,59 @@ def entry_with(log: TokenLog, field: str) -> Progress:
     ],
 )
 def test_a_wrong_report_is_refused_whole(log: TokenLog, field: str) -> None:
-    for admission in (1, 2):
-        slot = started(log, admission)
-        log.append(progress(RequestEntry(slot, admission, 0, [admission])), LINK)
+    for placement in (1, 2):
+        request_index = started(log, placement)
+        log.append(progress(RequestEntry(request_index, placement, 0, [placement])), LINK)
     with pytest.raises(ProtocolError):
         log.append(entry_with(log, field), LINK)
-    assert [tokens_of(log, slot) for slot in (0, 1)] == [[1], [2]]
+    assert [tokens_of(log, request_index) for request_index in (0, 1)] == [[1], [2]]
     log.append(progress(RequestEntry(0, 1, 1, [5]), RequestEntry(1, 2, 1, [6])), LINK)
 
 
 def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
-    slot = started(log, 1, prompt=10, granted=64)
+    request_index = started(log, 1, prompt=10, granted=64)
     fine = started(log, 2, prompt=10, granted=128)
 
     def short(ahead_tokens: int) -> list[int]:
-        start = log.length(slot)
-        appended = log.append(progress(RequestEntry(slot, 1, start, [7]), RequestEntry(fine, 2, start, [7])), LINK)
+        start = log.length(request_index)
+        appended = log.append(
+            progress(RequestEntry(request_index, 1, start, [7]), RequestEntry(fine, 2, start, [7])), LINK
+        )
         return list(log.report_short(appended, ahead_tokens))
 
     assert short(53) == []
-    assert short(53) == [slot]
+    assert short(53) == [request_index]
     assert short(53) == []
-    log.grant(slot, 64 + 3)
+    log.grant(request_index, 64 + 3)
     assert short(53) == []
-    assert short(53) == [slot]
+    assert short(53) == [request_index]
 
 
 def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
     """128 tokens ahead: one request is told per 96 tokens reported, and the rest when a quarter is left."""
-    log = TokenLog(slots=100, arena_tokens=1 << 15)
-    for admission in range(100):
-        started(log, admission, max_tokens=200, prompt=0, granted=128)
+    log = TokenLog(request_indices=100, arena_tokens=1 << 15)
+    for placement in range(100):
+        started(log, placement, max_tokens=200, prompt=0, granted=128)
     told: list[list[int]] = []
     for position in range(128):
-        step = [RequestEntry(slot, slot, position, [7]) for slot in range(100) if position == log.length(slot)]
+        step = [
+            RequestEntry(request_index, request_index, position, [7])
+            for request_index in range(100)
+            if position == log.length(request_index)
+        ]
         told.append(list(log.report_short(log.append(progress(*step), LINK), 128)))
-    assert sorted(slot for batch in told for slot in batch) == list(range(100)), "each once"
+    assert sorted(request_index for batch in told for request_index in batch) == list(range(100)), "each once"
     assert {len(batch) for batch in told} <= {0, 1, 2}
     assert not any(told[96:]), "all are told before it is urgent"
 
 
 def test_urgent_shortages_are_all_told_at_once() -> None:
-    log = TokenLog(slots=100, arena_tokens=1 << 15)
-    for admission in range(100):
-        started(log, admission, max_tokens=200, prompt=0, granted=32)
-    appended = log.append(progress(*[RequestEntry(slot, slot, 0, [7]) for slot in range(100)]), LINK)
+    log = TokenLog(request_indices=100, arena_tokens=1 << 15)
+    for placement in range(100):
+        started(log, placement, max_tokens=200, prompt=0, granted=32)
+    appended = log.append(
+        progress(*[RequestEntry(request_index, request_index, 0, [7]) for request_index in range(100)]), LINK
+    )
     assert sorted(log.report_short(appended, 128)) == list(range(100))
 
 
@@ -184,13 +194,13 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None
 
 
 def test_a_closed_slot_cannot_be_used(log: TokenLog) -> None:
-    slot = started(log, 1)
-    log.close(slot)
+    request_index = started(log, 1)
+    log.close(request_index)
     with pytest.raises(InternalError):
-        log.close(slot)
+        log.close(request_index)
     with pytest.raises(InternalError):
-        log.begin_admission(slot, 2, 10, 64)
-    assert log.append(progress(RequestEntry(slot, 1, 0, [1])), LINK).stale_entries == 1
+        log.begin_placement(request_index, 2, 10, 64)
+    assert log.append(progress(RequestEntry(request_index, 1, 0, [1])), LINK).stale_entries == 1
 
 
 @settings(deadline=None)
@@ -216,50 +226,50 @@ class LogAndModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = TokenLog(slots=4, arena_tokens=512)
+        self.log = TokenLog(request_indices=4, arena_tokens=512)
         self.outputs: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
-        self.admission: dict[int, int] = {}
-        self.admissions = 0
+        self.placement: dict[int, int] = {}
+        self.placements = 0
 
     @rule(max_tokens=st.integers(1, 200))
     def open(self, max_tokens: int) -> None:
         try:
-            slot = self.log.open(max_tokens)
+            request_index = self.log.open(max_tokens)
         except CapacityError:
             return
-        assert slot not in self.outputs
-        self.outputs[slot] = []
-        self.max_tokens[slot] = max_tokens
-        self.begin(0, slot)
+        assert request_index not in self.outputs
+        self.outputs[request_index] = []
+        self.max_tokens[request_index] = max_tokens
+        self.begin(0, request_index)
 
     @precondition(lambda self: self.outputs)
-    @rule(pick=st.integers(0, 3), slot=st.none())
-    def begin(self, pick: int, slot: int | None) -> None:
-        slot = sorted(self.outputs)[pick % len(self.outputs)] if slot is None else slot
-        self.admissions += 1
-        self.admission[slot] = self.admissions
-        self.log.begin_admission(slot, self.admissions, 10, 64)
-        self.log.bind(slot, LINK)
+    @rule(pick=st.integers(0, 3), request_index=st.none())
+    def begin(self, pick: int, request_index: int | None) -> None:
+        request_index = sorted(self.outputs)[pick % len(self.outputs)] if request_index is None else request_index
+        self.placements += 1
+        self.placement[request_index] = self.placements
+        self.log.begin_placement(request_index, self.placements, 10, 64)
+        self.log.bind(request_index, LINK)
 
     @precondition(lambda self: self.outputs)
     @rule(pick=st.integers(0, 3))
     def close(self, pick: int) -> None:
-        slot = sorted(self.outputs)[pick % len(self.outputs)]
-        self.log.close(slot)
-        del self.outputs[slot], self.max_tokens[slot], self.admission[slot]
+        request_index = sorted(self.outputs)[pick % len(self.outputs)]
+        self.log.close(request_index)
+        del self.outputs[request_index], self.max_tokens[request_index], self.placement[request_index]
 
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         entries = []
-        for slot, output in self.outputs.items():
+        for request_index, output in self.outputs.items():
             if not data.draw(st.booleans()):
                 continue
             start = data.draw(st.integers(0, len(output)))
-            room = self.max_tokens[slot] - start
+            room = self.max_tokens[request_index] - start
             tokens = data.draw(st.lists(st.integers(0, 1000), max_size=min(room, 20)))
             stale = data.draw(st.booleans())
-            entries.append(RequestEntry(slot, self.admission[slot] - stale, start, tokens))
+            entries.append(RequestEntry(request_index, self.placement[request_index] - stale, start, tokens))
             if not stale:
                 output.extend(tokens[len(output) - start :])
         self.log.append(progress(*entries), LINK)
@@ -267,8 +277,8 @@ class LogAndModel(RuleBasedStateMachine):
     @invariant()
     def outputs_agree(self) -> None:
         self.log.check_invariants()
-        for slot, output in self.outputs.items():
-            assert tokens_of(self.log, slot) == output
+        for request_index, output in self.outputs.items():
+            assert tokens_of(self.log, request_index) == output
 
 
 LogAndModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -24,8 +24,8 @@ def admit(prompt: bytes) -> Admit:
 
 def filled(count: int) -> CommandLog:
     log = CommandLog()
-    for admission in range(count):
-        log.append(Withdraw(admission))
+    for placement in range(count):
+        log.append(Withdraw(placement))
     return log
 
 
@@ -168,7 +168,7 @@ class LossyLink(RuleBasedStateMachine):
         for number, command in enumerate(commands, first):
             if number == len(self.applied) + 1:
                 assert isinstance(command, Withdraw)
-                self.applied.append(command.admission)
+                self.applied.append(command.placement)
         self.to_log.append(("ack", len(self.applied)))
 
     @precondition(lambda self: self.to_log)

@@ -73,8 +73,8 @@ def test_signs_of_life_are_the_links_and_the_executors(epoch: WorkerEpoch) -> No
 
 
 def test_acknowledgements_come_with_reports_and_heartbeats(epoch: WorkerEpoch) -> None:
-    for admission in range(3):
-        epoch.commands.append(Withdraw(admission))
+    for placement in range(3):
+        epoch.commands.append(Withdraw(placement))
     epoch.commands.take(1.0)
     epoch.report(report(1, command_ack=1), 1.5)
     assert epoch.stats(2.0).command_ack_ms == 500.0

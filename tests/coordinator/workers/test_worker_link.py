@@ -77,8 +77,8 @@ class FakeLinkScheduler:
             raise ProtocolError("flooded")
         self.told.append((worker, epoch, event))
 
-    def starving(self, slots: Int32Array) -> None:
-        self.told.append(("starving", *slots.tolist()))
+    def starving(self, request_indices: Int32Array) -> None:
+        self.told.append(("starving", *request_indices.tolist()))
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -103,7 +103,7 @@ class Rig:
             queue_messages=queue_messages,
         )
         self.scheduler = FakeLinkScheduler()
-        self.log = TokenLog(slots=8, arena_tokens=1 << 16, journalled=journal is not None)
+        self.log = TokenLog(request_indices=8, arena_tokens=1 << 16, journalled=journal is not None)
         self.journal = journal(self.log) if journal else NoJournal(self._wake)
         self.tokenizers = TokenizerStore()
         self.counters = CoordinatorCounters()
@@ -134,15 +134,17 @@ class Rig:
         assert isinstance(await worker.hear(), WorkerWelcome)
         return worker
 
-    def admitted(self, name: str = "w0", admission: int = 1) -> int:
+    def admitted(self, name: str = "w0", placement: int = 1) -> int:
         """A request of that admission, given to the worker; its slot."""
-        slot = self.log.open(100)
-        self.log.begin_admission(slot, admission, 10, 1 << 20)
+        request_index = self.log.open(100)
+        self.log.begin_placement(request_index, placement, 10, 1 << 20)
         sampling = messages.Sampling(max_tokens=100)
         self.scheduler.ports[name].send(
-            messages.Admit(admission, slot, f"r{slot}", bytes(40), b"", 0, sampling, bytes(4), 1, 1, 0, 1)
+            messages.Admit(
+                placement, request_index, f"r{request_index}", bytes(40), b"", 0, sampling, bytes(4), 1, 1, 0, 1
+            )
         )
-        return slot
+        return request_index
 
     async def told(self, *expected: object) -> None:
         with trio.fail_after(5):
@@ -173,8 +175,8 @@ async def impatient(tmp_path: Path) -> AsyncIterator[Rig]:
         yield rig
 
 
-def tokens_of(rig: Rig, slot: int) -> list[int]:
-    return list(unpack_int32(rig.log.tokens(slot, 0), "tokens"))
+def tokens_of(rig: Rig, request_index: int) -> list[int]:
+    return list(unpack_int32(rig.log.tokens(request_index, 0), "tokens"))
 
 
 async def refusal(worker: FakeWorker) -> Refused:
@@ -188,15 +190,15 @@ async def refusal(worker: FakeWorker) -> Refused:
 
 async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) -> None:
     worker = await rig.joined()
-    slot = rig.admitted()
+    request_index = rig.admitted()
     assert isinstance(await worker.hear(), Commands)
-    await worker.report(progress(RequestEntry(slot, 1, 0, [5, 6])), [messages.Started(1)])
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [5, 6])), [messages.Started(1)])
     assert await worker.hear() == ReportAck(INCARNATION, 1)
-    await worker.report(progress(RequestEntry(slot, 1, 0, [5, 6])), [messages.Started(1)], number=1)
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [5, 6])), [messages.Started(1)], number=1)
     assert await worker.hear() == ReportAck(INCARNATION, 1)
-    await worker.report(progress(RequestEntry(slot, 1, 2, [7])), number=2)
+    await worker.report(progress(RequestEntry(request_index, 1, 2, [7])), number=2)
     assert await worker.hear() == ReportAck(INCARNATION, 2)
-    assert tokens_of(rig, slot) == [5, 6, 7]
+    assert tokens_of(rig, request_index) == [5, 6, 7]
     assert rig.scheduler.told[1:] == [("w0", 1, messages.Started(1))]
     assert (rig.counters.reports, rig.counters.tokens, rig.wakes) == (2, 3, 2)
     worker.close()
@@ -205,56 +207,56 @@ async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) ->
 async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_path: Path) -> None:
     async with running(Rig(tmp_path, settings=PATIENT)) as rig:
         worker = await rig.joined()
-        slot = rig.admitted()
+        request_index = rig.admitted()
         await worker.hear()
-        await worker.report(progress(RequestEntry(slot, 1, 0, [5])), number=2)
+        await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
         await worker.report(number=3)
         assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
         assert await worker.silence(), "asked once, not per report"
-        assert tokens_of(rig, slot) == []
+        assert tokens_of(rig, request_index) == []
         assert rig.counters.report_gaps == 2
         await worker.report(number=1)
-        await worker.report(progress(RequestEntry(slot, 1, 0, [5])), number=2)
+        await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
         while await worker.hear() != ReportAck(INCARNATION, 2):
             pass
-        assert tokens_of(rig, slot) == [5]
+        assert tokens_of(rig, request_index) == [5]
         worker.close()
 
 
 async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
     owner, other = await rig.joined("w0"), await rig.joined("w1")
-    slot = rig.admitted("w0", admission=77)
-    await other.report(progress(RequestEntry(slot, 77, 0, [6, 6, 6])))
+    request_index = rig.admitted("w0", placement=77)
+    await other.report(progress(RequestEntry(request_index, 77, 0, [6, 6, 6])))
     assert await other.hear() == ReportAck(INCARNATION, 1)
-    assert tokens_of(rig, slot) == []
-    await owner.report(progress(RequestEntry(slot, 77, 0, [1])))
+    assert tokens_of(rig, request_index) == []
+    await owner.report(progress(RequestEntry(request_index, 77, 0, [1])))
     await owner.hear()
     assert await owner.hear() == ReportAck(INCARNATION, 1)
-    assert tokens_of(rig, slot) == [1]
+    assert tokens_of(rig, request_index) == [1]
     owner.close()
     other.close()
 
 
 async def test_shortages_are_told_once(rig: Rig) -> None:
     worker = await rig.joined()
-    slot = rig.admitted()
-    rig.log.grant(slot, 10 + SETTINGS.grant_ahead_tokens)
+    request_index = rig.admitted()
+    rig.log.grant(request_index, 10 + SETTINGS.grant_ahead_tokens)
     for i in range(3):
-        await worker.report(progress(RequestEntry(slot, 1, i, [i])))
-    await rig.told("starving", slot)
+        await worker.report(progress(RequestEntry(request_index, 1, i, [i])))
+    await rig.told("starving", request_index)
     await worker.beat()
-    assert rig.scheduler.told.count(("starving", slot)) == 1
+    assert rig.scheduler.told.count(("starving", request_index)) == 1
     worker.close()
 
 
 @pytest.mark.parametrize("broken", ["missed position", "unsent command", "unsent replay", "number 0", "flood"])
 async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else(rig: Rig, broken: str) -> None:
     worker, neighbour = await rig.joined("w0"), await rig.joined("w1")
-    slot, other = rig.admitted("w0", admission=1), rig.admitted("w1", admission=2)
+    request_index, other = rig.admitted("w0", placement=1), rig.admitted("w1", placement=2)
     await worker.hear()
     match broken:
         case "missed position":
-            await worker.report(progress(RequestEntry(slot, 1, 3, [9])))
+            await worker.report(progress(RequestEntry(request_index, 1, 3, [9])))
         case "unsent command":
             await worker.beat(command_ack=99)
         case "unsent replay":
@@ -266,9 +268,9 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else
             await worker.report(events=[messages.Parked(1)])
     assert (await refusal(worker)).code == "wrong_state"
     assert ("down", "w0", 1, False) in rig.scheduler.told, "broken is no proof of an exit (I2)"
-    await worker.report(progress(RequestEntry(slot, 1, 0, [9])))
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [9])))
     assert (await refusal(worker)).message == "this epoch is over"
-    assert tokens_of(rig, slot) == []
+    assert tokens_of(rig, request_index) == []
     rig.scheduler.break_on_event = False
     await neighbour.report(progress(RequestEntry(other, 2, 0, [4])))
     await neighbour.hear()
@@ -317,8 +319,8 @@ async def test_strangers_and_other_epochs_are_not_heard(rig: Rig) -> None:
 
 async def test_commands_go_out_numbered_and_together(rig: Rig) -> None:
     worker = await rig.joined()
-    for admission in (1, 2, 3):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in (1, 2, 3):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
     assert await worker.hear() == Commands(INCARNATION, 1, (Withdraw(1), Withdraw(2), Withdraw(3)))
     await worker.beat(command_ack=3)
     await worker.say(messages.ReplayCommands(1, 4))
@@ -339,8 +341,8 @@ async def test_an_overdue_acknowledgement_brings_replay_without_a_reconnect(rig:
 
 async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None:
     worker = await rig.joined()
-    for admission in (1, 2):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in (1, 2):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
         await worker.hear()
     await worker.beat(command_ack=1)
     await worker.say(messages.ReplayCommands(1, 2))
@@ -350,8 +352,8 @@ async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None
 
 async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> None:
     worker = await rig.joined()
-    slot = rig.admitted()
-    await worker.report(progress(RequestEntry(slot, 1, 0, [5])))
+    request_index = rig.admitted()
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [5])))
     await worker.hear()
     await worker.hear()
     worker.close()
@@ -361,9 +363,9 @@ async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> 
     assert await again.hear() == WorkerWelcome(1, INCARNATION, 1, want_tokenizer=False)
     assert await again.hear() == Commands(INCARNATION, 2, (Withdraw(1),))
     again.reports = 1
-    await again.report(progress(RequestEntry(slot, 1, 1, [6])), command_ack=2)
+    await again.report(progress(RequestEntry(request_index, 1, 1, [6])), command_ack=2)
     assert await again.hear() == ReportAck(INCARNATION, 2)
-    assert tokens_of(rig, slot) == [5, 6]
+    assert tokens_of(rig, request_index) == [5, 6]
     assert rig.scheduler.told == [("up", "w0", 1)], "the same epoch goes on"
     again.close()
 
@@ -372,8 +374,8 @@ async def test_a_full_socket_keeps_commands_in_order(tmp_path: Path) -> None:
     async with running(Rig(tmp_path, queue_messages=2)) as rig:
         worker = await rig.joined()
         count = 400
-        for admission in range(count):
-            rig.scheduler.ports["w0"].send(messages.Grant(admission, bytes(4 * 40_000), 0, 0))
+        for placement in range(count):
+            rig.scheduler.ports["w0"].send(messages.Grant(placement, bytes(4 * 40_000), 0, 0))
         await trio.sleep(0.05)
         expected = 1
         while expected <= count:
@@ -388,8 +390,8 @@ async def test_a_full_socket_keeps_commands_in_order(tmp_path: Path) -> None:
 async def test_a_worker_that_never_acknowledges_counts_as_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_log, "COMMANDS_UNACKED_MAX", 10)
     worker = await rig.joined()
-    for admission in range(12):
-        rig.scheduler.ports["w0"].send(Withdraw(admission))
+    for placement in range(12):
+        rig.scheduler.ports["w0"].send(Withdraw(placement))
     assert rig.scheduler.told[-1] == ("down", "w0", 1, False)
     worker.close()
 

@@ -56,18 +56,18 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
 
 async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
     port = expected(rig)
-    slot = rig.log.open(100)
-    rig.log.begin_admission(slot, 3, 10, 1 << 20)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 3, 10, 1 << 20)
     port.send(Withdraw(99))  # waits for the hello
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, slot=slot)])))
+        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, request_index=request_index)])))
         assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
-        await worker.report(progress(RequestEntry(slot, 3, 0, [4, 5], 10)), number=7, command_ack=6)
+        await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
-        assert rig.log.length(slot) == 2, "bound to the link that was adopted"
+        assert rig.log.length(request_index) == 2, "bound to the link that was adopted"
         assert rig.scheduler.told == [("back", "w0", 1)]
         worker.close()
         nursery.cancel_scope.cancel()
@@ -75,16 +75,23 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
 
 async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
     expected(rig)
-    slot = rig.log.open(100)
-    rig.log.begin_admission(slot, 4, 10, 1 << 20)
+    request_index = rig.log.open(100)
+    rig.log.begin_placement(request_index, 4, 10, 1 << 20)
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, slot=slot), InventoryRow(3, slot=10_000)])))
+        await worker.say(
+            hello(
+                **PAST,
+                inventory=pack_rows(
+                    [InventoryRow(3, request_index=request_index), InventoryRow(3, request_index=10_000)]
+                ),
+            )
+        )
         assert isinstance(await worker.hear(), WorkerWelcome)
-        await worker.report(progress(RequestEntry(slot, 4, 0, [4, 5], 10)), number=7, command_ack=5)
+        await worker.report(progress(RequestEntry(request_index, 4, 0, [4, 5], 10)), number=7, command_ack=5)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
-        assert rig.log.length(slot) == 0
+        assert rig.log.length(request_index) == 0
         worker.close()
         nursery.cancel_scope.cancel()
 
@@ -169,11 +176,11 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
         nursery.start_soon(rig.journal.run)  # type: ignore[attr-defined]
         await start(rig, nursery)
         worker = await rig.joined()
-        slot = rig.admitted()
+        request_index = rig.admitted()
         await worker.hear()
-        await worker.report(progress(RequestEntry(slot, 1, 0, [4, 5], 10)), command_ack=1)
+        await worker.report(progress(RequestEntry(request_index, 1, 0, [4, 5], 10)), command_ack=1)
         assert await worker.silence(0.7)
-        assert (rig.log.length(slot), rig.log.committed[slot]) == (2, 0)
+        assert (rig.log.length(request_index), rig.log.committed[request_index]) == (2, 0)
         again = await rig.worker()
         await again.say(hello(command_ack=1, report_next=2))
         assert await again.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False), "say it again, if need be"

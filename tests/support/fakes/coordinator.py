@@ -63,7 +63,7 @@ class Life:
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
     host_pages: list[int] = field(default_factory=list)
-    admission: int = 0  # 0: not on the worker
+    placement: int = 0  # 0: not on the worker
     hot_slots: int = 0
     hot_chunks: int = 0
     index_pages: int = 0
@@ -78,7 +78,7 @@ class Life:
 
     @property
     def here(self) -> bool:
-        return self.admission > 0 and not self.leaving
+        return self.placement > 0 and not self.leaving
 
     @property
     def rows_wanted(self) -> int:
@@ -134,10 +134,10 @@ class FakeCoordinator:
         self.index_pages -= pages
         self.slab_pages -= slab
         life.host_pages += [self.host_pages.popleft() for _ in range(new_pages)]
-        life.admission, self._next_admission = self._next_admission, self._next_admission + 1
+        life.placement, self._next_admission = self._next_admission, self._next_admission + 1
         life.hot_slots, life.hot_chunks, life.index_pages, life.slab_pages = hot_slots, chunks, pages, slab
         life.leaving, life.staged, life.resizing = "", life.durable > 0, None
-        self._by_admission[life.admission] = life
+        self._by_admission[life.placement] = life
         self.submit(self._admit_command(life))
         return True
 
@@ -159,8 +159,8 @@ class FakeCoordinator:
         self.hot_chunks -= chunks
         if life.resizing is not None:
             more = life.resizing.hot_chunks + chunks
-            life.resizing = Resize(life.admission, life.resizing.hot_slots, more)
-        self.submit(Grant(life.admission, pack_int32(pages), count, chunks))
+            life.resizing = Resize(life.placement, life.resizing.hot_slots, more)
+        self.submit(Grant(life.placement, pack_int32(pages), count, chunks))
 
     def resize(self, life: Life, hot_slots: int) -> bool:
         """Send a Resize, one at a time; False when it makes no sense now or does not fit."""
@@ -171,7 +171,7 @@ class FakeCoordinator:
         if more > 0:
             self.hot_chunks -= more
             life.hot_chunks = chunks
-        life.resizing = Resize(life.admission, hot_slots, chunks)
+        life.resizing = Resize(life.placement, hot_slots, chunks)
         self.submit(life.resizing)
         return True
 
@@ -179,45 +179,45 @@ class FakeCoordinator:
         """`leaving` is keep, drop or abort."""
         if life.here:
             life.leaving = leaving
-            self.submit(Withdraw(life.admission))
+            self.submit(Withdraw(life.placement))
 
     # ---------------------------------------------------------------- reports
 
-    def add_tokens(self, slot: int, admission: int, start: int, ids: list[int], durable: int) -> None:
-        life = self._by_admission[admission]
-        assert life.number == slot
+    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+        life = self._by_admission[placement]
+        assert life.number == request_index
         assert start == len(life.tokens), "I5: each position once and in order"
         life.tokens += ids
         self._note_durable(life, durable)
         self.grant(life)
 
-    def set_durable(self, slot: int, admission: int, durable: int) -> None:
-        self._note_durable(self._by_admission[admission], durable)
+    def set_durable(self, request_index: int, placement: int, durable: int) -> None:
+        self._note_durable(self._by_admission[placement], durable)
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
         match event:
             case Staged():
-                life = self._by_admission[event.admission]
+                life = self._by_admission[event.placement]
                 is_said = bool(life.tokens) or bool(life.sampling.stop)
                 assert is_said, "the first token comes before Staged: prefill's logits are lost afterwards"
                 assert life.durable >= len(life.prompt) or not life.tokens
                 life.staged = True
                 self._free_slab(life)
             case Parked():
-                life = self._by_admission[event.admission]
+                life = self._by_admission[event.placement]
                 life.parked += 1
                 self.grant(life)
             case Resized():
-                self._resized(self._by_admission[event.admission], event)
+                self._resized(self._by_admission[event.placement], event)
             case Finished() | Faulted():
-                life = self._by_admission[event.admission]
+                life = self._by_admission[event.placement]
                 assert not life.outcome
                 life.outcome = event.reason if isinstance(event, Finished) else event.message
                 if isinstance(event, Finished):
                     assert event.generated_tokens == len(life.tokens)
             case Released():
-                self._released(self._by_admission.pop(event.admission), event)
+                self._released(self._by_admission.pop(event.placement), event)
 
     def _note_durable(self, life: Life, durable: int) -> None:
         assert durable <= len(life.prompt) + len(life.tokens) - 1, "only rows of published tokens"
@@ -240,7 +240,7 @@ class FakeCoordinator:
         self._free_slab(life)
         life.hits += event.hits
         life.misses += event.misses
-        life.admission = life.hot_chunks = life.index_pages = 0
+        life.placement = life.hot_chunks = life.index_pages = 0
         life.durable, life.first_token, life.warm_start = event.durable_tokens, event.first_token, event.warm_start
         if life.leaving == "abort" and not life.outcome:
             life.outcome = "aborted"
@@ -254,8 +254,8 @@ class FakeCoordinator:
 
     def _admit_command(self, life: Life) -> Admit:
         return Admit(
-            admission=life.admission,
-            slot=life.number,
+            placement=life.placement,
+            request_index=life.number,
             request_id=f"r{life.number}",
             prompt=pack_int32(life.prompt),
             generated=pack_int32(life.tokens),
@@ -276,7 +276,7 @@ class FakeCoordinator:
         kept = {page for life in self.lives for page in life.host_pages}
         self.host_pages = deque(page for page in self.host_pages if page not in kept)
         for life in self.lives:
-            life.admission, life.resizing, life.leaving = 0, None, ""
+            life.placement, life.resizing, life.leaving = 0, None, ""
 
     def check_nothing_leaked(self) -> None:
         """With every life ended, all memory is free again (I1)."""

@@ -67,7 +67,7 @@ class FakeLive:
     sampling: messages.Sampling
     prompt: bytes
     tokens: list[int] = field(default_factory=list)
-    admission: int = 0
+    placement: int = 0
     durable: int = 0
     endings: list[Ending] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class FakeCluster:
         if not proved:
             self.zombies.append(fake)
         for entry in self.dispatch.placement_table.on(name):
-            entry.generated = len(self.live[entry.slot].tokens)
+            entry.generated = len(self.live[entry.request_index].tokens)
         self.take(
             self.dispatch.worker_down(self.dispatch.placement_table.workers[name], proved_exit=proved, died=proved)
         )
@@ -130,28 +130,28 @@ class FakeCluster:
             else:
                 self._route(said)
 
-    def _append(self, slot: int, admission: int, start: int, tokens: list[int], durable: int) -> None:
-        live = self.live.get(slot)
-        if live is None or live.admission != admission:
+    def _append(self, request_index: int, placement: int, start: int, tokens: list[int], durable: int) -> None:
+        live = self.live.get(request_index)
+        if live is None or live.placement != placement:
             return
         assert start <= len(live.tokens), "I5: a gap"
         live.tokens += tokens[len(live.tokens) - start :]
         live.durable = max(live.durable, durable)
-        entry = self.dispatch.placement_table.entries[slot]
+        entry = self.dispatch.placement_table.entries[request_index]
         if entry.pages * 64 - entry.prompt_tokens - len(live.tokens) < AHEAD_TOKENS:
             self.dispatch.starve(entry)
 
     def _route(self, event: object) -> None:
-        for slot, live in self.live.items():
-            if live.state.admission == event.admission:  # type: ignore[attr-defined]
-                return self.tell(slot, event)  # type: ignore[arg-type]
+        for request_index, live in self.live.items():
+            if live.state.placement == event.placement:  # type: ignore[attr-defined]
+                return self.tell(request_index, event)  # type: ignore[arg-type]
         return None
 
     # ---------------------------------------------------------------- requests
 
     def submit(
         self,
-        slot: int,
+        request_index: int,
         prompt_tokens: int,
         max_tokens: int,
         priority: int = 0,
@@ -160,20 +160,20 @@ class FakeCluster:
         prefill_mode: str = messages.AUTO,
     ) -> None:
         """`full`: it will use all of its `max_tokens`."""
-        request_id = f"r{slot}" + "!" * full
-        self.dispatch.placement_table.add(slot, priority, prompt_tokens, max_tokens, prefill_mode)
-        self.live[slot] = FakeLive(
-            RequestState(request_id, slot, prompt_tokens, now=self.now),
+        request_id = f"r{request_index}" + "!" * full
+        self.dispatch.placement_table.add(request_index, priority, prompt_tokens, max_tokens, prefill_mode)
+        self.live[request_index] = FakeLive(
+            RequestState(request_id, request_index, prompt_tokens, now=self.now),
             messages.Sampling(max_tokens=max_tokens),
             np.arange(prompt_tokens, dtype=np.int32).tobytes(),
         )
         self.dispatch.dirty = True
 
-    def entry(self, slot: int) -> RequestEntry:
-        return self.dispatch.placement_table.entries[slot]
+    def entry(self, request_index: int) -> RequestEntry:
+        return self.dispatch.placement_table.entries[request_index]
 
-    def tell(self, slot: int, event: RequestOrder | WorkerEvent) -> None:
-        live = self.live[slot]
+    def tell(self, request_index: int, event: RequestOrder | WorkerEvent) -> None:
+        live = self.live[request_index]
         for action in live.state.handle(event, Rows(len(live.tokens), live.durable), self.now):
             self._perform(live, action)
 
@@ -186,26 +186,26 @@ class FakeCluster:
             case Resized():
                 self.take(self.dispatch.resized(action))
             case Departed():
-                live.admission = 0
+                live.placement = 0
                 self.take(self.dispatch.departed(action, len(live.tokens)))
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
                 if live.state.worker in self.ports:
                     self.ports[live.state.worker].send(action)
             case _:
-                self.dispatch.closed(live.state.slot)
+                self.dispatch.closed(live.state.request_index)
 
     def take(self, heard: Effects) -> None:
         for step in heard.steps:
             apply(self.ledgers[step.node], step.change)
         for tell in heard.tells:
-            self.tell(tell.slot, tell.event)
+            self.tell(tell.request_index, tell.event)
 
     # ---------------------------------------------------------------- decisions
 
     def settle(self, *, tick: bool = False) -> list[decisions.Decision]:
         """Plan, apply, tell; returns the decisions, each checked against the rules of rank."""
         for entry in self.dispatch.placement_table.in_view():
-            entry.generated = len(self.live[entry.slot].tokens)
+            entry.generated = len(self.live[entry.request_index].tokens)
         best = min(
             (entry.rank for entry in self.dispatch.placement_table.entries.values() if not entry.held), default=None
         )
@@ -224,15 +224,15 @@ class FakeCluster:
         pages = apply(self.ledgers[step.node], step.change) if step else NO_PAGES
         if not isinstance(decision, decisions.Admit):
             tell = self.dispatch.told(decision, pages)
-            return self.tell(tell.slot, tell.event)
-        entry, live = decision.entry, self.live[decision.entry.slot]
+            return self.tell(tell.request_index, tell.event)
+        entry, live = decision.entry, self.live[decision.entry.request_index]
         assert isinstance(step, tuple)
         assert isinstance(step.change, changes.Reserve)
-        live.admission, live.durable = decision.admission, decision.durable_tokens
+        live.placement, live.durable = decision.placement, decision.durable_tokens
         generated = np.array(live.tokens, dtype=np.int32).tobytes()
         command = messages.Admit(
-            decision.admission,
-            entry.slot,
+            decision.placement,
+            entry.request_index,
             live.state.request_id,
             live.prompt,
             generated,
@@ -245,7 +245,7 @@ class FakeCluster:
             decision.hot_size.hot_chunks,
             decision.first_token,
         )
-        return self.tell(entry.slot, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
+        return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 
     def _check_order(self, plan: list[decisions.Decision]) -> None:
         """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
@@ -269,27 +269,31 @@ class FakeCluster:
         for name, worker in list(self.workers.items()):
             while self.ports[name].downlink:
                 self.obey_next(name)
-            for admission in list(worker.runs):
-                worker.advance(admission)
+            for placement in list(worker.runs):
+                worker.advance(placement)
             while self.uplinks[name]:
                 self.hear_next(name)
         self.settle(tick=True)
         self.check_invariants()
 
     def unfinished(self) -> list[int]:
-        return [slot for slot, live in self.live.items() if live.state.state not in TERMINAL and not live.state.held]
+        return [
+            request_index
+            for request_index, live in self.live.items()
+            if live.state.state not in TERMINAL and not live.state.held
+        ]
 
     def check_invariants(self) -> None:
         for ledger in self.ledgers.values():
             ledger.check_invariants()
         self.dispatch.placement_table.check_invariants(self.ledgers.__getitem__)
-        for slot, live in self.live.items():
+        for request_index, live in self.live.items():
             live.state.check_invariants()
             assert len(live.endings) == (live.state.state in TERMINAL), "I5: ends exactly once"
             assert live.tokens == [token_of(live.state.request_id, i) for i in range(len(live.tokens))], "I5"
             if live.state.state == "FINISHED":
                 assert len(live.tokens) == output_tokens(live.state.request_id, live.sampling.max_tokens)
-            assert (slot in self.dispatch.placement_table.entries) == (live.state.state not in TERMINAL)
+            assert (request_index in self.dispatch.placement_table.entries) == (live.state.state not in TERMINAL)
 
     def check_nothing_leaked(self) -> None:
         """All is over and every worker's exit proved: every page and chunk is free."""

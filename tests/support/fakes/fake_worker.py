@@ -95,26 +95,26 @@ class FakeWorker:
         match command:
             case messages.Admit():
                 self._admit(command)
-            case messages.Grant(admission=admission) if admission in self.runs:
-                run = self.runs[admission]
+            case messages.Grant(placement=placement) if placement in self.runs:
+                run = self.runs[placement]
                 assert run.resize is None, "a grant must not overtake a resize"
                 assert command.host_pages, "a grant of nothing"
                 run.pages += unpack_int32(command.host_pages, "host_pages").tolist()
                 run.index_pages += command.index_pages
                 run.hot_chunks += command.hot_chunks
                 run.parked = False
-            case messages.Resize(admission=admission) if admission in self.runs:
-                assert self.runs[admission].resize is None, "one resize at a time"
-                self.runs[admission].resize = command
-            case messages.Withdraw(admission=admission) if admission in self.runs:
-                self.runs[admission].phase = "leaving"
+            case messages.Resize(placement=placement) if placement in self.runs:
+                assert self.runs[placement].resize is None, "one resize at a time"
+                self.runs[placement].resize = command
+            case messages.Withdraw(placement=placement) if placement in self.runs:
+                self.runs[placement].phase = "leaving"
             case messages.Audit():
                 self.emit(self.inventory(command.number))
         self.check_memory()
 
     def _admit(self, admit: messages.Admit) -> None:
-        assert admit.admission not in self.seen, "I4: an admission is never reused"
-        self.seen.add(admit.admission)
+        assert admit.placement not in self.seen, "I4: an admission is never reused"
+        self.seen.add(admit.placement)
         prompt, generated = len(admit.prompt) // 4, len(admit.generated) // 4
         pages = unpack_int32(admit.host_pages, "host_pages").tolist()
         cold = admit.durable_tokens == 0
@@ -136,7 +136,7 @@ class FakeWorker:
             admit.durable_tokens,
             "prefilling" if cold else "staged",
         )
-        self.runs[admit.admission] = run
+        self.runs[admit.placement] = run
         for position in range(generated):
             token = int(unpack_int32(admit.generated, "generated")[position])
             assert token == token_of(admit.request_id, position), "what was delivered never changes"
@@ -147,7 +147,7 @@ class FakeWorker:
         held = [
             (
                 InventoryRow(
-                    it.admit.admission,
+                    it.admit.placement,
                     len(it.pages),
                     it.hot_chunks,
                     index_pages=it.index_pages,
@@ -168,9 +168,9 @@ class FakeWorker:
 
     # ---------------------------------------------------------------- work
 
-    def advance(self, admission: int) -> None:
+    def advance(self, placement: int) -> None:
         """One thing happens to one admission."""
-        run = self.runs[admission]
+        run = self.runs[placement]
         if run.resize is not None and run.phase in ("running", "leaving"):
             return self._resize(run)
         match run.phase:
@@ -178,18 +178,18 @@ class FakeWorker:
                 self._write_rows(run, run.prompt_tokens)
                 run.phase, run.slab_pages, run.durable = "staged", 0, run.prompt_tokens
                 self._publish(run, 1)
-                self.emit(messages.Staged(admission, 1.0, 1.0))
+                self.emit(messages.Staged(placement, 1.0, 1.0))
                 if run.hot_slots == messages.NO_HOT_BUFFER:
                     run.phase = "leaving"
             case "staged":
                 run.phase = "running"
-                self.emit(messages.Started(admission))
+                self.emit(messages.Started(placement))
             case "running":
                 self._decode(run)
             case "leaving":
-                del self.runs[admission]
+                del self.runs[placement]
                 warm_start = run.admit.request_id.encode()
-                self.emit(messages.Released(admission, run.durable, 1, 1, warm_start=warm_start))
+                self.emit(messages.Released(placement, run.durable, 1, 1, warm_start=warm_start))
         return None
 
     def _decode(self, run: FakeRun) -> None:
@@ -202,28 +202,28 @@ class FakeWorker:
             if run.rows >= min(len(run.pages) * PAGE_TOKENS, resident_rows):
                 if not run.parked:
                     run.parked = True
-                    self.emit(messages.Parked(run.admit.admission))
+                    self.emit(messages.Parked(run.admit.placement))
                 return
             self._check_row(run, self.rng.randrange(run.rows))
             self._write_rows(run, run.rows + 1)
             self._publish(run, run.rows - run.prompt_tokens + 1)
         run.durable = max(run.durable, run.rows - self.rng.randint(0, 3))
-        self.report(run.admit.slot, run.admit.admission, run.generated, [], run.durable)
+        self.report(run.admit.request_index, run.admit.placement, run.generated, [], run.durable)
         if max(0, run.rows - run.prompt_tokens) + 1 >= end:
             run.phase = "leaving"
-            self.emit(messages.Finished(run.admit.admission, "eos", run.generated))
+            self.emit(messages.Finished(run.admit.placement, "eos", run.generated))
 
     def _resize(self, run: FakeRun) -> None:
         resize, run.resize = run.resize, None
         assert resize is not None
         run.hot_slots, run.hot_chunks = resize.hot_slots, resize.hot_chunks
-        self.emit(messages.Resized(run.admit.admission, run.hot_slots, run.hot_chunks))
+        self.emit(messages.Resized(run.admit.placement, run.hot_slots, run.hot_chunks))
 
     def _publish(self, run: FakeRun, generated: int) -> None:
         """Report tokens up to `generated`; forced ones are not reported again."""
         fresh = [token_of(run.request_id, position) for position in range(run.generated, generated)]
         if fresh:
-            self.report(run.admit.slot, run.admit.admission, run.generated, fresh, run.durable)
+            self.report(run.admit.request_index, run.admit.placement, run.generated, fresh, run.durable)
             run.generated = generated
 
     def _write_rows(self, run: FakeRun, stop: int) -> None:

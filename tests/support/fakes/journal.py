@@ -18,9 +18,9 @@ def kept_of(records: Sequence[Record]) -> list[Record]:
     begun = 0
     for record in records:
         if isinstance(record, Forgotten):
-            slots = set(unpack_int32(record.slots, "slots").tolist())
+            request_indices = set(unpack_int32(record.request_indices, "request_indices").tolist())
             before, since = (
-                [it for it in part if not (isinstance(it, LASTING) and it.slot in slots)]
+                [it for it in part if not (isinstance(it, LASTING) and it.request_index in request_indices)]
                 for part in (kept[:begun], kept[begun:])
             )
             kept, begun = before + since, len(before)

@@ -22,7 +22,7 @@ class FakeScheduler:
     def __init__(self, log: TokenLog, listener: Listener) -> None:
         self.log = log
         self.listener = listener
-        self.slots: dict[str, int] = {}
+        self.request_indices: dict[str, int] = {}
         self.owners: dict[str, str] = {}
         self.commands: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
@@ -34,17 +34,21 @@ class FakeScheduler:
     # ------------------------------------------------------------ what tests do
 
     def speak(self, request_id: str, tokens: Sequence[int]) -> None:
-        slot = self.slots[request_id]
-        self.log.append(progress(RequestEntry(slot, slot + 1, self.log.length(slot), tokens)), LINK)
+        request_index = self.request_indices[request_id]
+        self.log.append(
+            progress(RequestEntry(request_index, request_index + 1, self.log.length(request_index), tokens)), LINK
+        )
 
     def finish(self, request_id: str, outcome: str = "FINISHED", tail_text: str = "") -> None:
-        slot = self.slots[request_id]
-        self.listener.ended(Ending(slot, request_id, outcome, "length", self.log.length(slot), tail_text))
+        request_index = self.request_indices[request_id]
+        self.listener.ended(
+            Ending(request_index, request_id, outcome, "length", self.log.length(request_index), tail_text)
+        )
 
     def forget(self, request_id: str) -> None:
-        slot = self.slots.pop(request_id)
-        self.listener.forgotten(slot)
-        self.log.close(slot)
+        request_index = self.request_indices.pop(request_id)
+        self.listener.forgotten(request_index)
+        self.log.close(request_index)
 
     # ------------------------------------------------------------ the facade
 
@@ -54,14 +58,14 @@ class FakeScheduler:
             raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
         self._numbers += 1
         request_id = submit.request_id or f"r{self._numbers}"
-        if request_id in self.slots:
+        if request_id in self.request_indices:
             raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
-        slot = self.log.open(submit.sampling.max_tokens)
-        self.log.begin_admission(slot, slot + 1, len(submit.prompt) // 4, 1 << 20)
-        self.log.bind(slot, LINK)
-        self.slots[request_id] = slot
+        request_index = self.log.open(submit.sampling.max_tokens)
+        self.log.begin_placement(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
+        self.log.bind(request_index, LINK)
+        self.request_indices[request_id] = request_index
         self.owners[request_id] = owner
-        return Handle(request_id, slot)
+        return Handle(request_id, request_index)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         if self.never_answers:
@@ -105,16 +109,16 @@ class FakeScheduler:
         return (messages.AuditedRow("w", 1, True, 2, 3, 0),), ()
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
-        slot = self.slots.get(request_id)
-        if slot is None:
+        request_index = self.request_indices.get(request_id)
+        if request_index is None:
             raise NotFound("no such request", field="request_id", value=request_id, remedy="hisparse requests")
-        return slot
+        return request_index
 
     def model(self) -> messages.ModelInfo | None:
         return self.served
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
-        return [self._row(request_id) for request_id in self.slots][:limit]
+        return [self._row(request_id) for request_id in self.request_indices][:limit]
 
     def describe(
         self, request_id: str, user: str | None = None
@@ -141,7 +145,7 @@ class FakeScheduler:
             raise error
 
     def _row(self, request_id: str) -> messages.RequestRow:
-        tokens = self.log.length(self.slots[request_id])
+        tokens = self.log.length(self.request_indices[request_id])
         return messages.RequestRow(
             request_id, "RUNNING", 0, "w", 3, tokens, 9, 0, 1, 0, 1, 0, 0, 0, 0.0, held=False, reason=""
         )

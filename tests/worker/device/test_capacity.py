@@ -23,7 +23,7 @@ from protocol.config_checks import SEATS_MAX
 from protocol.errors import CapacityError, ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.sizing import Length, Memory, hot_sizes, page_limit
+from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
 from protocol.units import managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import Plan, plan
@@ -127,7 +127,7 @@ def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
     assert found.settings.seats == found.recommended.batch
     capacity = size_worker(found.settings, geometry, info()).capacity
     pages = page_limit(Length(1, 0, context - 1), capacity)
-    each = Memory(pages, hot_sizes(pages, capacity)[0].hot_chunks, pages)
+    each = Memory(pages, hot_sizes_for(pages, capacity)[0].hot_chunks, pages)
     ledger = Ledger(capacity.host_pages)
     for worker in range(workers):
         ledger.add_worker(f"w{worker}", 1, capacity)

@@ -19,7 +19,7 @@ TURNS = 1_500
 def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]]:
     """By admission: pages, their digest, index pages, chunks (None while they change) and whether it has a slab."""
     return {
-        life.admission: (
+        life.placement: (
             len(life.host_pages),
             digest_of(np.array(life.host_pages, dtype=np.int32)),
             life.index_pages,
@@ -27,18 +27,18 @@ def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]
             life.slab_pages > 0,
         )
         for life in lives
-        if life.admission
+        if life.placement
     }
 
 
 def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None, bool]]) -> object:
     rows = {}
     for row in unpack_rows(inventory.rows):
-        given_pages, given_digest, _, given_chunks, _ = before.get(row.admission, (0, 0, 0, 0, False))
+        given_pages, given_digest, _, given_chunks, _ = before.get(row.placement, (0, 0, 0, 0, False))
         is_untold = row.is_leaving and row.host_pages == given_pages  # ids are not told of one that leaves
         told = given_digest if is_untold else row.digest
         chunks = None if given_chunks is None else row.hot_chunks
-        rows[row.admission] = (row.host_pages, told, row.index_pages, chunks, row.slab_pages > 0)
+        rows[row.placement] = (row.host_pages, told, row.index_pages, chunks, row.slab_pages > 0)
     return rows
 
 
@@ -53,7 +53,7 @@ def test_an_inventory_is_what_was_given_and_what_is_free_is_the_rest(seed: int, 
     heard = 0
     for turn in range(TURNS):
         for life in coordinator.lives:
-            if not life.outcome and not life.admission and rng.random() < 0.1:
+            if not life.outcome and not life.placement and rng.random() < 0.1:
                 coordinator.admit(life, rng.choice((0, 64, 128, 192)))
             elif life.here and life.tokens and rng.random() < 0.01:
                 coordinator.withdraw(life, rng.choice(("keep", "drop")))

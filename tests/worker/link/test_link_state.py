@@ -70,8 +70,8 @@ MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "bytes", "")
 CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 
 
-def admit(admission: int, generated: list[int] | None = None) -> Admit:
-    return Admit(admission, 0, f"r{admission}", b"", pack_int32(generated or []), 0, Sampling(8), b"", 1, 1, 0, 1)
+def admit(placement: int, generated: list[int] | None = None) -> Admit:
+    return Admit(placement, 0, f"r{placement}", b"", pack_int32(generated or []), 0, Sampling(8), b"", 1, 1, 0, 1)
 
 
 def make() -> LinkState:
@@ -115,7 +115,7 @@ def test_hello_says_who_we_are_and_where_we_stand() -> None:
         2,
         2,
     )
-    assert [(row.admission, row.generated_tokens) for row in unpack_rows(hello.inventory)] == [(5, 2), (6, 0)]
+    assert [(row.placement, row.generated_tokens) for row in unpack_rows(hello.inventory)] == [(5, 2), (6, 0)]
 
 
 def test_commands_apply_once_and_in_order() -> None:
@@ -210,8 +210,8 @@ def test_a_coordinator_that_forgot_this_epoch_gets_a_new_one() -> None:
 
 def test_reconnect_sends_unacknowledged_reports_again() -> None:
     state = welcomed()
-    for admission in range(3):
-        state.outbox.add_event(Started(admission))
+    for placement in range(3):
+        state.outbox.add_event(Started(placement))
         state.reports(0.0)
     actions = reconnect(state, incarnation=1, report_ack=1)
     sent = [action.message for action in actions if isinstance(action, Send)]
@@ -447,7 +447,7 @@ class FakeCoordinator:
                 start = int(unpack_int32(report.progress.starts, "starts")[0])
                 assert start == len(self.tokens)
                 self.tokens += unpack_int32(report.progress.tokens, "tokens").tolist()
-            self.events += [event.admission for event in report.events if isinstance(event, Started)]
+            self.events += [event.placement for event in report.events if isinstance(event, Started)]
         return [ReportAck(self.incarnation, self.report_ack)]
 
 
@@ -467,7 +467,7 @@ class HostileNetwork(RuleBasedStateMachine):
         self.sent: dict[tuple[int, int], list[int]] = {}
         self.written: dict[int, int] = {}
         self.started: dict[int, list[int]] = {}
-        self.admissions = 0
+        self.placements = 0
 
     # the world
 
@@ -481,9 +481,9 @@ class HostileNetwork(RuleBasedStateMachine):
                 case Send():
                     self.to_coordinator.append(action.message)
                 case Apply(Admit() as command):
-                    self.executed.setdefault(self.worker_life, []).append(command.admission)
+                    self.executed.setdefault(self.worker_life, []).append(command.placement)
                 case Apply(Withdraw() as command):
-                    self.worker.outbox.add_event(Released(command.admission, 0, 0, 0))
+                    self.worker.outbox.add_event(Released(command.placement, 0, 0, 0))
                 case Drop():
                     self.cut()
                 case _:
@@ -518,9 +518,9 @@ class HostileNetwork(RuleBasedStateMachine):
     @rule()
     def command(self) -> None:
         if self.coordinator.epoch:
-            self.admissions += 1
-            self.coordinator.log.append(admit(self.admissions))
-            self.sent.setdefault((self.coordinator.incarnation, self.coordinator.epoch), []).append(self.admissions)
+            self.placements += 1
+            self.coordinator.log.append(admit(self.placements))
+            self.sent.setdefault((self.coordinator.incarnation, self.coordinator.epoch), []).append(self.placements)
             self.to_worker += self.coordinator.commands(len(self.coordinator.log))
 
     @rule(count=st.integers(1, 3))
@@ -530,10 +530,10 @@ class HostileNetwork(RuleBasedStateMachine):
         self.worker.outbox.add_tokens(0, 0, start, list(range(start, start + count)), 0)
         self.written[epoch] = start + count
 
-    @rule(admission=st.integers(0, 99))
-    def event(self, admission: int) -> None:
-        self.started.setdefault(self.worker.outbox.epoch, []).append(admission)
-        self.worker.outbox.add_event(Started(admission))
+    @rule(placement=st.integers(0, 99))
+    def event(self, placement: int) -> None:
+        self.started.setdefault(self.worker.outbox.epoch, []).append(placement)
+        self.worker.outbox.add_event(Started(placement))
 
     @rule(seconds=st.sampled_from([0.02, 0.3, 2.5, 9.0]))
     def wait(self, seconds: float) -> None:
@@ -572,8 +572,8 @@ class HostileNetwork(RuleBasedStateMachine):
 
     @invariant()
     def commands_once_and_in_order(self) -> None:
-        for life, admissions in self.executed.items():
-            assert admissions == self.sent.get(life, [])[: len(admissions)]
+        for life, placements in self.executed.items():
+            assert placements == self.sent.get(life, [])[: len(placements)]
 
     @invariant()
     def reports_once_and_in_order(self) -> None:

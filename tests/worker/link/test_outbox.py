@@ -37,15 +37,15 @@ def entries(report: Report) -> dict[int, tuple[int, int, list[int], int]]:
     """admission -> slot, start, ids, durable of the report's progress."""
     if report.progress is None:
         return {}
-    slots = unpack_int32(report.progress.slots, "slots")
-    admissions = unpack_int64(report.progress.admissions, "admissions")
+    request_indices = unpack_int32(report.progress.request_indices, "request_indices")
+    placements = unpack_int64(report.progress.placements, "placements")
     starts = unpack_int32(report.progress.starts, "starts")
     counts = unpack_int32(report.progress.counts, "counts")
     tokens = unpack_int32(report.progress.tokens, "tokens").tolist()
     durables = unpack_int32(report.progress.durables, "durables")
     found, at = {}, 0
-    for i, admission in enumerate(admissions.tolist()):
-        found[admission] = (int(slots[i]), int(starts[i]), tokens[at : at + counts[i]], int(durables[i]))
+    for i, placement in enumerate(placements.tolist()):
+        found[placement] = (int(request_indices[i]), int(starts[i]), tokens[at : at + counts[i]], int(durables[i]))
         at += int(counts[i])
     assert at == len(tokens)
     return found
@@ -186,9 +186,9 @@ def test_pending_events_have_a_bound_that_names_itself(monkeypatch: pytest.Monke
         outbox.add_event(Started(3))
 
 
-def admit(admission: int, generated: int = 0, durable: int = 0, *, pages: int = 2, hot_slots: int = 0) -> Admit:
+def admit(placement: int, generated: int = 0, durable: int = 0, *, pages: int = 2, hot_slots: int = 0) -> Admit:
     ids = bytes(4 * generated)
-    return Admit(admission, 7, "r", bytes(400), ids, durable, SAMPLING, bytes(4 * pages), pages, 2, hot_slots, pages)
+    return Admit(placement, 7, "r", bytes(400), ids, durable, SAMPLING, bytes(4 * pages), pages, 2, hot_slots, pages)
 
 
 def rows(outbox: Outbox) -> list[InventoryRow]:
@@ -202,7 +202,7 @@ def test_inventory_follows_progress_until_released() -> None:
     outbox.add_event(Staged(1, 1.0, 1.0))
     outbox.set_durable(0, 1, 64)
     outbox.add_tokens(0, 1, 2, [4, 5], 60)
-    assert [(it.admission, it.generated_tokens, it.durable_tokens) for it in rows(outbox)] == [(1, 4, 64), (2, 0, 0)]
+    assert [(it.placement, it.generated_tokens, it.durable_tokens) for it in rows(outbox)] == [(1, 4, 64), (2, 0, 0)]
     outbox.add_event(Released(1, 64, 0, 0))
     assert outbox.held() == [2]
     with pytest.raises(InternalError, match="held=1"):
@@ -219,7 +219,7 @@ def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told(
     outbox.give(Resize(1, 128, 3))
     outbox.give(Grant(99, bytes(12), 3, 3))  # of an admission that has departed
     outbox.add_event(Staged(1, 1.0, 1.0))
-    resizing = InventoryRow(1, 5, 5, slot=7, resize_slots=128, resize_chunks=3)
+    resizing = InventoryRow(1, 5, 5, request_index=7, resize_slots=128, resize_chunks=3)
     first = taken(outbox)
     outbox.add_event(Started(1))
     outbox.add_event(Parked(1))
@@ -230,7 +230,7 @@ def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told(
     assert rows(outbox) == [replace(resizing, is_staged=True)]
     outbox.ack(second.number)
     assert rows(outbox) == [
-        InventoryRow(1, 5, 3, slot=7, hot_slots=128, is_staged=True, is_started=True, is_parked=True)
+        InventoryRow(1, 5, 3, request_index=7, hot_slots=128, is_staged=True, is_started=True, is_parked=True)
     ]
     outbox.give(Grant(1, bytes(4), 1, 0))
     assert not rows(outbox)[0].is_parked
@@ -241,7 +241,7 @@ def test_a_release_stays_in_the_inventory_until_it_is_acknowledged() -> None:
     outbox.hold(admit(1, durable=100))
     outbox.add_event(Released(1, 100, 0, 0))
     report = taken(outbox)
-    assert (outbox.held(), [it.admission for it in rows(outbox)]) == ([], [1])
+    assert (outbox.held(), [it.placement for it in rows(outbox)]) == ([], [1])
     assert outbox.first_number == report.number
     outbox.ack(report.number)
     assert (rows(outbox), outbox.first_number) == ([], report.number + 1)
@@ -255,12 +255,12 @@ def test_every_token_leaves_once_and_in_order(moves: list[tuple[str, int]]) -> N
     """I5, worker's side: whatever the order of writes, reports and acknowledgements, positions are 0, 1, 2, ..."""
     outbox = Outbox(epoch=1)
     written = dict.fromkeys(range(4), 0)
-    received: dict[int, list[int]] = {admission: [] for admission in range(4)}
+    received: dict[int, list[int]] = {placement: [] for placement in range(4)}
 
     def receive(report: Report | None) -> None:
-        for admission, (_, start, ids, _) in entries(report).items() if report else ():
-            assert not ids or start == len(received[admission])
-            received[admission] += ids
+        for placement, (_, start, ids, _) in entries(report).items() if report else ():
+            assert not ids or start == len(received[placement])
+            received[placement] += ids
 
     for move, n in moves:
         match move:

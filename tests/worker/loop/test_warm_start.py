@@ -399,8 +399,8 @@ def test_a_report_carries_so_many_of_them(monkeypatch: pytest.MonkeyPatch) -> No
     """I8."""
     monkeypatch.setattr(outbox, "REPORT_TOPK_BYTES_MAX", 100)
     box = Outbox(1)
-    for admission in range(4):
-        box.add_event(Released(admission, 300, 0, 0, warm_start=bytes(60)))
+    for placement in range(4):
+        box.add_event(Released(placement, 300, 0, 0, warm_start=bytes(60)))
     sizes = []
     while (report := box.take(0, 0.0)) is not None:
         sizes.append(len(report.events))

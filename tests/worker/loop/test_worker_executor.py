@@ -103,7 +103,7 @@ def churn(rig: Rig, lives: list[Life], seed: int, aborts: int) -> None:
     doomed = set(chance.sample(range(len(lives)), aborts))
     while any(not life.outcome for life in lives):
         for life in chance.sample(lives, len(lives)):
-            if not life.admission and not life.outcome:
+            if not life.placement and not life.outcome:
                 coordinator.admit(life, chance.choice(SIZES)) or coordinator.admit(life, 64)
         here = [life for life in lives if life.here]
         for life in chance.sample(here, min(2, len(here))):

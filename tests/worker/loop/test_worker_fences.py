@@ -57,7 +57,7 @@ def a_day(make: MakeStreams, groups: tuple[int, ...]) -> Rig:
 
 def come_back(rig: Rig, life: Life, hot_slots: int) -> None:
     """Once a withdrawn request has left, admit it again unless it ended meanwhile."""
-    rig.run_until(lambda: not life.admission)
+    rig.run_until(lambda: not life.placement)
     assert life.outcome or rig.coordinator.admit(life, hot_slots)
 
 
@@ -85,7 +85,7 @@ def a_resume(make: MakeStreams, hot_slots: int) -> Rig:
     assert rig.coordinator.admit(life, 64)
     rig.run_until(lambda: len(life.tokens) >= 4)
     rig.coordinator.withdraw(life, "keep")
-    rig.run_until(lambda: not life.admission)
+    rig.run_until(lambda: not life.placement)
     life.warm_start = b""  # cold: rows that come behind the index keys would be waited for
     come_back(rig, life, hot_slots)
     rig.run()
@@ -101,7 +101,7 @@ def a_change_of_owner(make: MakeStreams) -> Rig:
     assert coordinator.admit(leaver, 64)
     rig.run_until(lambda: len(leaver.tokens) >= 10)
     coordinator.withdraw(leaver, "abort")
-    rig.run_until(lambda: not leaver.admission)
+    rig.run_until(lambda: not leaver.placement)
     assert coordinator.admit(heir, 64)
     rig.run()
     return rig
@@ -122,7 +122,7 @@ def an_abort_while_loading(make: MakeStreams) -> Rig:
     coordinator.withdraw(leaver, "abort")
     rig.turn()
     squeezed = index_pages.take(index_pages.free)
-    rig.run_until(lambda: not leaver.admission)
+    rig.run_until(lambda: not leaver.placement)
     assert coordinator.admit(heir, 64)
     rig.run()
     index_pages.give(squeezed)
@@ -134,10 +134,10 @@ def an_owner_elsewhere(make: MakeStreams) -> Rig:
     rig = Rig(make())
     leaver = rig.coordinator.create(1, 120, 8)
     assert rig.coordinator.admit(leaver, 64)
-    rig.run_until(lambda: leaver.admission == 0 or any(r.status is Status.STAGING for r in rig.executor.held()))
+    rig.run_until(lambda: leaver.placement == 0 or any(r.status is Status.STAGING for r in rig.executor.held()))
     rig.coordinator.withdraw(leaver, "abort")
     pages = leaver.host_pages[:]
-    rig.run_until(lambda: not leaver.admission)
+    rig.run_until(lambda: not leaver.placement)
     elsewhere = Rig(host=rig.host)
     heir = elsewhere.coordinator.create(2, 120, 8)
     elsewhere.coordinator.host_pages = deque(pages)
@@ -156,7 +156,7 @@ def a_chunk_that_changes_hands(make: MakeStreams) -> Rig:
     assert coordinator.admit(taker, 0)
     rig.run_until(lambda: len(taker.tokens) >= 3)
     coordinator.withdraw(taker, "keep")
-    rig.run_until(lambda: not taker.admission)
+    rig.run_until(lambda: not taker.placement)
     assert coordinator.admit(giver, 128)
     rig.run_until(lambda: len(giver.tokens) >= 5)
     assert len(taker.host_pages) == 2

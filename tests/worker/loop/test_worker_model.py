@@ -100,7 +100,7 @@ def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logi
         rig.coordinator.withdraw(lives[0], leaving)
         rig.coordinator.resize(lives[1], 64 - hot_slots)
         rig.coordinator.resize(lives[2], hot_slots)
-        rig.run_until(lambda: not lives[0].admission)
+        rig.run_until(lambda: not lives[0].placement)
         assert rig.coordinator.admit(lives[0], hot_slots)
     rig.run()
     rig.check_end()

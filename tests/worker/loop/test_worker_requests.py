@@ -180,9 +180,9 @@ def reach(rig: Rig, life: Life, status: Status) -> None:
     if status is Status.LOADING:
         rig.run_until(lambda: len(life.tokens) >= 3)
         coordinator.withdraw(life, "keep")
-        rig.run_until(lambda: not life.admission)
+        rig.run_until(lambda: not life.placement)
         assert coordinator.admit(life, 0)
-    rig.run_until(lambda: any(r.status is status and r.slot == life.number for r in rig.executor.held()))
+    rig.run_until(lambda: any(r.status is status and r.request_index == life.number for r in rig.executor.held()))
 
 
 @pytest.mark.parametrize("status", STATUSES)
@@ -246,7 +246,7 @@ def test_chunks_granted_while_a_resize_waits_belong_to_the_buffer_to_come() -> N
     assert coordinator.admit(life, 64)
     rig.run_until(lambda: len(life.tokens) >= 3)
     coordinator.withdraw(life, "keep")
-    rig.run_until(lambda: not life.admission)
+    rig.run_until(lambda: not life.placement)
     assert coordinator.admit(life, 64)
     assert coordinator.resize(life, 0)
     life.tokens.extend([0] * 40)  # as if it were further: a grant of one page and one chunk
@@ -274,8 +274,8 @@ def test_before_the_first_token_nothing_is_durable() -> None:
 
 def admit_command(**changes: object) -> Admit:
     command = Admit(
-        admission=77,
-        slot=9,
+        placement=77,
+        request_index=9,
         request_id="bad",
         prompt=pack_int32(prompt_of(9, 40)),
         generated=b"",
@@ -325,7 +325,7 @@ def test_a_bad_admission_is_faulted_and_holds_nothing(changes: dict[str, object]
     faults: list[object] = []
     add_event = rig.coordinator.add_event
     rig.coordinator.add_event = lambda event: (  # type: ignore[method-assign]
-        faults.append(event) if getattr(event, "admission", 0) == 77 else add_event(event)
+        faults.append(event) if getattr(event, "placement", 0) == 77 else add_event(event)
     )
     rig.executor.submit(admit_command(**changes))
     rig.run()
@@ -347,11 +347,11 @@ def test_a_prompt_that_fails_in_prefill_ends_alone() -> None:
 
 
 BAD_GRANTS = {
-    "a page it has": lambda life: Grant(life.admission, pack_int32(life.host_pages[:1]), 1, 0),
-    "a page out of range": lambda life: Grant(life.admission, pack_int32([9_999]), 1, 0),
-    "no index page": lambda life: Grant(life.admission, pack_int32([100]), 0, 0),
-    "a chunk for a managed buffer": lambda life: Grant(life.admission, pack_int32([100]), 1, 1),
-    "more pages than a context has": lambda life: Grant(life.admission, pack_int32(range(80, 100)), 20, 0),
+    "a page it has": lambda life: Grant(life.placement, pack_int32(life.host_pages[:1]), 1, 0),
+    "a page out of range": lambda life: Grant(life.placement, pack_int32([9_999]), 1, 0),
+    "no index page": lambda life: Grant(life.placement, pack_int32([100]), 0, 0),
+    "a chunk for a managed buffer": lambda life: Grant(life.placement, pack_int32([100]), 1, 1),
+    "more pages than a context has": lambda life: Grant(life.placement, pack_int32(range(80, 100)), 20, 0),
 }
 
 
@@ -440,4 +440,4 @@ def test_counters_of_live_requests_are_reported(monkeypatch: pytest.MonkeyPatch)
     rig.run()
     reports = events_of(rig, Counters)
     assert len(reports) >= 8
-    assert all(report.admissions == b"\1\0\0\0\0\0\0\0" for report in reports)  # type: ignore[attr-defined]
+    assert all(report.placements == b"\1\0\0\0\0\0\0\0" for report in reports)  # type: ignore[attr-defined]

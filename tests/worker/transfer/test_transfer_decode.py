@@ -201,7 +201,7 @@ def test_a_prompt_whose_transfer_fails_between_parts_leaves_and_begins_anew(part
     life.staged = False  # rows here count for nothing by themselves
     pair.first.run()
     assert len(copier.sent) == parts
-    assert (life.durable, life.host_pages, life.admission) == (0, [], 0)
+    assert (life.durable, life.host_pages, life.placement) == (0, [], 0)
     copier.parts_until_failure = 0
     assert pair.first.coordinator.admit(life, NO_HOT_BUFFER)
     pair.first.run()
