@@ -28,7 +28,16 @@ import trio
 
 from coordinator import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Accepted, Admission, Changed, Joined, Ordered, PoolOpened, Record, SummaryEnded
+from coordinator.journal.records import (
+    LedgerChanged,
+    PoolOpened,
+    Record,
+    RequestAccepted,
+    RequestOrdered,
+    RequestPlaced,
+    SummaryEnded,
+    WorkerJoined,
+)
 from coordinator.journal.state import JournalState
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
@@ -100,16 +109,16 @@ class Load:
         """Everybody is there and has the pages of its prompt."""
         self._journal.append([PoolOpened(NODE, self._capacity, MODEL)])
         for name in (f"w{number}" for number in range(WORKERS)):
-            self._change(AddWorker(name, 1, self._capacity), Joined(NODE, name, 1, self._capacity, MODEL))
+            self._change(AddWorker(name, 1, self._capacity), WorkerJoined(NODE, name, 1, self._capacity, MODEL))
         pages = PROMPT_TOKENS // PAGE_TOKENS + GRANT_PAGES
         for number in range(len(self._request_indices)):
             request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
-            asked = Accepted(
+            asked = RequestAccepted(
                 request_index, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time()
             )
             self._journal.append([asked])
-            stay = Admission(request_index, placement, NODE, worker, 1, 0)
+            stay = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
             self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
             self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
             self._token_log.bind(request_index, number % WORKERS)
@@ -117,7 +126,7 @@ class Load:
 
     def _change(self, change: Change, *notes: Record) -> None:
         apply(self._ledger, change)
-        self._journal.append([Changed(NODE, (change,)), *notes])
+        self._journal.append([LedgerChanged(NODE, (change,)), *notes])
 
     def report(self, worker: int) -> None:
         """One decode step of a worker."""
@@ -160,7 +169,7 @@ class Probe:
     async def commit(self) -> None:
         for number in range(1 << 62):
             began, in_summary = time.perf_counter(), self._journal.is_summarizing
-            await self._journal.append([Ordered(number % 64, held=False, forced_slots=-1)]).wait()
+            await self._journal.append([RequestOrdered(number % 64, held=False, forced_slots=-1)]).wait()
             in_summary = in_summary or self._journal.is_summarizing
             self.commits.append((time.perf_counter() - began, in_summary))
             await trio.sleep(PROBE_INTERVAL_S)

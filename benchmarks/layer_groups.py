@@ -45,7 +45,7 @@ from protocol.text import make_tokenizer
 from protocol.units import managed_chunks, pages_for
 from worker.loop.executor import Executor
 from worker.pool.file import HEADER_BYTES
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
 from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, nobody
 from worker.runners.synthetic import synthetic_config, synthetic_runner
@@ -136,7 +136,7 @@ def receive(options: argparse.Namespace) -> None:
     layers, row_bytes, index_row_bytes, topk, pages = json.loads(options.receive)
     geometry = Geometry(layers, row_bytes, tuple(range(layers)), index_row_bytes, topk)
     path = options.dir / f"hisparse-bench-{os.getpid()}.pool"
-    pool = HostPool.open(path, geometry, pages, MODEL)
+    pool = MappedPool.open(path, geometry, pages, MODEL)
     memory = PoolMemory(pool.pages.numpy(), str(path), HEADER_BYTES, pool.pool_id)
     layout, address = Layout.of(geometry, MODEL), "tcp://127.0.0.1:0"
     receiver = open_receiver(options.engine, memory, layout, name="bench-receiver", address=address)
@@ -157,7 +157,7 @@ class Bench:
     """One executor; its figures by name, of all rounds."""
 
     def __init__(
-        self, options: argparse.Namespace, runner: Runner, pool: HostPool, memory: PoolMemory, group_bytes: str
+        self, options: argparse.Namespace, runner: Runner, pool: MappedPool, memory: PoolMemory, group_bytes: str
     ) -> None:
         pages, g = pages_for(options.tokens), runner.geometry
         sizing = sizing_of(
@@ -257,7 +257,7 @@ def measure(options: argparse.Namespace) -> None:
         runner = synthetic_runner(config, device=options.device)
     geometry, pages = runner.geometry, pages_for(options.tokens)
     path = options.dir / f"hisparse-bench-{os.getpid()}.pool"
-    pool = HostPool.open(path, geometry, pages + 1, MODEL)
+    pool = MappedPool.open(path, geometry, pages + 1, MODEL)
     if is_gpu:
         pool.register(CudaRegistrar(options.device), threading.Event())
     memory = PoolMemory(pool.pages.numpy(), str(path), HEADER_BYTES, pool.pool_id)

@@ -34,7 +34,7 @@ from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS
 from worker.loop.swap import PIECE_TOKENS
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
 
 RESULTS: Final = Path(__file__).with_name("results")
@@ -47,7 +47,7 @@ class End:
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._pool = HostPool.open(path, GEOMETRY, pages, "two_gpus")
+        self._pool = MappedPool.open(path, GEOMETRY, pages, "two_gpus")
         if self.device.type == "cuda":
             self._pool.register(CudaRegistrar(device), threading.Event())
         self._state = DeviceState.allocate(

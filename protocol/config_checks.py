@@ -34,7 +34,7 @@ LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 HEARTBEATS_PER_LIMIT_MIN: Final = 3
 
 
-class Check(NamedTuple):
+class SettingCheck(NamedTuple):
     holds: bool
     field: str
     value: object
@@ -49,7 +49,7 @@ def check(config: Config) -> None:
             raise ConfigError(row.message, field=row.field, value=row.value, remedy=row.remedy)
 
 
-def _all_checks(config: Config) -> Iterator[Check]:
+def _all_checks(config: Config) -> Iterator[SettingCheck]:
     yield from _cluster(config.cluster)
     yield from _coordinator(config.coordinator)
     yield from _worker(config.worker)
@@ -57,7 +57,7 @@ def _all_checks(config: Config) -> Iterator[Check]:
     yield from _http(config)
 
 
-def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
+def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
     yield _one_of("cluster.log_level", cluster.log_level, LOG_LEVELS)
     yield _one_of("cluster.log_format", cluster.log_format, LOG_FORMATS)
     yield _one_of("cluster.speak_as", cluster.speak_as, SPEAKERS)
@@ -69,7 +69,7 @@ def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
     }
     for field, endpoint in endpoints.items():
         yield from _endpoint(field, endpoint, is_guarded=bool(cluster.insecure or cluster.keys_dir))
-    yield Check(
+    yield SettingCheck(
         not (cluster.insecure and cluster.keys_dir),
         "cluster.insecure",
         cluster.insecure,
@@ -77,16 +77,16 @@ def _cluster(cluster: ClusterSettings) -> Iterator[Check]:
         "leave one out",
     )
     distinct = len(set(endpoints.values())) == len(endpoints)
-    yield Check(
+    yield SettingCheck(
         distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
     )
 
 
-def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Check]:
+def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[SettingCheck]:
     scheme, _, address = endpoint.partition("://")
     known = scheme in ("ipc", "tcp") and bool(address)
-    yield Check(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
-    yield Check(
+    yield SettingCheck(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://host:port")
+    yield SettingCheck(
         scheme != "tcp" or is_guarded,
         field,
         endpoint,
@@ -95,9 +95,11 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Check]
     )
     port = address.rpartition(":")[2]
     named = scheme != "tcp" or port == "*" or (port.isdecimal() and int(port) <= PORT_MAX)
-    yield Check(named, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}")
+    yield SettingCheck(
+        named, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}"
+    )
     fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
-    yield Check(
+    yield SettingCheck(
         fits,
         field,
         endpoint,
@@ -106,7 +108,7 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Check]
     )
 
 
-def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
+def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
     for field in (
         *("live_requests_max", "queue_max", "connections_max", "connections_per_key_max"),
         *("messages_burst", "grant_ahead_tokens"),
@@ -116,14 +118,14 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
     for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s", "messages_per_s"):
         yield _positive(f"coordinator.{field}", getattr(coordinator, field))
-    yield Check(
+    yield SettingCheck(
         coordinator.queue_max <= coordinator.live_requests_max,
         "coordinator.queue_max",
         coordinator.queue_max,
         f"more than live_requests_max={coordinator.live_requests_max}, so the queue could never fill",
         "lower queue_max or raise live_requests_max",
     )
-    yield Check(
+    yield SettingCheck(
         coordinator.heartbeat_limit_s >= HEARTBEATS_PER_LIMIT_MIN * coordinator.heartbeat_interval_s,
         "coordinator.heartbeat_limit_s",
         coordinator.heartbeat_limit_s,
@@ -133,12 +135,12 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[Check]:
     yield _port("coordinator.metrics_port", coordinator.metrics_port)
 
 
-def _worker(worker: WorkerSettings) -> Iterator[Check]:
+def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _name("worker.name", worker.name)
     yield _name("worker.node", worker.node)
     yield _one_of("worker.role", worker.role, ROLES)
     yield _one_of("worker.transfer", worker.transfer, TRANSFER_ENGINES)
-    yield Check(
+    yield SettingCheck(
         worker.transfer in ("", "shared") or worker.transfer_address.startswith("tcp://"),
         "worker.transfer_address",
         worker.transfer_address,
@@ -150,8 +152,8 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
     kind, colon, index = worker.device.partition(":")
     device_known = worker.device == "cpu" or (kind == "cuda" and index.isdecimal() == bool(colon))
-    yield Check(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
-    yield Check(
+    yield SettingCheck(device_known, "worker.device", worker.device, "unknown device", "use cpu, cuda or cuda:N")
+    yield SettingCheck(
         (worker.stream_backend == "cuda") == (worker.device != "cpu"),
         "worker.stream_backend",
         worker.stream_backend,
@@ -172,23 +174,23 @@ def _worker(worker: WorkerSettings) -> Iterator[Check]:
     yield _port("worker.metrics_port", worker.metrics_port)
 
 
-def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
+def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
     for field, known in (("device_mem", worker.device != "cpu"), ("host_mem", True)):  # how much there is
         text = getattr(worker, field)
-        yield Check(known or text != AUTO, f"worker.{field}", text, "is for a GPU", "give it a size, as in 4GiB")
+        yield SettingCheck(known or text != AUTO, f"worker.{field}", text, "is for a GPU", "give it a size, as in 4GiB")
         sized = text == AUTO or parse_size(text, f"worker.{field}") > 0
-        yield Check(sized, f"worker.{field}", text, "no memory at all", "give it a size")
+        yield SettingCheck(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
-    yield Check(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
+    yield SettingCheck(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
     for slots in classes:
-        yield Check(
+        yield SettingCheck(
             0 < slots <= SLOTS_MAX - PAGE_TOKENS and slots % PAGE_TOKENS == 0,
             "worker.hot_size_classes",
             slots,
             f"not a multiple of {PAGE_TOKENS} from {PAGE_TOKENS} to {SLOTS_MAX - PAGE_TOKENS}",
             "choose sizes in whole chunks",
         )
-    yield Check(
+    yield SettingCheck(
         all(smaller < larger for smaller, larger in pairwise(classes)),
         "worker.hot_size_classes",
         classes,
@@ -197,16 +199,16 @@ def _worker_memory(worker: WorkerSettings) -> Iterator[Check]:
     )
 
 
-def _http(config: Config) -> Iterator[Check]:
+def _http(config: Config) -> Iterator[SettingCheck]:
     http = config.http
-    yield Check(
+    yield SettingCheck(
         bool(http.api_keys_file) or config.cluster.insecure or http.host in LOOPBACK,
         "http.host",
         http.host,
         "whoever reaches it could ask, since there are no API keys",
         f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
     )
-    yield Check(
+    yield SettingCheck(
         bool(http.tls_cert_file) == bool(http.tls_key_file),
         "http.tls_key_file" if http.tls_cert_file else "http.tls_cert_file",
         "",
@@ -219,26 +221,26 @@ def _http(config: Config) -> Iterator[Check]:
     yield _port("http.metrics_port", http.metrics_port)
 
 
-def _one_of(field: str, value: str, known: tuple[str, ...]) -> Check:
-    return Check(value in known, field, value, "unknown value", f"use one of {', '.join(known)}")
+def _one_of(field: str, value: str, known: tuple[str, ...]) -> SettingCheck:
+    return SettingCheck(value in known, field, value, "unknown value", f"use one of {', '.join(known)}")
 
 
-def _name(field: str, value: str) -> Check:
+def _name(field: str, value: str) -> SettingCheck:
     fine = 0 < len(value) <= NAME_CHARS_MAX and value.isprintable() and not any(c.isspace() for c in value)
-    return Check(fine, field, value, f"not a name of 1 to {NAME_CHARS_MAX} visible characters", "choose another")
+    return SettingCheck(fine, field, value, f"not a name of 1 to {NAME_CHARS_MAX} visible characters", "choose another")
 
 
-def _at_least(field: str, value: float, low: float) -> Check:
-    return Check(low <= value < inf, field, value, f"not a number from {low} on", f"use {low} or more")
+def _at_least(field: str, value: float, low: float) -> SettingCheck:
+    return SettingCheck(low <= value < inf, field, value, f"not a number from {low} on", f"use {low} or more")
 
 
-def _positive(field: str, value: float) -> Check:
-    return Check(0 < value < inf, field, value, "not a number above 0", "use a positive number")
+def _positive(field: str, value: float) -> SettingCheck:
+    return SettingCheck(0 < value < inf, field, value, "not a number above 0", "use a positive number")
 
 
-def _between(field: str, value: int, low: int, high: int) -> Check:
-    return Check(low <= value <= high, field, value, f"not from {low} to {high}", f"use {low} to {high}")
+def _between(field: str, value: int, low: int, high: int) -> SettingCheck:
+    return SettingCheck(low <= value <= high, field, value, f"not from {low} to {high}", f"use {low} to {high}")
 
 
-def _port(field: str, value: int) -> Check:
-    return Check(-1 <= value <= PORT_MAX, field, value, "not a port", "use 0 for any free port, -1 for none")
+def _port(field: str, value: int) -> SettingCheck:
+    return SettingCheck(-1 <= value <= PORT_MAX, field, value, "not a port", "use 0 for any free port, -1 for none")

@@ -33,8 +33,8 @@ NO_RESIZE: Final = -2
 class InventoryRow:
     """One placement on a worker: what it was given, what it uses, how far it has come.
 
-    A hello leaves out what the audit alone knows (`digest` to `is_leaving`), an audit what is progress (`request_index` to
-    `is_released`).
+    A hello leaves out what the audit alone knows (`digest` to `is_leaving`), an audit what is progress
+    (`request_index` to `is_released`).
     """
 
     placement: int

@@ -73,7 +73,7 @@ def run_worker(config: Config) -> int:
         torch.set_num_threads(settings.threads)
     try:
         with interruptible() as halted:
-            worker = Worker(config, halted)
+            worker = WorkerProcess(config, halted)
     except StartInterruptedError as stop:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
@@ -84,7 +84,7 @@ def run_worker(config: Config) -> int:
             os._exit(EXIT_DEFECT)  # the end of the interpreter, and of CUDA, would wait for what hangs
 
 
-class Worker:
+class WorkerProcess:
     """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool."""
 
     def __init__(self, config: Config, halted: threading.Event) -> None:

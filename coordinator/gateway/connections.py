@@ -33,7 +33,7 @@ class Router(Protocol):
 
 
 @dataclass(eq=False)
-class Connection:
+class ClientConnection:
     """One peer of one socket. `index` is small and reused, for arrays over connections. `user` is whose key it bears:
     who its requests belong to. `name` is only what it calls itself."""
 
@@ -58,30 +58,30 @@ class Connection:
         return f"{self.user or self.role} {self.name}".rstrip()
 
 
-class Connections:
+class ClientConnections:
     """At most `limit`. `on_drop` is called for each connection that is given up, with the reason."""
 
-    def __init__(self, limit: int, on_drop: Callable[[Connection, str], None]) -> None:
+    def __init__(self, limit: int, on_drop: Callable[[ClientConnection, str], None]) -> None:
         self.limit = limit
         self.is_blocked: npt.NDArray[np.bool_] = np.zeros(limit, np.bool_)
         self._on_drop = on_drop
         self._free = list(range(limit))[::-1]
-        self._by_peer: dict[tuple[str, bytes], Connection] = {}
-        self._by_index: dict[int, Connection] = {}
+        self._by_peer: dict[tuple[str, bytes], ClientConnection] = {}
+        self._by_index: dict[int, ClientConnection] = {}
 
     def __len__(self) -> int:
         return len(self._by_index)
 
-    def find(self, role: str, peer: bytes) -> Connection | None:
+    def find(self, role: str, peer: bytes) -> ClientConnection | None:
         return self._by_peer.get((role, peer))
 
-    def __getitem__(self, index: int) -> Connection:
+    def __getitem__(self, index: int) -> ClientConnection:
         return self._by_index[index]
 
-    def get(self, index: int) -> Connection | None:
+    def get(self, index: int) -> ClientConnection | None:
         return self._by_index.get(index)
 
-    def open(self, router: Router, peer: bytes, role: str, name: str, now: float, user: str = "") -> Connection:
+    def open(self, router: Router, peer: bytes, role: str, name: str, now: float, user: str = "") -> ClientConnection:
         """A new connection. Raises CapacityError when `limit` are open and all of them listen."""
         if not self._free:
             raise CapacityError(
@@ -90,12 +90,12 @@ class Connections:
                 value=self.limit,
                 remedy="close some, or raise coordinator.connections_max",
             )
-        connection = Connection(self._free.pop(), router, peer, role, name, now, user)
+        connection = ClientConnection(self._free.pop(), router, peer, role, name, now, user)
         self._by_peer[role, peer] = connection
         self._by_index[connection.index] = connection
         return connection
 
-    def drop(self, connection: Connection, reason: str) -> None:
+    def drop(self, connection: ClientConnection, reason: str) -> None:
         """Forget it. Idempotent."""
         if connection.is_gone:
             return
@@ -106,7 +106,7 @@ class Connections:
         self._free.append(connection.index)
         self._on_drop(connection, reason)
 
-    def say(self, connection: Connection, frame: bytes, now: float) -> None:
+    def say(self, connection: ClientConnection, frame: bytes, now: float) -> None:
         """Send `frame` behind what waits already, or let it wait; drop a connection that is gone or too far behind."""
         if self.offer(connection, frame, now) or connection.is_gone:
             return
@@ -115,7 +115,7 @@ class Connections:
         if len(connection.outbox) > OUTBOX_MESSAGES_MAX or connection.outbox_bytes > OUTBOX_BYTES_MAX:
             self.drop(connection, "does not read")
 
-    def offer(self, connection: Connection, frame: bytes, now: float) -> bool:
+    def offer(self, connection: ClientConnection, frame: bytes, now: float) -> bool:
         """Send `frame` now. False: it was not sent; the connection is gone, or blocked until `unblock` finds room."""
         if connection.is_gone or self.is_blocked[connection.index]:
             return False

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from coordinator.gateway.connections import Connection, Connections
+from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
 from coordinator.scheduling.events import Ending
 from coordinator.tokens.token_log import TokenLog
@@ -48,7 +48,7 @@ class Deliveries:
         flush_interval_s: float,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.connections = Connections(connections_max, self._dropped)
+        self.connections = ClientConnections(connections_max, self._dropped)
         self._log = token_log
         self._counters = counters
         self._flush_interval_s = flush_interval_s
@@ -84,23 +84,23 @@ class Deliveries:
 
     # ------------------------------------------------------------ what clients ask
 
-    def subscribe(self, connection: Connection, request_index: int, cursor: int) -> int:
+    def subscribe(self, connection: ClientConnection, request_index: int, cursor: int) -> int:
         """The handle of the new subscription. Raises WrongState when this connection has one already."""
         handle = self._subscriptions.add(connection.index, request_index, cursor)
         self._news.set()
         return handle
 
-    def unsubscribe(self, connection: Connection, request_index: int) -> None:
+    def unsubscribe(self, connection: ClientConnection, request_index: int) -> None:
         self._subscriptions.remove(connection.index, request_index)
 
-    def say(self, connection: Connection, message: messages.GatewayMessage) -> None:
+    def say(self, connection: ClientConnection, message: messages.GatewayMessage) -> None:
         self.connections.say(connection, messages.encode(message), self._clock())
 
     def probe(self, told_before: float) -> None:
         """Find out which of the connections told nothing since `told_before` are gone."""
         self.connections.probe(KEEPALIVE, told_before, self._clock())
 
-    def _dropped(self, connection: Connection, reason: str) -> None:
+    def _dropped(self, connection: ClientConnection, reason: str) -> None:
         self._subscriptions.remove_connection(connection.index)
         log.info("connection closed", extra=fields(owner=connection.owner, peer=connection.peer.hex(), reason=reason))
 

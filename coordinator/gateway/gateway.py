@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import trio
 
-from coordinator.gateway.connections import ADMIN, CLIENT, Connection
+from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
@@ -39,8 +39,8 @@ LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
 
-Answer: TypeAlias = Callable[[Connection, Any], GatewayMessage]
-CommandHandler: TypeAlias = Callable[[Connection, Any], Awaitable[tuple[str, ...]]]
+Answer: TypeAlias = Callable[[ClientConnection, Any], GatewayMessage]
+CommandHandler: TypeAlias = Callable[[ClientConnection, Any], Awaitable[tuple[str, ...]]]
 
 
 class SchedulerFacade(Protocol):
@@ -161,7 +161,7 @@ class Gateway:
         else:
             self._serve(connection, message, message.tag, nursery)
 
-    def _greet(self, role: str, received: Received, hello: messages.Hello) -> Connection:
+    def _greet(self, role: str, received: Received, hello: messages.Hello) -> ClientConnection:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"this coordinator speaks protocol {PROTOCOL_VERSION}",
@@ -200,7 +200,7 @@ class Gateway:
 
     # ------------------------------------------------------------ what is done about it
 
-    def _serve(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+    def _serve(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         answer = self._answers.get(type(message))
         try:
             if answer is not None:
@@ -212,13 +212,13 @@ class Gateway:
             reply = self._failed(tag, error)
         self._deliveries.say(connection, reply)
 
-    def _start(self, connection: Connection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
+    def _start(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         if self._asks >= ASKS_MAX:
             raise CapacityError(f"{ASKS_MAX} commands are being carried out", remedy="retry in a moment")
         self._asks += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
-    def _attach(self, connection: Connection, attach: messages.Attach) -> messages.Accepted:
+    def _attach(self, connection: ClientConnection, attach: messages.Attach) -> messages.Accepted:
         request_index = self._scheduler.lookup(attach.request_id, connection.sees)
         length = int(self._log.committed[request_index])
         if not 0 <= attach.offset <= length:
@@ -232,11 +232,11 @@ class Gateway:
             attach.tag, attach.request_id, self._deliveries.subscribe(connection, request_index, attach.offset)
         )
 
-    def _detach(self, connection: Connection, detach: messages.Detach) -> messages.Done:
+    def _detach(self, connection: ClientConnection, detach: messages.Detach) -> messages.Done:
         self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id, connection.sees))
         return messages.Done(detach.tag)
 
-    async def _carry_out(self, connection: Connection, message: AdminMessage, tag: int) -> None:
+    async def _carry_out(self, connection: ClientConnection, message: AdminMessage, tag: int) -> None:
         try:
             if isinstance(message, messages.Submit):
                 reply: GatewayMessage = await self._submit(connection, message)
@@ -250,7 +250,7 @@ class Gateway:
             self._asks -= 1
         self._deliveries.say(connection, reply)
 
-    async def _submit(self, connection: Connection, submit: messages.Submit) -> messages.Accepted:
+    async def _submit(self, connection: ClientConnection, submit: messages.Submit) -> messages.Accepted:
         request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4
@@ -267,7 +267,7 @@ class Gateway:
 def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[type, Answer]:
     """What is answered at once, from state that this task may read."""
 
-    def requests(who: Connection, ask: messages.ListRequests) -> messages.RequestRows:
+    def requests(who: ClientConnection, ask: messages.ListRequests) -> messages.RequestRows:
         limit = min(max(ask.limit, 1), ROWS_MAX)
         rows = scheduler.request_rows(limit + 1, who.sees)
         return messages.RequestRows(ask.tag, tuple(rows[:limit]), truncated=len(rows) > limit)

@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from coordinator.actor import Reply
-from coordinator.journal.records import Changed, Record, tokens_of
+from coordinator.journal.records import LedgerChanged, Record, tokens_of
 from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
@@ -242,7 +242,7 @@ class GroupCommit:
         return Commit(pending)
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return self.append([Changed(node, tuple(changes)), *notes])
+        return self.append([LedgerChanged(node, tuple(changes)), *notes])
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:

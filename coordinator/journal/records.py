@@ -41,7 +41,7 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---------------------------------------------------------------- of a request
 
 
-class Accepted(JournalEntry, frozen=True):
+class RequestAccepted(JournalEntry, frozen=True):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
     seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
     `prefill_mode` is how it was asked to come to its worker."""
@@ -58,7 +58,7 @@ class Accepted(JournalEntry, frozen=True):
     prefill_mode: str = AUTO
 
 
-class Ordered(JournalEntry, frozen=True):
+class RequestOrdered(JournalEntry, frozen=True):
     """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
 
     request_index: int
@@ -68,7 +68,7 @@ class Ordered(JournalEntry, frozen=True):
     reason: str = ""
 
 
-class Admission(JournalEntry, frozen=True):
+class RequestPlaced(JournalEntry, frozen=True):
     """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
@@ -82,7 +82,7 @@ class Admission(JournalEntry, frozen=True):
     ticket: int = 0
 
 
-class HandedOver(JournalEntry, frozen=True):
+class RequestHandedOver(JournalEntry, frozen=True):
     """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
     under `ticket`."""
 
@@ -95,7 +95,7 @@ class HandedOver(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class Departed(JournalEntry, frozen=True):
+class RequestDeparted(JournalEntry, frozen=True):
     """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
     `first_token` belongs to them when nothing of the output was said yet."""
 
@@ -104,7 +104,7 @@ class Departed(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class Struck(JournalEntry, frozen=True):
+class RequestsStruck(JournalEntry, frozen=True):
     """`worker` died with these on it (coordinator.scheduling.poison): how many strikes each has by now, and at how
     many generated tokens. Parallel int32 arrays."""
 
@@ -114,7 +114,7 @@ class Struck(JournalEntry, frozen=True):
     marks: bytes
 
 
-class Ended(JournalEntry, frozen=True):
+class RequestEnded(JournalEntry, frozen=True):
     """The last word on a request; all of its tokens come before."""
 
     request_index: int
@@ -125,7 +125,7 @@ class Ended(JournalEntry, frozen=True):
     at_s: float
 
 
-class Forgotten(JournalEntry, frozen=True):
+class RequestsForgotten(JournalEntry, frozen=True):
     """Ended requests that nobody may ask for any more; their slots may be taken again. `request_indices` is int32;
     `arrivals` is the highest number that any request had so far."""
 
@@ -144,7 +144,7 @@ class PoolOpened(JournalEntry, frozen=True):
     model: ModelInfo
 
 
-class Joined(JournalEntry, frozen=True):
+class WorkerJoined(JournalEntry, frozen=True):
     """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
 
     node: str
@@ -157,7 +157,7 @@ class Joined(JournalEntry, frozen=True):
     boot: str = ""
 
 
-class Drained(JournalEntry, frozen=True):
+class WorkerDrained(JournalEntry, frozen=True):
     """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
     and the next one if its number follows."""
 
@@ -167,11 +167,11 @@ class Drained(JournalEntry, frozen=True):
     handover: bool
 
 
-class Undrained(JournalEntry, frozen=True):
+class WorkerUndrained(JournalEntry, frozen=True):
     worker: str
 
 
-class Changed(JournalEntry, frozen=True):
+class LedgerChanged(JournalEntry, frozen=True):
     """Changes of a node's ledger, in order."""
 
     node: str
@@ -181,7 +181,7 @@ class Changed(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of all
 
 
-class Tokens(JournalEntry, frozen=True):
+class TokensAppended(JournalEntry, frozen=True):
     """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
     many rows are durable by now."""
 
@@ -202,8 +202,8 @@ class SummaryBegun(JournalEntry, frozen=True):
     arrivals: int
     placements: int
     pools: tuple[PoolOpened, ...]
-    workers: tuple[Joined, ...]
-    drains: tuple[Drained, ...] = ()
+    workers: tuple[WorkerJoined, ...]
+    drains: tuple[WorkerDrained, ...] = ()
 
 
 class SummaryEnded(JournalEntry, frozen=True):
@@ -245,7 +245,7 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
-class Output(JournalEntry, frozen=True):
+class RequestOutput(JournalEntry, frozen=True):
     """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
 
     request_index: int
@@ -259,9 +259,9 @@ class Summary(JournalEntry, frozen=True):
 
     arrivals: int
     placements: int
-    ordered: tuple[Ordered, ...] = ()
-    stays: tuple[Admission, ...] = ()
-    departed: tuple[Departed, ...] = ()
+    ordered: tuple[RequestOrdered, ...] = ()
+    stays: tuple[RequestPlaced, ...] = ()
+    departed: tuple[RequestDeparted, ...] = ()
 
 
 def digest_of(prompt: bytes) -> bytes:
@@ -269,47 +269,47 @@ def digest_of(prompt: bytes) -> bytes:
     return blake2b(prompt, digest_size=16).digest()
 
 
-def tokens_of(news: News) -> Tokens:
+def tokens_of(news: News) -> TokensAppended:
     """What the token log has to write down, as a record."""
-    return Tokens(*(part.tobytes() for part in news))
+    return TokensAppended(*(part.tobytes() for part in news))
 
 
-def news_of(tokens: Tokens) -> News:
+def news_of(tokens: TokensAppended) -> News:
     """A record, as the token log takes it in. Raises ProtocolError when an array's bytes do not divide by 4."""
     parts = (tokens.request_indices, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
     return News(*(unpack_int32(part, "tokens") for part in parts))
 
 
-def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> Struck:
+def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> RequestsStruck:
     """Of (slot, strikes, mark) for each."""
-    return Struck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
+    return RequestsStruck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
 
 
 Record: TypeAlias = (
-    Accepted
-    | Ordered
-    | Admission
-    | HandedOver
-    | Departed
-    | Struck
-    | Ended
-    | Forgotten
+    RequestAccepted
+    | RequestOrdered
+    | RequestPlaced
+    | RequestHandedOver
+    | RequestDeparted
+    | RequestsStruck
+    | RequestEnded
+    | RequestsForgotten
     | PoolOpened
-    | Joined
-    | Drained
-    | Undrained
-    | Changed
-    | Tokens
+    | WorkerJoined
+    | WorkerDrained
+    | WorkerUndrained
+    | LedgerChanged
+    | TokensAppended
     | SummaryBegun
     | SummaryEnded
     | NodePart
-    | Output
+    | RequestOutput
     | Summary
     | NodeImage
 )
 
 #: Records that outlive a summary, until their request is forgotten.
-LASTING = (Accepted, Output, Ended)
+LASTING = (RequestAccepted, RequestOutput, RequestEnded)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Record).decode

@@ -25,27 +25,27 @@ import msgspec
 from coordinator.journal.ledger_image import epochs_of, ledger_from
 from coordinator.journal.records import (
     DRAINS_MAX,
-    Accepted,
-    Admission,
-    Changed,
-    Departed,
-    Drained,
-    Ended,
-    Forgotten,
-    HandedOver,
-    Joined,
+    LedgerChanged,
     NodeImage,
     NodePart,
-    Ordered,
-    Output,
     PoolOpened,
     Record,
-    Struck,
+    RequestAccepted,
+    RequestDeparted,
+    RequestEnded,
+    RequestHandedOver,
+    RequestOrdered,
+    RequestOutput,
+    RequestPlaced,
+    RequestsForgotten,
+    RequestsStruck,
     Summary,
     SummaryBegun,
     SummaryEnded,
-    Tokens,
-    Undrained,
+    TokensAppended,
+    WorkerDrained,
+    WorkerJoined,
+    WorkerUndrained,
     digest_of,
     news_of,
 )
@@ -57,9 +57,9 @@ from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 
 
-def no_order(request_index: int) -> Ordered:
+def no_order(request_index: int) -> RequestOrdered:
     """Nobody wants anything of a request but its output."""
-    return Ordered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
+    return RequestOrdered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
 
 
 @dataclass(slots=True)
@@ -67,20 +67,20 @@ class RequestRecord:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
     of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
 
-    accepted: Accepted
+    accepted: RequestAccepted
     prompt_tokens: int
-    ordered: Ordered
-    stay: Admission | None = None
+    ordered: RequestOrdered
+    stay: RequestPlaced | None = None
     on_worker: bool = False
     kept_tokens: int = 0
     first_token: int = NO_TOKEN
     strikes: int = 0
     mark: int = -1  # generated tokens at the last of them
     killed: str = ""  # the worker that died then
-    ended: Ended | None = None
+    ended: RequestEnded | None = None
     prompt_digest: bytes = b""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnded) -> None:
         self.ended, self.prompt_digest = ended, digest_of(self.accepted.prompt)
         self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
 
@@ -91,8 +91,8 @@ class JournalState:
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     pools: dict[str, PoolOpened] = field(default_factory=dict)
-    workers: dict[EpochKey, Joined] = field(default_factory=dict)
-    drains: dict[str, Drained] = field(default_factory=dict)
+    workers: dict[EpochKey, WorkerJoined] = field(default_factory=dict)
+    drains: dict[str, WorkerDrained] = field(default_factory=dict)
     requests: dict[int, RequestRecord] = field(default_factory=dict)
     arrivals: int = 0
     placements: int = 0
@@ -100,12 +100,12 @@ class JournalState:
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
-            case Accepted(request_index):
+            case RequestAccepted(request_index):
                 self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
                 self.arrivals = max(self.arrivals, record.arrival)
-            case Joined() | PoolOpened() | Drained() | Undrained():
+            case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
-            case Struck():
+            case RequestsStruck():
                 self._note_strikes(record)
             case SummaryBegun(arrivals, placements, pools, workers, drains):
                 self.arrivals, self.placements = max(self.arrivals, arrivals), max(self.placements, placements)
@@ -114,26 +114,26 @@ class JournalState:
                 for joined in workers:
                     self.note(joined)
                 self.drains = {drained.worker: drained for drained in drains}
-            case Forgotten(request_indices, arrivals):
+            case RequestsForgotten(request_indices, arrivals):
                 self.arrivals = max(self.arrivals, arrivals)
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     self.requests.pop(request_index, None)
-            case Changed(changes=changes):  # where each number is given out, that of a ticket too
+            case LedgerChanged(changes=changes):  # where each number is given out, that of a ticket too
                 given = (change.placement for change in changes if isinstance(change, Reserve))
                 self.placements = max(self.placements, *given, 0)
-            case Ordered() | Admission() | HandedOver() | Departed() | Ended():
+            case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
                 self._note_of_request(record)
 
-    def _note_of_node(self, record: Joined | PoolOpened | Drained | Undrained) -> None:
+    def _note_of_node(self, record: WorkerJoined | PoolOpened | WorkerDrained | WorkerUndrained) -> None:
         match record:
             case PoolOpened(node):
                 self.pools[node] = record
-            case Joined(worker=worker, epoch=epoch):
+            case WorkerJoined(worker=worker, epoch=epoch):
                 self.workers[worker, epoch] = record
                 self._note_drain_of_next(worker, epoch)
-            case Undrained(worker):
+            case WorkerUndrained(worker):
                 self.drains.pop(worker, None)
-            case Drained(worker):
+            case WorkerDrained(worker):
                 self.drains.pop(worker, None)
                 self.drains[worker] = record
                 if len(self.drains) > DRAINS_MAX:
@@ -147,31 +147,33 @@ class JournalState:
             if follows(epoch, drained.epoch):
                 self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
 
-    def _note_strikes(self, struck: Struck) -> None:
+    def _note_strikes(self, struck: RequestsStruck) -> None:
         arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))
         for request_index, strikes, mark in zip(*arrays, strict=True):
             if known := self.requests.get(request_index):
                 known.strikes, known.mark, known.killed = strikes, mark, struck.worker
 
-    def _note_of_request(self, record: Ordered | Admission | HandedOver | Departed | Ended) -> None:
+    def _note_of_request(
+        self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestDeparted | RequestEnded
+    ) -> None:
         known = self.requests.get(record.request_index)
         if known is None:
             return
         match record:
-            case Ordered():
+            case RequestOrdered():
                 known.ordered = record
-            case Admission():
+            case RequestPlaced():
                 known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
-            case HandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
-                known.stay = Admission(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
+            case RequestHandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
+                known.stay = RequestPlaced(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
-            case Departed(_, kept_tokens, first_token):
+            case RequestDeparted(_, kept_tokens, first_token):
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
-            case Ended():
+            case RequestEnded():
                 known.end(record)
 
-    def joined(self, node: str) -> list[Joined]:
+    def joined(self, node: str) -> list[WorkerJoined]:
         """Epochs of `node` of which anything is left."""
         left = epochs_of(self.ledgers[node])
         return [it for key, it in self.workers.items() if it.node == node and key in left]
@@ -205,18 +207,18 @@ class _Replay:
     def take(self, record: Record) -> None:
         book, token_log = self.book, self.token_log
         match record:
-            case Accepted():
+            case RequestAccepted():
                 token_log.reopen(record.request_index, record.sampling.max_tokens)
-            case Forgotten(request_indices):
+            case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     if request_index in book.requests:
                         token_log.close(request_index)
-            case Tokens():
+            case TokensAppended():
                 token_log.recover(news_of(record))
-            case Output():
+            case RequestOutput():
                 tokens = unpack_int32(record.tokens, "tokens")
                 token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
-            case Admission(request_index) if request_index in book.requests:
+            case RequestPlaced(request_index) if request_index in book.requests:
                 token_log.set_durable(request_index, record.durable_tokens)
             case Summary(arrivals, placements, ordered, stays, departed):
                 book.arrivals, book.placements = arrivals, placements
@@ -240,7 +242,7 @@ class _Replay:
                     self.collected[node].parts.append(record)
             case NodeImage(node):
                 ledgers[node] = ledger_from([record])
-            case Changed(node, changes):
+            case LedgerChanged(node, changes):
                 self._change(node, changes)
             case SummaryEnded():
                 for node, collected in self.collected.items():

@@ -35,7 +35,15 @@ from typing import Final, NamedTuple, TypeVar
 import trio
 
 from coordinator.journal.journal import JournalError
-from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode_all, encode
+from coordinator.journal.records import (
+    LASTING,
+    Record,
+    RequestsForgotten,
+    SummaryBegun,
+    SummaryEnded,
+    decode_all,
+    encode,
+)
 from metrics.state import JournalCounters
 from protocol.arrays import unpack_int32
 from protocol.errors import ConfigError
@@ -82,7 +90,7 @@ _SETTINGS: Final = (
 _FIRST_FLOW: Final = "SELECT coalesce(min(number), 0) FROM records WHERE slot IS NULL"
 
 
-class Row(NamedTuple):
+class StoredRecord(NamedTuple):
     """A row of the table, and the first of its records."""
 
     number: int
@@ -144,7 +152,7 @@ class SqliteStore:
     def write_now(self, records: Sequence[Record]) -> None:
         """One transaction. A full disk costs the reserve before it costs the group."""
         rows = [
-            Row(number, run[0].request_index if isinstance(run[0], LASTING) else None, encode(run), run[0])
+            StoredRecord(number, run[0].request_index if isinstance(run[0], LASTING) else None, encode(run), run[0])
             for number, run in enumerate(_runs(records), self._last + 1)
         ]
         try:
@@ -164,7 +172,7 @@ class SqliteStore:
         self._last += len(rows)
         self._counters.written_bytes += sum(len(row.body) for row in rows)
 
-    def _write_rows(self, rows: Sequence[Row]) -> None:
+    def _write_rows(self, rows: Sequence[StoredRecord]) -> None:
         run = self._connection.execute
         begun = next((row.number for row in rows if isinstance(row.first, SummaryBegun)), self._begun)
         run("BEGIN IMMEDIATE")
@@ -186,9 +194,9 @@ class SqliteStore:
         if has_deleted or self.short:
             self._vacuum()
 
-    def _write_part(self, part: Sequence[Row], begun: int) -> None:
+    def _write_part(self, part: Sequence[StoredRecord], begun: int) -> None:
         run = self._connection.execute
-        if isinstance(first := part[0].first, Forgotten):
+        if isinstance(first := part[0].first, RequestsForgotten):
             for request_indices in _batches(unpack_int32(first.request_indices, "request_indices").tolist()):
                 run(f"DELETE FROM records WHERE slot IN ({', '.join('?' * len(request_indices))})", request_indices)
         elif isinstance(first, SummaryEnded):
@@ -197,7 +205,7 @@ class SqliteStore:
             values = ", ".join(["(?, ?, ?)"] * len(batch))
             run(f"INSERT OR REPLACE INTO records VALUES {values}", [it for row in batch for it in row[:3]])
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: StoredRecord) -> None:
         """It is written."""
         if isinstance(row.first, SummaryBegun):
             self._begun, self._flow_bytes = row.number, 0
@@ -256,7 +264,7 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     voids others, or says from where."""
     runs: list[list[Record]] = []
     for record in records:
-        is_alone = isinstance(record, (*LASTING, Forgotten, SummaryBegun, SummaryEnded))
+        is_alone = isinstance(record, (*LASTING, RequestsForgotten, SummaryBegun, SummaryEnded))
         if is_alone or not runs or isinstance(runs[-1][0], LASTING):
             runs.append([record])
         else:
@@ -264,9 +272,9 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     return runs
 
 
-def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def _parts(rows: Sequence[StoredRecord]) -> Iterator[Sequence[StoredRecord]]:
     """Rows cut before each one that voids others."""
-    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (Forgotten, SummaryEnded)))]
+    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (RequestsForgotten, SummaryEnded)))]
     for start, stop in zip(cuts, [*cuts[1:], len(rows)], strict=True):
         if start < stop:
             yield rows[start:stop]

@@ -29,7 +29,15 @@ from itertools import chain, islice
 from typing import Final
 
 from coordinator.journal.ledger_image import parts_of
-from coordinator.journal.records import Departed, NodePart, Output, Record, SummaryBegun, SummaryEnded, struck_of
+from coordinator.journal.records import (
+    NodePart,
+    Record,
+    RequestDeparted,
+    RequestOutput,
+    SummaryBegun,
+    SummaryEnded,
+    struck_of,
+)
 from coordinator.journal.state import JournalState, RequestRecord, no_order
 from coordinator.tokens.token_log import TokenLog
 
@@ -64,9 +72,9 @@ class Summarizing:
         self.is_over = not (parts or self._request_indices)
         return parts + facts + list(outputs) + ([SummaryEnded()] if self.is_over else [])
 
-    def _say_requests(self) -> tuple[list[Record], list[Output]]:
+    def _say_requests(self) -> tuple[list[Record], list[RequestOutput]]:
         facts: list[Record] = []
-        outputs: list[Output] = []
+        outputs: list[RequestOutput] = []
         room = TOKENS_EACH
         for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
             known = self._book.requests.get(self._request_indices[0])
@@ -74,7 +82,9 @@ class Summarizing:
                 facts += _facts_of(known)
                 part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
                 if part is not None:
-                    outputs.append(Output(part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens))
+                    outputs.append(
+                        RequestOutput(part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens)
+                    )
                     room -= len(part.tokens)
                 if not room:
                     break  # there may be more of it
@@ -92,4 +102,4 @@ def _facts_of(known: RequestRecord) -> Iterator[Record]:
     if stay is not None:
         yield stay
         if not known.on_worker:
-            yield Departed(request_index, known.kept_tokens, known.first_token)
+            yield RequestDeparted(request_index, known.kept_tokens, known.first_token)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import RateLimiter, Verdict, cost_of
+from coordinator.listener.rate_limiter import RateLimiter, RateVerdict, cost_of
 from coordinator.listener.router import Received
 from protocol.errors import CapacityError, HiSparseError
 
@@ -42,16 +42,16 @@ class FloodControl:
         that of its connection."""
         sender = received.user.encode() or received.peer
         match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):
-            case Verdict.TAKE:
+            case RateVerdict.TAKE:
                 return True
-            case Verdict.REFUSE:
+            case RateVerdict.REFUSE:
                 self._dropped.note(
                     RATE, received.peer, f"more than {self._rate_limiter.per_s:g} messages a second", now
                 )
                 self._refuse(received, self._error())
-            case Verdict.IGNORE:
+            case RateVerdict.IGNORE:
                 self._dropped.note(RATE, received.peer, "still too many messages", now)
-            case Verdict.CUT:
+            case RateVerdict.CUT:
                 self._dropped.note(CUT, received.peer, "went on sending too many messages", now)
                 self._socket.cut(received)
         return False

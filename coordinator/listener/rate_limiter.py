@@ -29,7 +29,7 @@ BYTES_PER_TOKEN: Final = 64 * 1024
 T = TypeVar("T")
 
 
-class Verdict(Enum):
+class RateVerdict(Enum):
     TAKE = "take"
     REFUSE = "refuse"
     IGNORE = "ignore"
@@ -41,7 +41,7 @@ def cost_of(message_bytes: int) -> float:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _TokenBucket:
     level: float
     at: float
 
@@ -53,15 +53,15 @@ class RateLimiter:
         self.per_s = per_s
         self.burst = burst
         self._senders_max = senders_max
-        self._buckets: dict[bytes, _Bucket] = {}
+        self._buckets: dict[bytes, _TokenBucket] = {}
         self._excess: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return max(len(self._buckets), len(self._excess))
 
-    def judge(self, sender: bytes, connection: bytes, cost: float, now: float) -> Verdict:
+    def judge(self, sender: bytes, connection: bytes, cost: float, now: float) -> RateVerdict:
         """What to do with a message that costs so much. One dearer than a whole bucket takes a full one."""
-        bucket = self._buckets.pop(sender, None) or _Bucket(self.burst, now)
+        bucket = self._buckets.pop(sender, None) or _TokenBucket(self.burst, now)
         self._remember(self._buckets, sender, bucket)
         bucket.level = min(self.burst, bucket.level + (now - bucket.at) * self.per_s)
         bucket.at = now
@@ -69,15 +69,15 @@ class RateLimiter:
             self._excess.pop(connection, None)
         if bucket.level >= min(cost, self.burst):
             bucket.level -= min(cost, self.burst)
-            return Verdict.TAKE
+            return RateVerdict.TAKE
         return self._exceed(connection)
 
-    def _exceed(self, connection: bytes) -> Verdict:
+    def _exceed(self, connection: bytes) -> RateVerdict:
         excess = self._excess.pop(connection, 0) + 1
         if excess > CUT_AFTER:
-            return Verdict.CUT
+            return RateVerdict.CUT
         self._remember(self._excess, connection, excess)
-        return Verdict.REFUSE if excess == 1 else Verdict.IGNORE
+        return RateVerdict.REFUSE if excess == 1 else RateVerdict.IGNORE
 
     def _remember(self, known: dict[bytes, T], key: bytes, value: T) -> None:
         if len(known) >= self._senders_max:

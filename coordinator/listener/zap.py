@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import RateLimiter, Verdict
+from coordinator.listener.rate_limiter import RateLimiter, RateVerdict
 from coordinator.listener.router import ZAP_ENDPOINT
 from protocol.transport.keys import AllowedKey
 from protocol.transport.watched import Watched, context_of
@@ -36,7 +36,7 @@ KNOCKS_PER_S: Final = 50.0
 KNOCKS_BURST: Final = 500
 
 
-class Answer(Enum):
+class ZapAnswer(Enum):
     """As ZAP has it. libzmq tells a peer that it is refused, but not that it is put off: that looks like no answer."""
 
     WELCOME = b"200"
@@ -51,14 +51,14 @@ class AllowList:
         self._users = {(key.role, key.public): key.user for key in allowed}
         self._knocks = RateLimiter(KNOCKS_PER_S, KNOCKS_BURST)
 
-    def judge(self, role: str, public: str, now: float) -> tuple[Answer, str]:
+    def judge(self, role: str, public: str, now: float) -> tuple[ZapAnswer, str]:
         """The answer to the bearer of `public` at the listener of `role`, and who that is."""
         user = self._users.get((role, public), "")
         if not user:
-            return Answer.REFUSED, ""
+            return ZapAnswer.REFUSED, ""
         bearer = f"{role} {public}".encode()
-        is_calm = self._knocks.judge(bearer, bearer, 1.0, now) is Verdict.TAKE
-        return (Answer.WELCOME, user) if is_calm else (Answer.PUT_OFF, "")
+        is_calm = self._knocks.judge(bearer, bearer, 1.0, now) is RateVerdict.TAKE
+        return (ZapAnswer.WELCOME, user) if is_calm else (ZapAnswer.PUT_OFF, "")
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:
         """Another list from now on; returns the users who have lost a key."""
@@ -94,16 +94,16 @@ class ZapHandler:
             case [b"1.0", number, domain, address, _, b"CURVE", bytes(public)] if len(public) == KEY_BYTES:
                 answer, user = self.allowed.judge(_text(domain), z85.encode(public).decode(), now)
             case [_, number, domain, address, *_]:
-                answer, user = Answer.REFUSED, ""
+                answer, user = ZapAnswer.REFUSED, ""
             case _:
-                return [VERSION, b"", Answer.REFUSED.value, b"", b"", b""]
-        if answer is not Answer.WELCOME:
+                return [VERSION, b"", ZapAnswer.REFUSED.value, b"", b"", b""]
+        if answer is not ZapAnswer.WELCOME:
             self._note(_text(domain), answer, address, now)
         return [VERSION, number, answer.value, answer.name.encode(), user.encode(), b""]
 
-    def _note(self, role: str, answer: Answer, address: bytes, now: float) -> None:
+    def _note(self, role: str, answer: ZapAnswer, address: bytes, now: float) -> None:
         dropped = self._dropped.setdefault(role, Dropped(role, self._counter))
-        reason = "denied" if answer is Answer.REFUSED else "rate"
+        reason = "denied" if answer is ZapAnswer.REFUSED else "rate"
         dropped.note(reason, address, f"a handshake was {answer.name.lower().replace('_', ' ')}", now)
 
     def close(self) -> None:

@@ -41,11 +41,11 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
-    | events.TicketClosed
-    | events.Progressed
-    | events.Resized
-    | events.Departed
-    | events.Closed
+    | events.TransferClosed
+    | events.PlacementProgressed
+    | events.HotBufferResized
+    | events.PlacementEnded
+    | events.RequestClosed
     | events.Recovered
     | events.Tick
 )
@@ -203,7 +203,7 @@ class SchedulerApi(Actor[Message]):
         live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
             if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
-                self.tell(events.TicketClosed(worker, epoch, event.placement, event.durable_tokens))
+                self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)

@@ -14,7 +14,7 @@ from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Roun
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling.dispatch import Effects
-from coordinator.scheduling.effects import Step
+from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.placement_table import PlacementTable
@@ -101,7 +101,7 @@ class Auditor:
 
     def hear(self, event: InventoryTaken, now: float) -> Effects:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
-        key, steps = (event.worker, event.epoch), list[Step]()
+        key, steps = (event.worker, event.epoch), list[LedgerStep]()
         worker = self._live().get(key)
         if worker is None or not self._rounds.expects(key, event.inventory.number):
             return Effects()
@@ -132,7 +132,7 @@ class Auditor:
         kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
         return kept + [it.placement for it in self._placement_table.tickets.values() if it.node == node]
 
-    def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[Step]:
+    def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[LedgerStep]:
         self._counters.audit_differences[difference.kind] += 1
         live = self._requests.by_placement.get(difference.placement)
         log.error(
@@ -152,7 +152,7 @@ class Auditor:
 
     def _repair(
         self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
-    ) -> list[Step]:
+    ) -> list[LedgerStep]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
         placement = difference.placement
         if difference.kind == STRAY and worker is not None:
@@ -160,8 +160,8 @@ class Auditor:
         elif difference.kind == UNRELEASED and live is not None:
             live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index), *live.swaps))
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.Departed(live.entry.request_index, 0) if live is not None else None
-            return [Step(node, Release(placement), note)]
+            note = journal.RequestDeparted(live.entry.request_index, 0) if live is not None else None
+            return [LedgerStep(node, Release(placement), note)]
         return []
 
     # ---------------------------------------------------------------- rows

@@ -9,7 +9,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.events import CommandAsk, RequestCommand
 from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import Ended, LiveRequest, RequestTable
+from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, can_force
@@ -57,7 +57,7 @@ def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
     lives: list[LiveRequest] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
-        if isinstance(found, Ended):
+        if isinstance(found, EndedRequest):
             raise WrongState(
                 f"cannot {ask.command.value} a request that is {found.live.state.state}",
                 field="request_id",

@@ -20,7 +20,7 @@ class Transfer(msgspec.Struct, frozen=True):
     pages: int
 
 
-class Admit(msgspec.Struct, frozen=True):
+class AdmitDecision(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first, and `first_token`
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
     by `transfer`."""
@@ -37,12 +37,12 @@ class Admit(msgspec.Struct, frozen=True):
     transfer: Transfer | None = None
 
 
-class Grow(msgspec.Struct, frozen=True):
+class GrowDecision(msgspec.Struct, frozen=True):
     entry: RequestEntry
     more: Memory
 
 
-class Resize(msgspec.Struct, frozen=True):
+class ResizeDecision(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
     entry: RequestEntry
@@ -63,14 +63,14 @@ class Cause(StrEnum):
 DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 
-class Retract(msgspec.Struct, frozen=True):
+class RetractDecision(msgspec.Struct, frozen=True):
     entry: RequestEntry
     keep: bool
     cause: Cause
     reason: str
 
 
-class Demote(msgspec.Struct, frozen=True):
+class DemoteDecision(msgspec.Struct, frozen=True):
     """`placement` is the departed one under which `node` keeps its pages."""
 
     entry: RequestEntry
@@ -80,5 +80,5 @@ class Demote(msgspec.Struct, frozen=True):
 
 
 #: Decisions whose announcement to the Request needs nothing but themselves.
-Announced: TypeAlias = Grow | Resize | Retract | Demote
-Decision: TypeAlias = Admit | Announced
+Announced: TypeAlias = GrowDecision | ResizeDecision | RetractDecision | DemoteDecision
+Decision: TypeAlias = AdmitDecision | Announced

@@ -23,20 +23,27 @@ from coordinator.journal import records as journal
 from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling import decisions
-from coordinator.scheduling.effects import Send, Step
-from coordinator.scheduling.entries import ON_WORKER, EntryPhase, RequestEntry, Ticket, WorkerDrain, WorkerEntry
+from coordinator.scheduling.effects import LedgerStep, WorkerSend
+from coordinator.scheduling.entries import (
+    ON_WORKER,
+    EntryPhase,
+    InboundTransfer,
+    RequestEntry,
+    WorkerDrain,
+    WorkerEntry,
+)
 from coordinator.scheduling.events import (
-    Demoted,
-    Departed,
-    End,
-    Given,
-    Lost,
-    Progressed,
-    Resized,
-    Resume,
-    Retract,
+    AddressedOrder,
+    EndOrder,
+    HotBufferResized,
+    MemoryGiven,
+    PlacementEnded,
+    PlacementProgressed,
+    ResumeOrder,
+    RetractOrder,
+    RowsGivenUp,
     Stage,
-    Tell,
+    WorkerLost,
 )
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
@@ -50,9 +57,9 @@ from protocol.units import PAGE_TOKENS, pages_for
 class Effects(NamedTuple):
     """Ledger changes to apply first, then tells and commands."""
 
-    steps: tuple[Step, ...] = ()
-    tells: tuple[Tell, ...] = ()
-    sends: tuple[Send, ...] = ()
+    steps: tuple[LedgerStep, ...] = ()
+    tells: tuple[AddressedOrder, ...] = ()
+    sends: tuple[WorkerSend, ...] = ()
 
     def plus(self, other: Effects) -> Effects:
         return Effects(self.steps + other.steps, self.tells + other.tells, self.sends + other.sends)
@@ -76,7 +83,7 @@ class Dispatch:
 
     # ---------------------------------------------------------------- from Requests
 
-    def progressed(self, event: Progressed) -> Effects:
+    def progressed(self, event: PlacementProgressed) -> Effects:
         entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING
@@ -86,7 +93,7 @@ class Dispatch:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
-                return _effects(Step(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))))
+                return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))))
             case Stage.STARTED:
                 self.placement_table.start(entry)
             case Stage.PARKED:
@@ -95,16 +102,16 @@ class Dispatch:
                 self.placement_table.leave(entry, frees_pages=True)
         return NOTHING
 
-    def resized(self, event: Resized) -> Effects:
+    def resized(self, event: HotBufferResized) -> Effects:
         entry = self._current(event.request_index, event.placement)
         if entry is None or entry.resizing is None:
             return NOTHING
         self.dirty = True
         if freed := self.placement_table.resized(entry):
-            return _effects(Step(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
+            return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
         return NOTHING
 
-    def departed(self, event: Departed, generated: int) -> Effects:
+    def departed(self, event: PlacementEnded, generated: int) -> Effects:
         """The admission is over: keep its rows, or release everything."""
         entry = self._current(event.request_index, event.placement)
         if entry is None:
@@ -115,19 +122,21 @@ class Dispatch:
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
         pages = self._pages_kept(entry, kept_tokens)
-        step = Step(
+        step = LedgerStep(
             entry.node,
             Keep(entry.placement, pages) if kept_tokens else Release(entry.placement),
-            journal.Departed(entry.request_index, kept_tokens, first_token),
+            journal.RequestDeparted(entry.request_index, kept_tokens, first_token),
         )
         entry.generated = generated
         self.placement_table.depart(entry, kept_tokens, pages, first_token)
         if event.final or entry.ending:
             self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
-        return Effects((step,), (Tell(entry.request_index, Demoted("dropped")),) if dropped else ())
+        return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
 
-    def _departed_sender(self, entry: RequestEntry, ticket: Ticket, event: Departed, generated: int) -> Effects:
+    def _departed_sender(
+        self, entry: RequestEntry, ticket: InboundTransfer, event: PlacementEnded, generated: int
+    ) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
         they have arrived, the other one says."""
         entry.generated = generated
@@ -137,15 +146,21 @@ class Dispatch:
         if has_rows:
             kept_tokens = min(event.durable_tokens, entry.prompt_tokens)
             key = ticket.node, ticket.worker, ticket.epoch
-            note = journal.HandedOver(entry.request_index, ticket.placement, *key, kept_tokens, event.first_token)
-            step = Step(entry.node, Release(entry.placement), note)
+            note = journal.RequestHandedOver(
+                entry.request_index, ticket.placement, *key, kept_tokens, event.first_token
+            )
+            step = LedgerStep(entry.node, Release(entry.placement), note)
             self.placement_table.hand_over(entry, ticket, kept_tokens, event.first_token)
             if ticket.arrived:
                 self.placement_table.close_ticket(ticket)
             return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
-        step = Step(entry.node, Release(entry.placement), journal.Departed(entry.request_index, 0))
-        tells = (Tell(entry.request_index, Demoted("its rows had not arrived")),) if event.durable_tokens else ()
+        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
+        tells = (
+            (AddressedOrder(entry.request_index, RowsGivenUp("its rows had not arrived")),)
+            if event.durable_tokens
+            else ()
+        )
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(ticket)
         effects = Effects((step, *effects.steps), tells, effects.sends)
@@ -155,16 +170,16 @@ class Dispatch:
             effects = effects.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
         return effects
 
-    def revoke(self, ticket: Ticket) -> Effects:
+    def revoke(self, ticket: InboundTransfer) -> Effects:
         """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
         entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         if entry is not None:
             entry.ticket = 0
         ticket.request_index = None
         if not ticket.arrived:
-            return Effects(sends=(Send(ticket.worker, Withdraw(ticket.placement)),))
+            return Effects(sends=(WorkerSend(ticket.worker, Withdraw(ticket.placement)),))
         self.placement_table.close_ticket(ticket)
-        return _effects(Step(ticket.node, Release(ticket.placement)))
+        return _effects(LedgerStep(ticket.node, Release(ticket.placement)))
 
     def _count_failure(self, entry: RequestEntry, reason: str) -> Effects:
         entry.transfers_failed += 1
@@ -188,25 +203,29 @@ class Dispatch:
         ticket.arrived = True
         if entry.phase is EntryPhase.WAITING:
             self.placement_table.close_ticket(ticket)
-        return _effects(Step(ticket.node, Keep(placement, ticket.pages)))
+        return _effects(LedgerStep(ticket.node, Keep(placement, ticket.pages)))
 
-    def close_ticket(self, ticket: Ticket, reason: str, *, is_lost: bool) -> Effects:
+    def close_ticket(self, ticket: InboundTransfer, reason: str, *, is_lost: bool) -> Effects:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
         entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         self.placement_table.close_ticket(ticket)
-        released = Effects((Step(ticket.node, Release(ticket.placement)),))
+        released = Effects((LedgerStep(ticket.node, Release(ticket.placement)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
     def _transfer_failed(self, entry: RequestEntry, released: Effects, reason: str, *, is_lost: bool) -> Effects:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
-            effects = released._replace(tells=(Tell(entry.request_index, Retract(False, False, reason)),))
+            effects = released._replace(
+                tells=(AddressedOrder(entry.request_index, RetractOrder(False, False, reason)),)
+            )
         else:
             self.placement_table.demote(entry)
-            note = journal.Departed(entry.request_index, 0)
-            effects = Effects((released.steps[0]._replace(note=note),), (Tell(entry.request_index, Demoted(reason)),))
+            note = journal.RequestDeparted(entry.request_index, 0)
+            effects = Effects(
+                (released.steps[0]._replace(note=note),), (AddressedOrder(entry.request_index, RowsGivenUp(reason)),)
+            )
         if is_lost or entry.phase is EntryPhase.CLOSING:
             return effects
         return effects.plus(self._count_failure(entry, reason))
@@ -234,8 +253,8 @@ class Dispatch:
     def worker_up(self, worker: WorkerEntry) -> Effects:
         self.placement_table.add_worker(worker)
         self.dirty = True
-        joined = journal.Joined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
-        return _effects(Step(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
+        joined = journal.WorkerJoined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
+        return _effects(LedgerStep(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
     def worker_down(self, worker: WorkerEntry, *, proved_exit: bool, died: bool = False) -> Effects:
         """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
@@ -245,8 +264,10 @@ class Dispatch:
         self.placement_table.poison_detector.lost(key, lost)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
-        tells = tuple(Tell(entry.request_index, Lost(entry.placement, proved_exit, reason)) for entry in lost)
-        step = Step(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
+        tells = tuple(
+            AddressedOrder(entry.request_index, WorkerLost(entry.placement, proved_exit, reason)) for entry in lost
+        )
+        step = LedgerStep(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)
         for ticket in self.placement_table.tickets_on(*key):
             effects = effects.plus(self.close_ticket(ticket, reason, is_lost=True))
@@ -256,17 +277,17 @@ class Dispatch:
         """To whoever may be waiting for it to let go of pages."""
         pid = self.placement_table.pids.pop(key, 0)
         takers = {it.worker for it in self.placement_table.tickets.values() if not it.arrived}
-        return Effects(sends=tuple(Send(name, Exited(key[0], pid)) for name in sorted(takers)))
+        return Effects(sends=tuple(WorkerSend(name, Exited(key[0], pid)) for name in sorted(takers)))
 
     def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Effects:
         self.dirty = True
         ends, struck = self._judge((worker, epoch), died=died)
         nodes = enumerate(self.policy.ledgers)
-        steps = [Step(node, ProveExit(worker, epoch), None if number else struck) for number, node in nodes]
+        steps = [LedgerStep(node, ProveExit(worker, epoch), None if number else struck) for number, node in nodes]
         effects = Effects((*steps, *ends.steps), ends.tells, ends.sends)
         return effects.plus(self._tell_exited((worker, epoch))) if died else effects
 
-    def _judge(self, key: EpochKey, *, died: bool) -> tuple[Effects, journal.Struck | None]:
+    def _judge(self, key: EpochKey, *, died: bool) -> tuple[Effects, journal.RequestsStruck | None]:
         """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
         so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
@@ -283,7 +304,7 @@ class Dispatch:
 
     def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
         self.dirty = True
-        tell = Tell(entry.request_index, Retract(keep, hold, reason))
+        tell = AddressedOrder(entry.request_index, RetractOrder(keep, hold, reason))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=not keep)
             self.placement_table.hold(entry, entry.held or hold)
@@ -294,12 +315,12 @@ class Dispatch:
     def resume(self, entry: RequestEntry, reason: str) -> Effects:
         self.dirty = True
         self.placement_table.hold(entry, False)
-        return Effects((), (Tell(entry.request_index, Resume(reason)),))
+        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(reason)),))
 
     def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
-        tell = Tell(entry.request_index, End(outcome, reason, cause))
+        tell = AddressedOrder(entry.request_index, EndOrder(outcome, reason, cause))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
             entry.ending = True
@@ -317,17 +338,17 @@ class Dispatch:
         self.placement_table.drain(worker, drain)
         self.dirty = True
 
-    def _give_up(self, entry: RequestEntry, reason: str, tell: Tell) -> Effects:
+    def _give_up(self, entry: RequestEntry, reason: str, tell: AddressedOrder) -> Effects:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Effects((), (tell,))
         if ticket := self.placement_table.ticket_of(entry):
             effects = self.revoke(ticket)
             self.placement_table.demote(entry)
-            return effects._replace(tells=(tell, Tell(entry.request_index, Demoted(reason))))
-        step = Step(entry.node, Release(entry.placement), journal.Departed(entry.request_index, 0))
+            return effects._replace(tells=(tell, AddressedOrder(entry.request_index, RowsGivenUp(reason))))
+        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
         self.placement_table.demote(entry)
-        return Effects((step,), (tell, Tell(entry.request_index, Demoted(reason))))
+        return Effects((step,), (tell, AddressedOrder(entry.request_index, RowsGivenUp(reason))))
 
     # ---------------------------------------------------------------- decisions
 
@@ -340,55 +361,63 @@ class Dispatch:
         return self.policy.plan(now, tick=tick)
 
     @staticmethod
-    def step(decision: decisions.Decision) -> Step | None:
+    def step(decision: decisions.Decision) -> LedgerStep | None:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
-            case decisions.Admit(entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer):
+            case decisions.AdmitDecision(
+                entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer
+            ):
                 key, ticket = (worker.node, worker.name, worker.epoch), transfer.ticket if transfer else 0
-                stay = journal.Admission(entry.request_index, placement, *key, durable_tokens, bool(decoder), ticket)
-                return Step(worker.node, Reserve(placement, worker.name, memory, take_over), stay)
-            case decisions.Grow(entry, more):
-                return Step(entry.node, Extend(entry.placement, more))
-            case decisions.Resize(entry, _, more) if more:
-                return Step(entry.node, Extend(entry.placement, Memory(hot_chunks=more)))
-            case decisions.Demote(entry, node, placement):
-                return Step(node, Release(placement), journal.Departed(entry.request_index, 0))
+                stay = journal.RequestPlaced(
+                    entry.request_index, placement, *key, durable_tokens, bool(decoder), ticket
+                )
+                return LedgerStep(worker.node, Reserve(placement, worker.name, memory, take_over), stay)
+            case decisions.GrowDecision(entry, more):
+                return LedgerStep(entry.node, Extend(entry.placement, more))
+            case decisions.ResizeDecision(entry, _, more) if more:
+                return LedgerStep(entry.node, Extend(entry.placement, Memory(hot_chunks=more)))
+            case decisions.DemoteDecision(entry, node, placement):
+                return LedgerStep(node, Release(placement), journal.RequestDeparted(entry.request_index, 0))
         return None
 
     @staticmethod
-    def ticket_step(decision: decisions.Decision) -> Step | None:
+    def ticket_step(decision: decisions.Decision) -> LedgerStep | None:
         """The change of another node's ledger that goes with a decision: carried out before `step`."""
-        if not isinstance(decision, decisions.Admit) or decision.transfer is None:
+        if not isinstance(decision, decisions.AdmitDecision) or decision.transfer is None:
             return None
         ticket, worker, pages = msgspec.structs.astuple(decision.transfer)
-        return Step(worker.node, Reserve(ticket, worker.name, Memory(pages)))
+        return LedgerStep(worker.node, Reserve(ticket, worker.name, Memory(pages)))
 
     @staticmethod
     def told(
-        decision: decisions.Grow | decisions.Resize | decisions.Retract | decisions.Demote, pages: Int32Array
-    ) -> Tell:
+        decision: decisions.GrowDecision
+        | decisions.ResizeDecision
+        | decisions.RetractDecision
+        | decisions.DemoteDecision,
+        pages: Int32Array,
+    ) -> AddressedOrder:
         """What its Request is told of a decision that was carried out; `pages` are those given out.
 
         An Admit is told by the Scheduler, which has the prompt.
         """
         entry = decision.entry
         match decision:
-            case decisions.Grow(_, more):
+            case decisions.GrowDecision(_, more):
                 grant = Grant(entry.placement, pages.tobytes(), more.index_pages, more.hot_chunks)
-                return Tell(entry.request_index, Given(grant))
-            case decisions.Resize(_, hot_size):
-                return Tell(
-                    entry.request_index, Given(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
+                return AddressedOrder(entry.request_index, MemoryGiven(grant))
+            case decisions.ResizeDecision(_, hot_size):
+                return AddressedOrder(
+                    entry.request_index, MemoryGiven(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
                 )
-            case decisions.Retract(_, keep, _, reason):
-                return Tell(entry.request_index, Retract(keep, False, reason))
-            case decisions.Demote():
-                return Tell(entry.request_index, Demoted(decision.reason))
+            case decisions.RetractDecision(_, keep, _, reason):
+                return AddressedOrder(entry.request_index, RetractOrder(keep, False, reason))
+            case decisions.DemoteDecision():
+                return AddressedOrder(entry.request_index, RowsGivenUp(decision.reason))
 
     def _current(self, request_index: int, placement: int) -> RequestEntry | None:
         entry = self.placement_table.entries.get(request_index)
         return entry if entry is not None and entry.phase in ON_WORKER and entry.placement == placement else None
 
 
-def _effects(*steps: Step) -> Effects:
+def _effects(*steps: LedgerStep) -> Effects:
     return Effects(steps)

@@ -9,7 +9,7 @@ from coordinator.memory.changes import Change
 from protocol.messages import Exited, Withdraw
 
 
-class Step(NamedTuple):
+class LedgerStep(NamedTuple):
     """A ledger change of `node`, and what is true with it."""
 
     node: str
@@ -17,7 +17,7 @@ class Step(NamedTuple):
     note: Record | None = None
 
 
-class Send(NamedTuple):
+class WorkerSend(NamedTuple):
     """A command that concerns no stay of a request, to the worker that is called so now."""
 
     worker: str

@@ -91,7 +91,7 @@ class RequestEntry:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class InboundTransfer:
     """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
     request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
     `arrived`: all rows are there, and the worker has let go."""

@@ -26,7 +26,7 @@ from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.scheduling.effects import Send, Step
+    from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
 class Handle(NamedTuple):
@@ -184,7 +184,7 @@ class WorkerExited(msgspec.Struct, frozen=True):
     died: bool = True
 
 
-class TicketClosed(msgspec.Struct, frozen=True):
+class TransferClosed(msgspec.Struct, frozen=True):
     """A worker has let go of host pages that it let rows be written into from another node."""
 
     worker: str
@@ -208,20 +208,20 @@ class Stage(Enum):
     LEAVING = "leaving"  # its memory will be released without anybody's asking
 
 
-class Progressed(msgspec.Struct, frozen=True):
+class PlacementProgressed(msgspec.Struct, frozen=True):
     request_index: int
     placement: int
     stage: Stage
 
 
-class Resized(msgspec.Struct, frozen=True):
+class HotBufferResized(msgspec.Struct, frozen=True):
     """The Resize under way took effect."""
 
     request_index: int
     placement: int
 
 
-class Departed(msgspec.Struct, frozen=True):
+class PlacementEnded(msgspec.Struct, frozen=True):
     """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
@@ -234,13 +234,13 @@ class Departed(msgspec.Struct, frozen=True):
     warm_start: bytes = b""
 
 
-class Closed(msgspec.Struct, frozen=True):
+class RequestClosed(msgspec.Struct, frozen=True):
     """The request is terminal, its memory given back before, its listener told."""
 
     request_index: int
 
 
-class Tell(NamedTuple):
+class AddressedOrder(NamedTuple):
     request_index: int
     event: RequestOrder
 
@@ -248,9 +248,9 @@ class Tell(NamedTuple):
 class Recovered(msgspec.Struct, frozen=True):
     """What is to be done first after the journal was read."""
 
-    steps: tuple[Step, ...]
-    tells: tuple[Tell, ...]
-    sends: tuple[Send, ...] = ()
+    steps: tuple[LedgerStep, ...]
+    tells: tuple[AddressedOrder, ...]
+    sends: tuple[WorkerSend, ...] = ()
 
 
 class AuditAsk(msgspec.Struct, frozen=True):
@@ -282,13 +282,13 @@ class Admitted(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Given(msgspec.Struct, frozen=True):
+class MemoryGiven(msgspec.Struct, frozen=True):
     """More memory, or another hot size, was reserved and committed: send `command`."""
 
     command: messages.Grant | messages.Resize
 
 
-class Retract(msgspec.Struct, frozen=True):
+class RetractOrder(msgspec.Struct, frozen=True):
     """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
 
     keep: bool
@@ -296,17 +296,17 @@ class Retract(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Resume(msgspec.Struct, frozen=True):
+class ResumeOrder(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Demoted(msgspec.Struct, frozen=True):
+class RowsGivenUp(msgspec.Struct, frozen=True):
     """The rows kept in host memory were given up."""
 
     reason: str
 
 
-class End(msgspec.Struct, frozen=True):
+class EndOrder(msgspec.Struct, frozen=True):
     """`outcome` ABORTED or FAILED, whatever the request is doing; `cause`, in one word, of a failure."""
 
     outcome: str
@@ -314,7 +314,7 @@ class End(msgspec.Struct, frozen=True):
     cause: str = ""
 
 
-class Lost(msgspec.Struct, frozen=True):
+class WorkerLost(msgspec.Struct, frozen=True):
     """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
 
     placement: int
@@ -322,7 +322,7 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Adopted(msgspec.Struct, frozen=True):
+class PlacementAdopted(msgspec.Struct, frozen=True):
     """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
     was given and never heard of."""
 
@@ -334,4 +334,6 @@ class Adopted(msgspec.Struct, frozen=True):
     grant: messages.Grant | None
 
 
-RequestOrder: TypeAlias = Admitted | Given | Retract | Resume | Demoted | End | Lost | Adopted
+RequestOrder: TypeAlias = (
+    Admitted | MemoryGiven | RetractOrder | ResumeOrder | RowsGivenUp | EndOrder | WorkerLost | PlacementAdopted
+)

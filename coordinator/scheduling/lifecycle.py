@@ -54,7 +54,7 @@ ACTIVE: Final = frozenset(
 TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """Columns of the table."""
 
     STAGED = "staged"
@@ -73,8 +73,10 @@ class Kind(StrEnum):
     ADOPTED = "adopted"  # a coordinator that restarted has heard from its worker
 
 
-BY_WORKER: Final = frozenset({Kind.STAGED, Kind.STARTED, Kind.PARKED, Kind.RESIZED, Kind.ENDED, Kind.RELEASED})
-OF_PLACEMENT: Final = BY_WORKER | {Kind.LOST, Kind.ADOPTED}
+BY_WORKER: Final = frozenset(
+    {EventKind.STAGED, EventKind.STARTED, EventKind.PARKED, EventKind.RESIZED, EventKind.ENDED, EventKind.RELEASED}
+)
+OF_PLACEMENT: Final = BY_WORKER | {EventKind.LOST, EventKind.ADOPTED}
 
 
 class Resolve(Enum):
@@ -90,50 +92,56 @@ class Resolve(Enum):
 SAME, WAIT, START, HAND_ON, OUTCOME = Resolve.SAME, Resolve.WAIT, Resolve.START, Resolve.HAND_ON, Resolve.OUTCOME
 Target: TypeAlias = State | Resolve
 
-_ON_WORKER: Final[dict[Kind, Target]] = {
-    Kind.PARKED: SAME,
-    Kind.RESIZED: SAME,
-    Kind.GIVEN: SAME,
-    Kind.RETRACT: State.RETRACTING,
-    Kind.RESUME: SAME,
-    Kind.ENDED: State.RELEASING,
-    Kind.END: State.RELEASING,
-    Kind.RELEASED: WAIT,
-    Kind.LOST: WAIT,
-    Kind.ADOPTED: SAME,
+_ON_WORKER: Final[dict[EventKind, Target]] = {
+    EventKind.PARKED: SAME,
+    EventKind.RESIZED: SAME,
+    EventKind.GIVEN: SAME,
+    EventKind.RETRACT: State.RETRACTING,
+    EventKind.RESUME: SAME,
+    EventKind.ENDED: State.RELEASING,
+    EventKind.END: State.RELEASING,
+    EventKind.RELEASED: WAIT,
+    EventKind.LOST: WAIT,
+    EventKind.ADOPTED: SAME,
 }
-_LEAVING: Final[dict[Kind, Target]] = {
+_LEAVING: Final[dict[EventKind, Target]] = {
     **_ON_WORKER,
-    Kind.STAGED: SAME,
-    Kind.STARTED: SAME,
-    Kind.RETRACT: SAME,
+    EventKind.STAGED: SAME,
+    EventKind.STARTED: SAME,
+    EventKind.RETRACT: SAME,
 }
-_WAITING: Final[dict[Kind, Target]] = {
-    Kind.ADMITTED: START,
-    Kind.GIVEN: SAME,
-    Kind.RETRACT: WAIT,
-    Kind.RESUME: WAIT,
-    Kind.DEMOTED: WAIT,
-    Kind.END: OUTCOME,
+_WAITING: Final[dict[EventKind, Target]] = {
+    EventKind.ADMITTED: START,
+    EventKind.GIVEN: SAME,
+    EventKind.RETRACT: WAIT,
+    EventKind.RESUME: WAIT,
+    EventKind.DEMOTED: WAIT,
+    EventKind.END: OUTCOME,
 }
-_OVER: Final[dict[Kind, Target]] = {
-    Kind.GIVEN: SAME,
-    Kind.RETRACT: SAME,
-    Kind.RESUME: SAME,
-    Kind.DEMOTED: SAME,
-    Kind.END: SAME,
+_OVER: Final[dict[EventKind, Target]] = {
+    EventKind.GIVEN: SAME,
+    EventKind.RETRACT: SAME,
+    EventKind.RESUME: SAME,
+    EventKind.DEMOTED: SAME,
+    EventKind.END: SAME,
 }
 
-TRANSITIONS: Final[dict[State, dict[Kind, Target]]] = {
+TRANSITIONS: Final[dict[State, dict[EventKind, Target]]] = {
     State.QUEUED: _WAITING,
-    State.PREFILLING: {**_ON_WORKER, Kind.STAGED: HAND_ON},
+    State.PREFILLING: {**_ON_WORKER, EventKind.STAGED: HAND_ON},
     State.TRANSFERRING: _ON_WORKER,
     State.PREFILLED: _WAITING,
-    State.READY: {**_ON_WORKER, Kind.STARTED: State.RUNNING},
-    State.RUNNING: {**_ON_WORKER, Kind.STARTED: SAME},
+    State.READY: {**_ON_WORKER, EventKind.STARTED: State.RUNNING},
+    State.RUNNING: {**_ON_WORKER, EventKind.STARTED: SAME},
     State.RETRACTING: _LEAVING,
     State.RETRACTED: _WAITING,
-    State.RELEASING: {**_LEAVING, Kind.ENDED: SAME, Kind.END: SAME, Kind.RELEASED: OUTCOME, Kind.LOST: OUTCOME},
+    State.RELEASING: {
+        **_LEAVING,
+        EventKind.ENDED: SAME,
+        EventKind.END: SAME,
+        EventKind.RELEASED: OUTCOME,
+        EventKind.LOST: OUTCOME,
+    },
     State.FINISHED: _OVER,
     State.ABORTED: _OVER,
     State.FAILED: _OVER,

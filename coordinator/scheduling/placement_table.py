@@ -16,7 +16,7 @@ from typing import Final
 
 from coordinator.journal.records import DRAINS_MAX
 from coordinator.memory.ledger import EpochKey, Ledger, follows
-from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, Ticket, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import EntryPhase, InboundTransfer, Rank, RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.poison import PoisonDetector
 from protocol.errors import InternalError
 from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
@@ -38,7 +38,7 @@ class PlacementTable:
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
         self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
         self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
-        self.tickets: dict[int, Ticket] = {}  # by admission
+        self.tickets: dict[int, InboundTransfer] = {}  # by admission
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
@@ -90,27 +90,27 @@ class PlacementTable:
     def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
         """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
         self._placements += 1
-        ticket = Ticket(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
+        ticket = InboundTransfer(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
         self.tickets[ticket.placement] = ticket
         entry.ticket = ticket.placement
         return ticket.placement
 
-    def ticket_of(self, entry: RequestEntry) -> Ticket | None:
+    def ticket_of(self, entry: RequestEntry) -> InboundTransfer | None:
         return self.tickets.get(entry.ticket)
 
-    def close_ticket(self, ticket: Ticket) -> None:
+    def close_ticket(self, ticket: InboundTransfer) -> None:
         """Its pages are free, or a request's like any other."""
         del self.tickets[ticket.placement]
         entry = self.entries.get(ticket.request_index) if ticket.request_index is not None else None
         if entry is not None and entry.ticket == ticket.placement:
             entry.ticket = 0
 
-    def hand_over(self, entry: RequestEntry, ticket: Ticket, kept_tokens: int, first_token: int) -> None:
+    def hand_over(self, entry: RequestEntry, ticket: InboundTransfer, kept_tokens: int, first_token: int) -> None:
         """It is off its worker, and what it keeps is where its ticket is."""
         self.depart(entry, kept_tokens, ticket.pages, first_token)
         entry.node, entry.placement = ticket.node, ticket.placement
 
-    def tickets_on(self, worker: str, epoch: int) -> list[Ticket]:
+    def tickets_on(self, worker: str, epoch: int) -> list[InboundTransfer]:
         """Those that the epoch has yet to let go."""
         return [it for it in self.tickets.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 

@@ -47,7 +47,17 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.decisions import DISPLACING, Admit, Cause, Decision, Demote, Grow, Resize, Retract, Transfer
+from coordinator.scheduling.decisions import (
+    DISPLACING,
+    AdmitDecision,
+    Cause,
+    Decision,
+    DemoteDecision,
+    GrowDecision,
+    ResizeDecision,
+    RetractDecision,
+    Transfer,
+)
 from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import HostSpace, Space
 from coordinator.scheduling.placement_table import PlacementTable
@@ -309,7 +319,9 @@ class _Plan:
         if ask.decoder:
             self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
         self.decisions.append(
-            Admit(entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer)
+            AdmitDecision(
+                entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer
+            )
         )
 
     def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
@@ -352,7 +364,7 @@ class _Plan:
         more = Memory(pages, need.chunks, pages)
         self.placement_table.grow(entry, more)
         self.spaces[worker.name].take(need)
-        self.decisions.append(Grow(entry, more))
+        self.decisions.append(GrowDecision(entry, more))
 
     def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
@@ -409,19 +421,19 @@ class _Plan:
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
         self.hosts[entry.node].pages += self.frees(entry)
-        self.decisions.append(Demote(entry, entry.node, entry.placement, reason))
+        self.decisions.append(DemoteDecision(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
     def _retract(self, entry: RequestEntry, keep: bool, cause: Cause, reason: str) -> None:
         entry.displaced = entry.displaced or cause in DISPLACING
         self.placement_table.leave(entry, frees_pages=not keep)
-        self.decisions.append(Retract(entry, keep, cause, reason))
+        self.decisions.append(RetractDecision(entry, keep, cause, reason))
 
     def _resize(self, entry: RequestEntry, worker: WorkerEntry, hot_size: HotSize) -> None:
         more = max(0, hot_size.hot_chunks - entry.chunks)
         self.placement_table.resize(entry, hot_size, self.now)
         self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
-        self.decisions.append(Resize(entry, hot_size, more))
+        self.decisions.append(ResizeDecision(entry, hot_size, more))
 
     # ---------------------------------------------------------------- what is nobody's demand
 

@@ -21,9 +21,9 @@ from functools import reduce
 from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import Send, Step
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, Ticket, WorkerEntry
-from coordinator.scheduling.events import Adopted, Lost, RequestOrder, Retract, Tell
+from coordinator.scheduling.effects import LedgerStep, WorkerSend
+from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Withdraw
@@ -58,12 +58,12 @@ def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> No
             raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
 
 
-def _adopt_ticket(dispatch: Dispatch, ticket: Ticket, it: InventoryRow | None) -> Effects:
+def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
     if ticket.request_index is None and not it.is_released:
-        return Effects(sends=(Send(ticket.worker, Withdraw(ticket.placement)),))
+        return Effects(sends=(WorkerSend(ticket.worker, Withdraw(ticket.placement)),))
     return Effects()
 
 
@@ -80,7 +80,9 @@ def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
 
 def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
-    return Effects((), (Tell(entry.request_index, Lost(entry.placement, True, f"{worker.name} has it no more")),))
+    return Effects(
+        (), (AddressedOrder(entry.request_index, WorkerLost(entry.placement, True, f"{worker.name} has it no more")),)
+    )
 
 
 def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
@@ -106,13 +108,13 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
     elif it.is_parked:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
-    steps = (Step(entry.node, Shrink(entry.placement, spare)),) if any(spare) else ()
+    steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if any(spare) else ()
     return Effects(
-        steps, tuple(Tell(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
+        steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
     )
 
 
 def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.placement, *it.resizing) if it.resizing else None
-    adopted = Adopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
-    return [adopted, Retract(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]
+    adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
+    return [adopted, RetractOrder(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]

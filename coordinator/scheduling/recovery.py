@@ -27,13 +27,13 @@ from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import Step
-from coordinator.scheduling.entries import RequestEntry, Ticket, WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import Ending, Listener, Lost, Tell, WorkerPort
+from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.events import AddressedOrder, Ending, Listener, WorkerLost, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import Ended, LiveRequest, RequestPort, RequestTable
+from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestPort, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -45,7 +45,7 @@ class RecoveringScheduler(Protocol):
 
 
 class RecoveringLinks(Protocol):
-    def expect(self, joined: journal.Joined, *, is_live: bool) -> WorkerPort: ...
+    def expect(self, joined: journal.WorkerJoined, *, is_live: bool) -> WorkerPort: ...
 
 
 def recover(book: JournalState, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
@@ -117,12 +117,12 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
     for node, ledger in book.ledgers.items():
         for placement in sorted(ledger.placements() - stays):
             key, pages = ledger.holder_of(placement), ledger.held(placement).host_pages
-            placement_table.tickets[placement] = Ticket(
+            placement_table.tickets[placement] = InboundTransfer(
                 placement, owners.get(placement), node, *(key or ("", 0)), pages, arrived=key is None
             )
 
 
-def _settle_ticket(ticket: Ticket, book: JournalState, dispatch: Dispatch) -> Effects:
+def _settle_ticket(ticket: InboundTransfer, book: JournalState, dispatch: Dispatch) -> Effects:
     """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
     if ticket.arrived:
         return dispatch.revoke(ticket) if ticket.request_index is None else Effects()
@@ -146,17 +146,23 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
         state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
     )
     live.prompt_digest = known.prompt_digest
-    place.requests.ended[accepted.request_id] = Ended(live, at)
+    place.requests.ended[accepted.request_id] = EndedRequest(live, at)
     if (
         known.stay is None
         or not _is_held(known.stay, book)
         or known.stay.placement in place.dispatch.placement_table.tickets
     ):
         return Effects()
-    return Effects((Step(known.stay.node, Release(known.stay.placement), journal.Departed(accepted.request_index, 0)),))
+    return Effects(
+        (
+            LedgerStep(
+                known.stay.node, Release(known.stay.placement), journal.RequestDeparted(accepted.request_index, 0)
+            ),
+        )
+    )
 
 
-def _is_held(stay: journal.Admission, book: JournalState) -> bool:
+def _is_held(stay: journal.RequestPlaced, book: JournalState) -> bool:
     """Not so when an audit has taken back what a request no longer had."""
     return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.placement)
 
@@ -194,8 +200,8 @@ def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Eff
 
 
 def _restore_waiting(
-    stay: journal.Admission | None,
-    ordered: journal.Ordered,
+    stay: journal.RequestPlaced | None,
+    ordered: journal.RequestOrdered,
     known: RequestRecord,
     live: LiveRequest,
     book: JournalState,
@@ -222,8 +228,8 @@ def _restore_waiting(
 
 
 def _restore_stay(
-    stay: journal.Admission,
-    ordered: journal.Ordered,
+    stay: journal.RequestPlaced,
+    ordered: journal.RequestOrdered,
     known: RequestRecord,
     live: LiveRequest,
     worker: WorkerEntry | None,
@@ -256,7 +262,9 @@ def _restore_stay(
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(stay.worker, stay.epoch)
-    return Effects((), (Tell(entry.request_index, Lost(stay.placement, exited, f"{stay.worker} was lost before")),))
+    return Effects(
+        (), (AddressedOrder(entry.request_index, WorkerLost(stay.placement, exited, f"{stay.worker} was lost before")),)
+    )
 
 
 def _in_words(known: RequestRecord, generated: int) -> str:

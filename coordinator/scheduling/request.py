@@ -15,16 +15,16 @@ import msgspec
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import Ended
+from coordinator.journal.records import RequestEnded
 from coordinator.scheduling.events import (
     Admitted,
-    Closed,
-    Departed,
     Ending,
+    HotBufferResized,
     Listener,
-    Progressed,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestClosed,
     RequestOrder,
-    Resized,
     WorkerPort,
 )
 from coordinator.scheduling.lifecycle import State
@@ -41,7 +41,7 @@ BATCH_MAX: Final = 64
 #: The cause of a failure that was decided in an earlier life of the coordinator.
 UNKNOWN: Final = "unknown"
 
-ToScheduler: TypeAlias = Progressed | Resized | Departed | Closed
+ToScheduler: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | RequestClosed
 
 log = logger("coordinator.scheduling.request")
 
@@ -128,7 +128,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
         _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
-        ended = Ended(self.state.request_index, outcome, reason, generated_tokens, tail_text, at_s)
+        ended = RequestEnded(self.state.request_index, outcome, reason, generated_tokens, tail_text, at_s)
         await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:
@@ -137,13 +137,13 @@ class Request(Actor[RequestOrder | WorkerEvent]):
                 if action.outcome == State.FAILED:
                     self._counters.failed[self.state.cause or UNKNOWN] += 1
                 self._listener.ended(action)
-            case Departed():
+            case PlacementEnded():
                 self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)
-            case Closed():
+            case RequestClosed():
                 self._tell_scheduler(action)
                 self.close()
-            case Progressed() | Resized():
+            case PlacementProgressed() | HotBufferResized():
                 self._tell_scheduler(action)
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw() | messages.Stop():
                 assert self._port is not None

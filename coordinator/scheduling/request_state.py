@@ -9,21 +9,21 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from coordinator.scheduling.events import (
     Admitted,
-    Adopted,
-    Closed,
-    Demoted,
-    Departed,
-    End,
     Ending,
-    Given,
-    Lost,
-    Progressed,
+    EndOrder,
+    HotBufferResized,
+    MemoryGiven,
+    PlacementAdopted,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestClosed,
     RequestCommand,
     RequestOrder,
-    Resized,
-    Resume,
-    Retract,
+    ResumeOrder,
+    RetractOrder,
+    RowsGivenUp,
     Stage,
+    WorkerLost,
 )
 from coordinator.scheduling.lifecycle import (
     ACTIVE,
@@ -36,7 +36,7 @@ from coordinator.scheduling.lifecycle import (
     TRANSITIONS,
     WAIT,
     WAITING,
-    Kind,
+    EventKind,
     Resolve,
     State,
     Target,
@@ -62,7 +62,7 @@ WorkerEvent: TypeAlias = (
     | messages.Faulted
     | messages.Released
 )
-Action: TypeAlias = messages.Command | Progressed | Resized | Departed | Ending | Closed
+Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending | RequestClosed
 
 
 class Rows(NamedTuple):
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     durable: int
 
 
-class Line(NamedTuple):
+class Transition(NamedTuple):
     """One line of a history; `at` on the coordinator's clock."""
 
     at: float
@@ -107,8 +107,8 @@ class RequestState:
         self.cause = ""  # of a failure, in one word
         self.reason = ""
         self.tail_text = ""
-        self.first = Line(now, "submitted", self.state, reason)
-        self.lines: deque[Line] = deque(maxlen=HISTORY_LINES_MAX - 1)
+        self.first = Transition(now, "submitted", self.state, reason)
+        self.lines: deque[Transition] = deque(maxlen=HISTORY_LINES_MAX - 1)
         self.lines_dropped = 0
 
     # ---------------------------------------------------------------- from the journal
@@ -133,8 +133,8 @@ class RequestState:
         prefills_only: bool = False,
         known: str = "",
     ) -> None:
-        """It was on a worker that is yet to be heard. How far it is there, `Adopted` will say; told to leave in the
-        earlier life, it is leaving."""
+        """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
+        in the earlier life, it is leaving."""
         self.placement, self.worker, self.keep, self.held, self.staging = placement, worker, True, held, not staged
         self.prefills_only = prefills_only
         self._move(
@@ -168,11 +168,11 @@ class RequestState:
                 remedy=remedy,
             )
 
-    def history(self) -> tuple[Line, ...]:
+    def history(self) -> tuple[Transition, ...]:
         """Every line that is kept, oldest first; a gap is said."""
         if not self.lines_dropped:
             return (self.first, *self.lines)
-        gap = Line(self.lines[0].at, "...", "", f"{self.lines_dropped} lines dropped")
+        gap = Transition(self.lines[0].at, "...", "", f"{self.lines_dropped} lines dropped")
         return (self.first, gap, *self.lines)
 
     @property
@@ -180,7 +180,7 @@ class RequestState:
         """Lines that the history has had, dropped ones too."""
         return 1 + self.lines_dropped + len(self.lines)
 
-    def lines_since(self, count: int) -> tuple[Line, ...]:
+    def lines_since(self, count: int) -> tuple[Transition, ...]:
         """What the history has gained since it had `count` lines, as far as it is kept."""
         fresh = [*islice(reversed(self.lines), self.lines_count - count)][::-1]
         return tuple(fresh) if count else (self.first, *fresh)
@@ -217,29 +217,29 @@ class RequestState:
         if not self.staging:
             return []
         self.staging = False
-        self._move(target, now, Kind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
+        self._move(target, now, EventKind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
         return [self._progressed(Stage.STAGED)]
 
     def _started(self, _: messages.Started, target: Target, __: Rows, now: float) -> list[Action]:
         if target is SAME:
             return []
-        self._move(target, now, Kind.STARTED, f"on {self.worker}")
+        self._move(target, now, EventKind.STARTED, f"on {self.worker}")
         return [self._progressed(Stage.STARTED)]
 
     def _parked(self, _: messages.Parked, target: Target, __: Rows, now: float) -> list[Action]:
         if self.parked:
             return []
         self.parked = True
-        self._move(target, now, Kind.PARKED, "out of granted pages")
+        self._move(target, now, EventKind.PARKED, "out of granted pages")
         return [self._progressed(Stage.PARKED)]
 
     def _resized(self, event: messages.Resized, target: Target, _: Rows, now: float) -> list[Action]:
         asked = self.resize
         if asked is None or (event.hot_slots, event.hot_chunks) != (asked.hot_slots, asked.hot_chunks):
-            raise self._illegal(Kind.RESIZED, by_worker=True)
+            raise self._illegal(EventKind.RESIZED, by_worker=True)
         self.resize = None
-        self._move(target, now, Kind.RESIZED, describe_size(event.hot_slots))
-        return [Resized(self.request_index, self.placement)]
+        self._move(target, now, EventKind.RESIZED, describe_size(event.hot_slots))
+        return [HotBufferResized(self.request_index, self.placement)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -257,23 +257,25 @@ class RequestState:
         if target is SAME:
             return []
         self.outcome, self.verdict, self.cause, self.held = outcome, reason, cause, False
-        self._move(target, now, Kind.ENDED, reason)
+        self._move(target, now, EventKind.ENDED, reason)
         return [self._progressed(Stage.LEAVING)]
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
         durable, warm_start = event.durable_tokens, event.warm_start
-        return self._depart(Kind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start)
+        return self._depart(
+            EventKind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start
+        )
 
-    def _lost(self, event: Lost, target: Target, rows: Rows, now: float) -> list[Action]:
+    def _lost(self, event: WorkerLost, target: Target, rows: Rows, now: float) -> list[Action]:
         """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
         after them, whose rows are therefore decoded again."""
         durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
-        return self._depart(Kind.LOST, target, durable, rows, now, event.reason)
+        return self._depart(EventKind.LOST, target, durable, rows, now, event.reason)
 
     def _depart(
         self,
-        kind: Kind,
+        kind: EventKind,
         target: Target,
         durable: int,
         rows: Rows,
@@ -289,7 +291,7 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
-        departed = Departed(
+        departed = PlacementEnded(
             self.request_index, self.placement, self.kept_tokens, target is OUTCOME, first_token, warm_start
         )
         self.placement, self.worker = 0, ""
@@ -299,25 +301,25 @@ class RequestState:
         self._move(target, now, kind, reason)
         return [departed]
 
-    def _adopted(self, event: Adopted, _: Target, __: Rows, now: float) -> list[Action]:
+    def _adopted(self, event: PlacementAdopted, _: Target, __: Rows, now: float) -> list[Action]:
         """Its worker may never have heard that it is to leave, nor of its last grant."""
         self.staging, self.parked, self.resize = not event.is_staged, event.is_parked, event.resize
         if self.state in (State.RETRACTING, State.RELEASING):
-            self._note(now, Kind.ADOPTED, f"leaves {self.worker}")
+            self._note(now, EventKind.ADOPTED, f"leaves {self.worker}")
             return [messages.Withdraw(self.placement)]
         staged = HAND_ON if event.is_staged else State.PREFILLING
-        self._move(State.RUNNING if event.is_started else staged, now, Kind.ADOPTED, f"on {self.worker}")
+        self._move(State.RUNNING if event.is_started else staged, now, EventKind.ADOPTED, f"on {self.worker}")
         return [] if event.grant is None else [event.grant]
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
         self.staging, self.parked, self.resize = not self.kept_tokens, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
-        self._move(target, now, Kind.ADMITTED, event.reason)
+        self._move(target, now, EventKind.ADMITTED, event.reason)
         self.kept_tokens = 0
         return [event.command]
 
-    def _given(self, event: Given, _: Target, __: Rows, now: float) -> list[Action]:
+    def _given(self, event: MemoryGiven, _: Target, __: Rows, now: float) -> list[Action]:
         """Sent unless the request is leaving or has left: then the memory goes back with the rest."""
         command = event.command
         if command.placement != self.placement or self.state in (State.RETRACTING, State.RELEASING):
@@ -328,53 +330,53 @@ class RequestState:
             self._note(now, "resize", describe_size(command.hot_slots))
         return [command]
 
-    def _retract(self, event: Retract, target: Target, _: Rows, now: float) -> list[Action]:
+    def _retract(self, event: RetractOrder, target: Target, _: Rows, now: float) -> list[Action]:
         if self.state in TERMINAL or self.state is State.RELEASING:
             return []
         self.held = self.held or event.hold
         if self.state in WAITING:
-            self._move(target, now, Kind.RETRACT, event.reason)
+            self._move(target, now, EventKind.RETRACT, event.reason)
             return []
         self.keep = self.keep and event.keep
         if target is SAME:
-            self._note(now, Kind.RETRACT, event.reason)
+            self._note(now, EventKind.RETRACT, event.reason)
             return []
         self.retractions += 1
-        self._move(target, now, Kind.RETRACT, event.reason)
+        self._move(target, now, EventKind.RETRACT, event.reason)
         return [messages.Withdraw(self.placement)]
 
-    def _resume(self, event: Resume, target: Target, _: Rows, now: float) -> list[Action]:
+    def _resume(self, event: ResumeOrder, target: Target, _: Rows, now: float) -> list[Action]:
         if self.held:
             self.held = False
-            self._move(target, now, Kind.RESUME, event.reason)
+            self._move(target, now, EventKind.RESUME, event.reason)
         return []
 
-    def _demoted(self, event: Demoted, target: Target, _: Rows, now: float) -> list[Action]:
+    def _demoted(self, event: RowsGivenUp, target: Target, _: Rows, now: float) -> list[Action]:
         if self.kept_tokens:
             self.kept_tokens = 0
-            self._move(target, now, Kind.DEMOTED, event.reason)
+            self._move(target, now, EventKind.DEMOTED, event.reason)
         return []
 
-    def _ended(self, event: End, target: Target, rows: Rows, now: float) -> list[Action]:
+    def _ended(self, event: EndOrder, target: Target, rows: Rows, now: float) -> list[Action]:
         if target is SAME:
             return []
         withdrawn = self.state is State.RETRACTING
         self.outcome, self.verdict, self.cause = State(event.outcome), event.reason, event.cause
         self.held, self.kept_tokens = False, 0
         if target is OUTCOME:
-            return self._end(Kind.END, rows, now)
-        self._move(target, now, Kind.END, event.reason)
+            return self._end(EventKind.END, rows, now)
+        self._move(target, now, EventKind.END, event.reason)
         return [] if withdrawn else [messages.Withdraw(self.placement)]
 
     # ---------------------------------------------------------------- parts
 
-    def _end(self, kind: Kind, rows: Rows, now: float) -> list[Action]:
+    def _end(self, kind: EventKind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
         ending = Ending(self.request_index, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
-        return [ending, Closed(self.request_index)]
+        return [ending, RequestClosed(self.request_index)]
 
-    def _progressed(self, stage: Stage) -> Progressed:
-        return Progressed(self.request_index, self.placement, stage)
+    def _progressed(self, stage: Stage) -> PlacementProgressed:
+        return PlacementProgressed(self.request_index, self.placement, stage)
 
     def _move(self, target: Target, now: float, event: str, reason: str) -> None:
         match target:
@@ -394,10 +396,10 @@ class RequestState:
     def _note(self, now: float, event: str, reason: str) -> None:
         if len(self.lines) == self.lines.maxlen:
             self.lines_dropped += 1
-        self.lines.append(Line(now, event, self.state, reason))
+        self.lines.append(Transition(now, event, self.state, reason))
         self.reason = reason or self.reason
 
-    def _illegal(self, kind: Kind, *, by_worker: bool) -> IllegalEventError | InternalError:
+    def _illegal(self, kind: EventKind, *, by_worker: bool) -> IllegalEventError | InternalError:
         recent = " ".join(line.event for line in self.history()[-8:])
         what = f"{kind} cannot come to a request that is {self.state} (its history: {recent})"
         if by_worker:
@@ -432,20 +434,20 @@ def _refusal(request: RequestState, command: RequestCommand) -> str | None:
 
 Handler: TypeAlias = Callable[[RequestState, Any, Target, Rows, float], list[Action]]
 
-_HANDLERS: Final[dict[type, tuple[Kind, Handler]]] = {
-    messages.Staged: (Kind.STAGED, RequestState._staged),
-    messages.Started: (Kind.STARTED, RequestState._started),
-    messages.Parked: (Kind.PARKED, RequestState._parked),
-    messages.Resized: (Kind.RESIZED, RequestState._resized),
-    messages.Finished: (Kind.ENDED, RequestState._finished),
-    messages.Faulted: (Kind.ENDED, RequestState._faulted),
-    messages.Released: (Kind.RELEASED, RequestState._released),
-    Admitted: (Kind.ADMITTED, RequestState._admitted),
-    Given: (Kind.GIVEN, RequestState._given),
-    Retract: (Kind.RETRACT, RequestState._retract),
-    Resume: (Kind.RESUME, RequestState._resume),
-    Demoted: (Kind.DEMOTED, RequestState._demoted),
-    End: (Kind.END, RequestState._ended),
-    Lost: (Kind.LOST, RequestState._lost),
-    Adopted: (Kind.ADOPTED, RequestState._adopted),
+_HANDLERS: Final[dict[type, tuple[EventKind, Handler]]] = {
+    messages.Staged: (EventKind.STAGED, RequestState._staged),
+    messages.Started: (EventKind.STARTED, RequestState._started),
+    messages.Parked: (EventKind.PARKED, RequestState._parked),
+    messages.Resized: (EventKind.RESIZED, RequestState._resized),
+    messages.Finished: (EventKind.ENDED, RequestState._finished),
+    messages.Faulted: (EventKind.ENDED, RequestState._faulted),
+    messages.Released: (EventKind.RELEASED, RequestState._released),
+    Admitted: (EventKind.ADMITTED, RequestState._admitted),
+    MemoryGiven: (EventKind.GIVEN, RequestState._given),
+    RetractOrder: (EventKind.RETRACT, RequestState._retract),
+    ResumeOrder: (EventKind.RESUME, RequestState._resume),
+    RowsGivenUp: (EventKind.DEMOTED, RequestState._demoted),
+    EndOrder: (EventKind.END, RequestState._ended),
+    WorkerLost: (EventKind.LOST, RequestState._lost),
+    PlacementAdopted: (EventKind.ADOPTED, RequestState._adopted),
 }

@@ -53,7 +53,7 @@ class LiveRequest:
     user: str = ""  # whose key submitted it
 
 
-class Ended(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that is over, and when it ended. Its prompt is gone."""
 
     live: LiveRequest
@@ -67,7 +67,7 @@ class RequestTable:
         self.live: dict[str, LiveRequest] = {}
         self.by_index: dict[int, LiveRequest] = {}
         self.by_placement: dict[int, LiveRequest] = {}
-        self.ended: OrderedDict[str, Ended] = OrderedDict()
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
@@ -99,7 +99,7 @@ class RequestTable:
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
-        self.ended[live.state.request_id] = Ended(live, now)
+        self.ended[live.state.request_id] = EndedRequest(live, now)
         del self.live[live.state.request_id], self.by_index[live.entry.request_index]
 
     def forget_old(self, now: float) -> list[int]:
@@ -170,7 +170,7 @@ class RequestTable:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> LiveRequest | Ended:
+    def find(self, request_id: str, user: str | None = None) -> LiveRequest | EndedRequest:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
         if found is None or user not in (None, _live(found).user):
@@ -200,7 +200,7 @@ class RequestTable:
     ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
         found = self.find(request_id, user)
-        live, at = found if isinstance(found, Ended) else (found, now)
+        live, at = found if isinstance(found, EndedRequest) else (found, now)
         return self.row(live, at), self.history(live)
 
     def row(self, live: LiveRequest, now: float) -> RequestRow:
@@ -237,8 +237,8 @@ class RequestTable:
         return sum(live.state.held for live in self.live.values())
 
 
-def _live(found: LiveRequest | Ended) -> LiveRequest:
-    return found.live if isinstance(found, Ended) else found
+def _live(found: LiveRequest | EndedRequest) -> LiveRequest:
+    return found.live if isinstance(found, EndedRequest) else found
 
 
 def _add(a: Swaps, b: Swaps) -> Swaps:

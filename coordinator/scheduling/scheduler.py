@@ -19,7 +19,7 @@ import trio
 
 from coordinator.actor import Level, Reply, Supervisor
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal.records import Departed, Drained, PoolOpened, Record, Undrained
+from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
@@ -28,9 +28,9 @@ from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import Send, Step
+from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
-from coordinator.scheduling.events import Listener, RequestCommand, Tell, WorkerPort
+from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, restore
 from coordinator.scheduling.request_state import describe_size
@@ -73,9 +73,9 @@ log = logger("coordinator.scheduling.scheduler")
 class _Turn:
     """What one batch of messages leads to: ledger changes, then tells and replies."""
 
-    steps: list[Step] = field(default_factory=list)
-    tells: list[Tell] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
+    steps: list[LedgerStep] = field(default_factory=list)
+    tells: list[AddressedOrder] = field(default_factory=list)
+    sends: list[WorkerSend] = field(default_factory=list)
     joined: list[Reply[None]] = field(default_factory=list)
     released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
 
@@ -212,7 +212,7 @@ class Scheduler(SchedulerApi):
             if entry := self._placement_table.entries.get(request_index):
                 self._dispatch.starve(entry)
 
-    def _ticket_closed(self, it: events.TicketClosed) -> Effects:
+    def _ticket_closed(self, it: events.TransferClosed) -> Effects:
         return self._dispatch.ticket_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
@@ -224,19 +224,19 @@ class Scheduler(SchedulerApi):
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
         match message:
-            case events.Progressed():
+            case events.PlacementProgressed():
                 turn.take(self._dispatch.progressed(message))
-            case events.Resized():
+            case events.HotBufferResized():
                 turn.take(self._dispatch.resized(message))
-            case events.Departed():
+            case events.PlacementEnded():
                 self._requests.end_placement(message.placement)
                 turn.take(self._dispatch.departed(message, self._token_log.length(message.request_index)))
                 self._warm_starts.keep(message.request_index, message.warm_start)
-            case events.Closed():
+            case events.RequestClosed():
                 self._warm_starts.take(message.request_index)
                 self._dispatch.closed(message.request_index)
                 self._requests.end(self._requests.by_index[message.request_index], now)
-            case events.TicketClosed():
+            case events.TransferClosed():
                 turn.take(self._ticket_closed(message))
             case events.Starving():
                 self._starving(message)
@@ -315,7 +315,7 @@ class Scheduler(SchedulerApi):
 
     # ---------------------------------------------------------------- requests
 
-    def _tell(self, tell: Tell) -> None:
+    def _tell(self, tell: AddressedOrder) -> None:
         """A request that ended in this very turn is told nothing any more."""
         if live := self._requests.by_index.get(tell.request_index):
             live.request.tell(tell.event)
@@ -328,8 +328,10 @@ class Scheduler(SchedulerApi):
             self._pools[hello.node].close()
         for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
             self._placement_table.demote(entry)
-            self._journal.append([Departed(entry.request_index, 0)])
-            self._tell(Tell(entry.request_index, events.Demoted(f"the host pool of {hello.node} is gone")))
+            self._journal.append([RequestDeparted(entry.request_index, 0)])
+            self._tell(
+                AddressedOrder(entry.request_index, events.RowsGivenUp(f"the host pool of {hello.node} is gone"))
+            )
         for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
@@ -366,7 +368,10 @@ class Scheduler(SchedulerApi):
             self._dispatch.drain(worker, drain)
         until_s = now + ask.deadline_s + self._wall_offset_s
         commit = self._journal.append(
-            [Undrained(it.name) if ask.undrain else Drained(it.name, it.epoch, until_s, ask.handover) for it in workers]
+            [
+                WorkerUndrained(it.name) if ask.undrain else WorkerDrained(it.name, it.epoch, until_s, ask.handover)
+                for it in workers
+            ]
         )
         log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
         return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers), commit
@@ -381,11 +386,11 @@ class Scheduler(SchedulerApi):
         given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))
         for decision, pair in zip(plan, pairs, strict=True):
             taken, pages = (NO_PAGES if step is None else next(given) for step in pair)
-            if isinstance(decision, decisions.Admit) and decision.transfer is not None:
+            if isinstance(decision, decisions.AdmitDecision) and decision.transfer is not None:
                 self._receive(decision.entry, decision.transfer, taken)
             self._announce(decision, pages)
 
-    async def _transact(self, steps: Sequence[Step]) -> list[Int32Array]:
+    async def _transact(self, steps: Sequence[LedgerStep]) -> list[Int32Array]:
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
@@ -399,19 +404,19 @@ class Scheduler(SchedulerApi):
             await commit.wait()
         return given
 
-    async def _transact_node(self, node: str, steps: Sequence[Step]) -> Applied[Commit]:
+    async def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
         notes = [step.note for step in steps if step.note is not None]
         return await self._pools[node].transact([step.change for step in steps], notes)
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""
         match decision:
-            case decisions.Admit():
+            case decisions.AdmitDecision():
                 self._tell(self._admit(decision, pages))
                 return
-            case decisions.Grow(entry):
+            case decisions.GrowDecision(entry):
                 self._token_log.grant(entry.request_index, self._granted_tokens(entry))
-            case decisions.Retract(_, keep, cause):
+            case decisions.RetractDecision(_, keep, cause):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
@@ -421,7 +426,7 @@ class Scheduler(SchedulerApi):
             messages.Receive(transfer.ticket, entry.request_index, request_id, entry.prompt_tokens, pages.tobytes())
         )
 
-    def _admit(self, decision: decisions.Admit, pages: Int32Array) -> Tell:
+    def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         live = self._requests.by_index[entry.request_index]
         self._requests.begin_placement(live, decision.placement, worker.epoch)
@@ -447,7 +452,7 @@ class Scheduler(SchedulerApi):
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
-        return Tell(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
+        return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 
     def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
         self._token_log.begin_placement(

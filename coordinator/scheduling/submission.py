@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
-from coordinator.journal.records import Accepted, Forgotten, Ordered
+from coordinator.journal.records import RequestAccepted, RequestOrdered, RequestsForgotten
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, RequestCommand, WorkerPort
@@ -71,7 +71,7 @@ class Submissions:
         self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
         at_s = now + self.wall_offset_s
         about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
-        accepted = Accepted(request_index, entry.rank[1], *about)
+        accepted = RequestAccepted(request_index, entry.rank[1], *about)
         return Handle(request_id, request_index), self.journal.append([accepted])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
@@ -97,12 +97,12 @@ class Submissions:
         ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append(
-            [Ordered(it.entry.request_index, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
+            [RequestOrdered(it.entry.request_index, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
         )
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
-        forgotten = Forgotten(pack_int32(request_indices), self.journal.book.arrivals)
+        forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.book.arrivals)
         commit = self.journal.append([forgotten] if request_indices else [])
         for request_index in request_indices:
             self.listener.forgotten(request_index)

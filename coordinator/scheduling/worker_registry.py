@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from coordinator.journal.records import Joined, PoolOpened
+from coordinator.journal.records import PoolOpened, WorkerJoined
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import ON_WORKER, WorkerEntry
 from coordinator.scheduling.events import WorkerPort
@@ -80,7 +80,7 @@ class WorkerRegistry:
         about = hello.capacity, hello.model, port
         return WorkerEntry(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
 
-    def recover(self, opened: PoolOpened, joined: Sequence[Joined]) -> None:
+    def recover(self, opened: PoolOpened, joined: Sequence[WorkerJoined]) -> None:
         """A node of an earlier life, and its epochs."""
         self._pools[opened.node] = opened.capacity
         self.model = opened.model

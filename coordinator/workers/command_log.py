@@ -49,7 +49,7 @@ class _Entry:
     sent_at: float | None = None
 
 
-class Batch(NamedTuple):
+class CommandBatch(NamedTuple):
     """Commands numbered `first`, `first` + 1, ...; `repeated` of them were sent before."""
 
     first: int
@@ -85,7 +85,7 @@ class CommandLog:
         self._entries.append(_Entry(command))
         return self._first_unacked + len(self._entries) - 1
 
-    def take(self, now: float) -> Batch | None:
+    def take(self, now: float) -> CommandBatch | None:
         """The next commands to send, counted as sent at `now`; None when there are none."""
         skip = self._cursor - self._first_unacked
         picked: list[Command] = []
@@ -101,12 +101,12 @@ class CommandLog:
         if not picked:
             return None
         repeated = min(max(self._sent_top - self._cursor + 1, 0), len(picked))
-        batch = Batch(self._cursor, tuple(picked), repeated)
+        batch = CommandBatch(self._cursor, tuple(picked), repeated)
         self._cursor += len(picked)
         self._sent_top = max(self._sent_top, self._cursor - 1)
         return batch
 
-    def untake(self, batch: Batch) -> None:
+    def untake(self, batch: CommandBatch) -> None:
         """`batch`, the last one taken, could not be sent after all."""
         self._cursor = max(batch.first, self._first_unacked)
 

@@ -11,14 +11,14 @@ from coordinator.journal.journal import Journal
 from coordinator.workers.worker_epoch import WorkerEpoch
 
 
-class Reporter(Protocol):
+class ReportingLink(Protocol):
     """A worker link: whoever said something."""
 
     @property
     def state(self) -> WorkerEpoch: ...
 
 
-L = TypeVar("L", bound=Reporter)
+L = TypeVar("L", bound=ReportingLink)
 
 
 class ReportAcks(Generic[L]):

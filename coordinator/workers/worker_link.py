@@ -31,7 +31,7 @@ import numpy as np
 import trio
 
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import Joined
+from coordinator.journal.records import WorkerJoined
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
@@ -190,7 +190,7 @@ class WorkerLinks:
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
-    def expect(self, joined: Joined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
         """An epoch from the journal, before `run`. Commands to it wait for its hello; `is_live` False: for its exit."""
         hello = messages.WorkerHello(
             PROTOCOL_VERSION,
@@ -375,7 +375,7 @@ class WorkerLinks:
     def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         """So that a later life of the coordinator can tell whether it has exited."""
         self._journal.append(
-            [Joined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
+            [WorkerJoined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
         )
 
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hisparse.client.client import Client, run_client
-from hisparse.client.token_stream import Stream
+from hisparse.client.token_stream import TokenStream
 from hisparse.client.tokenizer_cache import fetch_tokenizer
 from hisparse.console.options import EXIT_FAILED, EXIT_INTERRUPTED
 from hisparse.console.output import note, write_json, write_line
@@ -30,7 +30,7 @@ class Follow:
     raw: bool = False
     role: str = "client"
     key: PeerKey | Insecure | None = None
-    stream: Stream | None = None
+    stream: TokenStream | None = None
 
     def run(self, action: Callable[[Client], Awaitable[int]]) -> int:
         """The exit code of `action`; after Ctrl-C, how to go on."""
@@ -42,7 +42,7 @@ class Follow:
                 note(f"\n{name} goes on; hisparse attach {name} --from {self.stream.offset}, or hisparse abort {name}")
             return EXIT_INTERRUPTED
 
-    async def show(self, stream: Stream, tokenizer: Tokenizer | None) -> int:
+    async def show(self, stream: TokenStream, tokenizer: Tokenizer | None) -> int:
         """Print what comes until the request ends; 0 when it finished, 1 when it was aborted or failed."""
         self.stream = stream
         sink = _make_sink(self.output, tokenizer, stream.request_id)

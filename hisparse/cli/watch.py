@@ -52,11 +52,11 @@ def list_rows(
         return
     import trio
 
-    with Watch(columns, output) as watch:
+    with ListingWatch(columns, output) as watch:
         trio.run(_watch, config, fetch, watch, interval_s)
 
 
-async def _watch(config: Config, fetch: Fetch[Row], watch: Watch[Row], interval_s: float) -> None:
+async def _watch(config: Config, fetch: Fetch[Row], watch: ListingWatch[Row], interval_s: float) -> None:
     import trio
 
     from hisparse.client.polling import keep_looking
@@ -69,7 +69,7 @@ async def _watch(config: Config, fetch: Fetch[Row], watch: Watch[Row], interval_
     await keep_looking(connect, look, watch.lost, partial(trio.sleep, interval_s))
 
 
-class Watch(ExitStack, Generic[Row]):
+class ListingWatch(ExitStack, Generic[Row]):
     """Shows rows that come again and again. Entered, it draws on the terminal if there is one; what was last, stays."""
 
     def __init__(self, columns: Sequence[Column[Row]], output: str) -> None:
@@ -80,7 +80,7 @@ class Watch(ExitStack, Generic[Row]):
         self._live: Live | None = None
         self._why_lost = ""
 
-    def __enter__(self) -> Watch[Row]:
+    def __enter__(self) -> ListingWatch[Row]:
         if self._output == "table" and sys.stdout.isatty():
             from rich.live import Live
 

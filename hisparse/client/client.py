@@ -26,7 +26,7 @@ import trio
 
 from hisparse.client.connection import Connection
 from hisparse.client.replies import M, expect, ids
-from hisparse.client.token_stream import Stream
+from hisparse.client.token_stream import TokenStream
 from protocol import messages
 from protocol.arrays import pack_tokens
 from protocol.errors import Unavailable
@@ -67,7 +67,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
-    ) -> Stream:
+    ) -> TokenStream:
         """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
 
         With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
@@ -103,11 +103,11 @@ class Client:
         )
         return accepted.request_id
 
-    async def attach(self, request_id: str, offset: int = 0) -> Stream:
+    async def attach(self, request_id: str, offset: int = 0) -> TokenStream:
         """Subscribe from generated position `offset` on. Raises NotFound, or BadInput for an impossible offset."""
         return await self._subscribe(lambda tag: messages.Attach(tag, request_id, offset), start=offset)
 
-    async def detach(self, stream: Stream) -> None:
+    async def detach(self, stream: TokenStream) -> None:
         """Unsubscribe; the request goes on. The stream's iteration ends after what has arrived."""
         await self._call(lambda tag: messages.Detach(tag, stream.request_id), messages.Done)
         self._connection.forget(stream)
@@ -204,7 +204,7 @@ class Client:
     async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
         return (await self._call(make, messages.Done)).detail
 
-    async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> Stream:
+    async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> TokenStream:
         """The stream exists from the moment its Accepted is read, so that the delivery right behind it finds it."""
         return await self._connection.exchange(make, lambda reply: self._connection.adopt(reply, start))
 

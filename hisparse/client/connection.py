@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import trio
 
 from hisparse.client.replies import Call, Reply, decode, encode, error_of, expect, reply_of
-from hisparse.client.token_stream import Stream
+from hisparse.client.token_stream import TokenStream
 from protocol import messages
 from protocol.arrays import unpack_int32
 from protocol.errors import CapacityError, HiSparseError, Unavailable
@@ -59,8 +59,8 @@ class Connection:
         self._tag = 0
         self._calls: dict[int, Callable[[Reply], None]] = {}
         self._hellos: deque[Callable[[Reply], None]] = deque()
-        self._streams: dict[int, Stream] = {}
-        self._attaching: dict[int, Stream] = {}
+        self._streams: dict[int, TokenStream] = {}
+        self._attaching: dict[int, TokenStream] = {}
 
     # ------------------------------------------------------------ for the client
 
@@ -114,15 +114,15 @@ class Connection:
             await self._ready.wait()
         return self._dealer
 
-    def adopt(self, reply: Reply, start: int) -> Stream:
+    def adopt(self, reply: Reply, start: int) -> TokenStream:
         """The stream that `reply`, an Accepted, begins at position `start`. From this moment it takes deliveries: read
         in `exchange`, before the one right behind the reply."""
         accepted = expect(reply, messages.Accepted)
-        stream = Stream(accepted.request_id, start)
+        stream = TokenStream(accepted.request_id, start)
         self._streams[accepted.handle] = stream
         return stream
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: TokenStream) -> None:
         """Deliver nothing to it any more."""
         self._streams = {handle: other for handle, other in self._streams.items() if other is not stream}
 
@@ -202,7 +202,7 @@ class Connection:
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
 
-    async def _attach_again(self, streams: Sequence[Stream]) -> None:
+    async def _attach_again(self, streams: Sequence[TokenStream]) -> None:
         """Ask for each stream at the offset it holds; replies come to the receiving task, which this runs in."""
         for stream in streams:
             self._tag += 1
@@ -213,7 +213,7 @@ class Connection:
                     messages.encode(messages.Attach(tag, stream.request_id, stream.received))
                 )
 
-    def _give_up(self, error: HiSparseError, streams: Sequence[Stream]) -> None:
+    def _give_up(self, error: HiSparseError, streams: Sequence[TokenStream]) -> None:
         self._lost = error
         self._is_lost.set()
         self._disconnect()
@@ -262,7 +262,7 @@ class Connection:
             case _:
                 return  # the reply to a call that was cancelled
 
-    def _attached(self, stream: Stream, reply: Reply) -> None:
+    def _attached(self, stream: TokenStream, reply: Reply) -> None:
         if isinstance(reply, HiSparseError):
             stream.fail(reply)
         else:

@@ -10,7 +10,7 @@ from protocol.errors import HiSparseError, ProtocolError
 from protocol.messages import Ended
 
 
-class Stream:
+class TokenStream:
     """The output of one request from generated position `start` on. One reader; made by Client.submit and attach.
 
     `offset` is the position that the next chunk starts at; `ended` the last word, once the iteration is over.
@@ -26,7 +26,7 @@ class Stream:
         self._is_over = False
         self._news = trio.Event()
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> Int32Array:

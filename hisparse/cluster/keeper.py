@@ -4,9 +4,9 @@
               ended with 0 was told to leave and is let go. Past RESTARTS_MAX short lives in a row it is given up: what
               dies at every start will not be cured by another
     hangs     a worker that was connected in this life and has been missing for HUNG_LIMITS heartbeat limits, while the
-              coordinator answers, is killed (`Watch`): the coordinator declared it down one limit earlier and its pages
-              are quarantined until its exit is proved. A stopped process (SIGSTOP) is one too. A coordinator that does
-              not answer for COORDINATOR_HUNG_LIMITS of them is killed likewise
+              coordinator answers, is killed (`ChildWatch`): the coordinator declared it down one limit earlier and its
+              pages are quarantined until its exit is proved. A stopped process (SIGSTOP) is one too. A coordinator that
+              does not answer for COORDINATOR_HUNG_LIMITS of them is killed likewise
     over      the coordinator left or was given up, or all workers did or were
 
 Nothing is lost by killing: rows live in the host pool, which this process holds open for workers to come, and what was
@@ -89,7 +89,7 @@ class _Life:
 
 
 @dataclass
-class Watch:
+class ChildWatch:
     """Which processes hang, from what the coordinator says of them. Pure; times are seconds of one clock."""
 
     limit_s: float
@@ -148,7 +148,7 @@ class Keeper:
         self._cluster = cluster
         self._say = say
         self._changed = changed
-        self._watch = Watch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
+        self._watch = ChildWatch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
         self._left = set(cluster.by_name)
         self._last = cluster.by_name[COORDINATOR]
         self._scope = trio.CancelScope()

@@ -32,7 +32,7 @@ class OracleRun:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OracleVerdict:
     """Of one request. verified + mismatched + unverified = the longer of the two outputs."""
 
     request_id: str
@@ -44,18 +44,18 @@ class Verdict:
     gap: float | None  # the oracle's gap there
 
 
-def compare(request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float) -> Verdict:
+def compare(request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float) -> OracleVerdict:
     """Position by position up to the first divergence, which is excused or makes mismatches of all that differs."""
     length = max(len(tokens), len(oracle.tokens))
     divergence = first_difference(tokens, oracle.tokens)
     if divergence is None:
-        return Verdict(request_id, length, 0, 0, False, None, None)
+        return OracleVerdict(request_id, length, 0, 0, False, None, None)
     in_both = divergence < min(len(tokens), len(oracle.tokens))
     gap = oracle.gaps[divergence] if divergence < len(oracle.gaps) else None
     if in_both and gap is not None and gap < tie_bound and tokens[divergence] == oracle.runners_up[divergence]:
-        return Verdict(request_id, divergence, 0, length - divergence, True, divergence, gap)
+        return OracleVerdict(request_id, divergence, 0, length - divergence, True, divergence, gap)
     equal = sum(ours == theirs for ours, theirs in zip(tokens, oracle.tokens, strict=False))
-    return Verdict(request_id, equal, length - equal, 0, False, divergence, gap)
+    return OracleVerdict(request_id, equal, length - equal, 0, False, divergence, gap)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -61,7 +61,7 @@ class DemoMemory:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """One text file, under the name that heads it in a prompt."""
 
     name: str
@@ -98,7 +98,7 @@ def prompt_lengths(count: int, low: int, high: int) -> list[int]:
 
 
 def cut_prompts(
-    sources: Sequence[Source], lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
+    sources: Sequence[PromptSource], lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
 ) -> list[DemoRequest]:
     """One prompt per length: each begins at another file and runs on through the following ones.
 

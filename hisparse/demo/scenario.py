@@ -19,7 +19,7 @@ import trio
 
 from hisparse.client.client import Client
 from hisparse.demo.plan import DemoOptions, DemoRequest
-from hisparse.demo.watch import Outcome, Watch, pages_in_use
+from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
 from protocol.errors import HiSparseError
 from protocol.messages import RequestRow, Sampling
 
@@ -65,13 +65,13 @@ async def _follow(client: Client, request: DemoRequest, sampling: Sampling, outc
         outcome.tokens[request.request_id] += [int(token) for token in tokens]
 
 
-async def _observe(client: Client, watch: Watch) -> None:
+async def _observe(client: Client, watch: DemoWatch) -> None:
     while True:
         await _look(client, watch)
         await trio.sleep(OBSERVE_INTERVAL_S)
 
 
-async def _look(client: Client, watch: Watch) -> None:
+async def _look(client: Client, watch: DemoWatch) -> None:
     watch.saw_requests((await client.requests()).rows)
     watch.saw_workers(await client.workers())
     watch.saw_pools(await client.pools())
@@ -117,7 +117,7 @@ async def _drain_with_handover(client: Client, home: str, outcome: Outcome, say:
         say(f"{worker} drained: {len(outcome.handed_over)} requests go on elsewhere, from the shared host pool")
 
 
-async def _until(condition: Callable[[], bool], watch: Watch, limit_s: float = math.inf) -> bool:
+async def _until(condition: Callable[[], bool], watch: DemoWatch, limit_s: float = math.inf) -> bool:
     """Whether `condition` came to hold before `limit_s` passed and before every request was over."""
     give_up_at = trio.current_time() + limit_s
     while not condition():

@@ -12,7 +12,7 @@ from typing import Final
 
 import coordinator
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children
-from hisparse.demo.plan import DemoOptions, Source, memory_for
+from hisparse.demo.plan import DemoOptions, PromptSource, memory_for
 from protocol.config import HostFacts, build
 from protocol.errors import BadInput, Unavailable
 from protocol.settings import Config
@@ -32,11 +32,11 @@ TMPFS: Final = "/dev/shm"
 VALUE_BYTES: Final = 4  # float32, as the model library runs it too
 
 
-def read_sources(paths: Sequence[Path]) -> list[Source]:
+def read_sources(paths: Sequence[Path]) -> list[PromptSource]:
     """Text of `paths` (files, or directories with text files below), by default of hisparse itself."""
     root = Path(coordinator.__file__).resolve().parents[1]
     files = [file for path in paths for file in _text_files(path)] if paths else _own_files(root)
-    return [Source(_name(file, root), _text(file)) for file in files]
+    return [PromptSource(_name(file, root), _text(file)) for file in files]
 
 
 def _text(file: Path) -> str:

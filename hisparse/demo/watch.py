@@ -22,7 +22,7 @@ def pages_in_use(pools: Iterable[PoolRow]) -> int:
 
 
 @dataclass
-class Watch:
+class DemoWatch:
     """The latest rows, and the maxima that the report needs."""
 
     rows: dict[str, RequestRow] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Watch:
 class Outcome:
     """What the scenario brings home, filled as it goes. `tokens` by request id."""
 
-    watch: Watch = field(default_factory=Watch)
+    watch: DemoWatch = field(default_factory=DemoWatch)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     retracted: list[str] = field(default_factory=list)
     drained: str = ""

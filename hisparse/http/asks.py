@@ -32,7 +32,7 @@ VALUE_CHARS_MAX: Final = 80
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleAsk:
     """One request of the coordinator."""
 
     request_id: str
@@ -40,7 +40,7 @@ class Choice:
     sampling: Sampling
     priority: int
 
-    def same_as(self, other: Choice) -> bool:
+    def same_as(self, other: SampleAsk) -> bool:
         same_rest = (self.sampling, self.priority) == (other.sampling, other.priority)
         return same_rest and np.array_equal(self.prompt, other.prompt)
 
@@ -52,7 +52,7 @@ class Ask:
     id: str
     is_chat: bool
     model: str
-    choices: tuple[Choice, ...]
+    choices: tuple[SampleAsk, ...]
     prompt_tokens: int
     stream: bool
     include_usage: bool
@@ -96,7 +96,7 @@ def _check_model(body: Body, model: ModelInfo) -> None:
         raise NotFound("is not served here", field="model", value=body.model, remedy=f"use {model.name}")
 
 
-def _choices(body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], ask_id: str) -> Iterator[Choice]:
+def _choices(body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], ask_id: str) -> Iterator[SampleAsk]:
     samples = _first(body.n, 1)
     total = samples * len(prompts)
     if total > CHOICES_MAX:
@@ -112,7 +112,7 @@ def _choices(body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], a
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
             ignore_eos=body.ignore_eos,
         )
-        yield Choice(request_id, prompts[which], sampling, body.priority)
+        yield SampleAsk(request_id, prompts[which], sampling, body.priority)
 
 
 def _seed(seed: int | None, sample: int, request_id: str) -> int:

@@ -63,13 +63,13 @@ class TooSlow(BadInput):
     code = "too_slow"
 
 
-class Aborted(HiSparseError):
+class AnswerAborted(HiSparseError):
     """The request was aborted, by an operator or because nobody listened any more."""
 
     code = "aborted"
 
 
-class Failed(HiSparseError):
+class AnswerFailed(HiSparseError):
     """The request came to an end that is not its own fault nor its client's."""
 
     code = "failed"
@@ -77,7 +77,7 @@ class Failed(HiSparseError):
 
 def ending_error(ended: Ended) -> HiSparseError:
     """What an output that is not FINISHED means to its client."""
-    kind = Aborted if ended.outcome == "ABORTED" else Failed
+    kind = AnswerAborted if ended.outcome == "ABORTED" else AnswerFailed
     return kind(f"{ended.outcome.lower()}: {ended.reason}", field="request_id", value=ended.request_id)
 
 

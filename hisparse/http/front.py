@@ -31,8 +31,8 @@ from hisparse.http.asks import Ask, Served, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
 from hisparse.http.errors import MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Budget, Exchange, Receive, Scope, Send
-from hisparse.http.link import Link
-from hisparse.http.outputs import Output, Outputs
+from hisparse.http.link import CoordinatorLink
+from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound
 from protocol.logs import fields, logger
@@ -58,8 +58,8 @@ class Front:
         self,
         settings: HttpSettings,
         keys: ApiKeys,
-        link: Link,
-        outputs: Outputs,
+        link: CoordinatorLink,
+        outputs: FollowedOutputs,
         counters: HttpCounters,
         scrape: Callable[[], bytes],
     ) -> None:
@@ -202,7 +202,7 @@ def _check_id(chosen: str) -> None:
 async def _whole(
     exchange: Exchange,
     answer: Answer,
-    outputs: Sequence[Output],
+    outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],
     headers: dict[str, str],
 ) -> None:
@@ -216,7 +216,7 @@ async def _whole(
 async def _stream(
     exchange: Exchange,
     answer: Answer,
-    outputs: Sequence[Output],
+    outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],
     headers: dict[str, str],
 ) -> None:
@@ -244,7 +244,7 @@ async def _stream(
 async def _narrate(
     index: int,
     answer: Answer,
-    output: Output,
+    output: FollowedOutput,
     transcripts: Sequence[Transcript],
     tell: trio.MemorySendChannel[bytes | HiSparseError],
 ) -> None:

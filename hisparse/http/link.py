@@ -34,7 +34,7 @@ log = logger("http.link")
 Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
 
-class Link:
+class CoordinatorLink:
     """`run` keeps it connected; whatever asks meanwhile gets Unavailable."""
 
     def __init__(self, connect: Connect) -> None:

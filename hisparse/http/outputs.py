@@ -23,10 +23,10 @@ import trio
 
 from hisparse.client.client import Client
 from hisparse.client.connection import ConnectionLost
-from hisparse.client.token_stream import Stream
-from hisparse.http.asks import Choice
+from hisparse.client.token_stream import TokenStream
+from hisparse.http.asks import SampleAsk
 from hisparse.http.errors import ending_error
-from hisparse.http.link import Link
+from hisparse.http.link import CoordinatorLink
 from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
@@ -41,10 +41,10 @@ SETTLE_INTERVAL_S: Final = 0.02
 log = logger("http.outputs")
 
 
-class Output:
+class FollowedOutput:
     """One request of the coordinator: its tokens so far, and how it ended. Kept whole: followers begin at the start."""
 
-    def __init__(self, choice: Choice, grace_s: float, now: float) -> None:
+    def __init__(self, choice: SampleAsk, grace_s: float, now: float) -> None:
         self.choice = choice
         self.grace_s = grace_s
         self.began_at = now
@@ -123,27 +123,27 @@ class Output:
         self._changed = trio.Event()
 
 
-class Outputs:
+class FollowedOutputs:
     """All requests that are followed or not yet over. Its tasks run in `nursery`."""
 
-    def __init__(self, nursery: trio.Nursery, link: Link, counters: HttpCounters) -> None:
+    def __init__(self, nursery: trio.Nursery, link: CoordinatorLink, counters: HttpCounters) -> None:
         self._nursery = nursery
         self._link = link
         self._counters = counters
-        self._by_id: dict[str, Output] = {}
+        self._by_id: dict[str, FollowedOutput] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     @contextmanager
-    def following(self, choice: Choice, grace_s: float) -> Iterator[Output]:
+    def following(self, choice: SampleAsk, grace_s: float) -> Iterator[FollowedOutput]:
         """The output of `choice`, submitted unless it already is. Raises WrongState for the id of another request.
 
         On leaving it is abandoned, unless others follow: aborted after `grace_s`.
         """
         output = self._by_id.get(choice.request_id)
         if output is None:
-            output = self._by_id[choice.request_id] = Output(choice, grace_s, trio.current_time())
+            output = self._by_id[choice.request_id] = FollowedOutput(choice, grace_s, trio.current_time())
             self._nursery.start_soon(self._run, output)
         elif not output.choice.same_as(choice):
             raise WrongState(
@@ -160,7 +160,7 @@ class Outputs:
         while any(not it.grace_s for it in self._by_id.values()):  # noqa: ASYNC110 - only at the end of the process
             await trio.sleep(SETTLE_INTERVAL_S)
 
-    async def _run(self, output: Output) -> None:
+    async def _run(self, output: FollowedOutput) -> None:
         choice = output.choice
         try:
             client = self._link.client
@@ -180,7 +180,7 @@ class Outputs:
         finally:
             del self._by_id[choice.request_id]
 
-    async def _read(self, stream: Stream, output: Output) -> None:
+    async def _read(self, stream: TokenStream, output: FollowedOutput) -> None:
         try:
             async for tokens in stream:
                 if not output.chunks:
@@ -191,7 +191,7 @@ class Outputs:
         else:
             output.end(stream.ended)
 
-    async def _abort_when_abandoned(self, client: Client, output: Output) -> None:
+    async def _abort_when_abandoned(self, client: Client, output: FollowedOutput) -> None:
         while True:
             await output.until(lambda: not output.followers)
             with trio.move_on_after(output.grace_s):

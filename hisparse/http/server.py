@@ -31,8 +31,8 @@ import trio
 from hisparse.client.client import Client, open_client
 from hisparse.http.api_keys import ApiKeys, read_keys
 from hisparse.http.front import Front
-from hisparse.http.link import RECONNECT_LIMIT_S, Link
-from hisparse.http.outputs import Outputs
+from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
+from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.tls import Tls, tls_of
 from metrics.exporter import Exporter, serve
 from metrics.http import HttpCollector, HttpSources, http_health, http_readiness, scrape
@@ -75,7 +75,7 @@ def run_http(config: Config) -> int:
 
 async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket) -> None:
     counters, stopping = HttpCounters(), trio.Event()
-    link = Link(lambda: _connect(config))
+    link = CoordinatorLink(lambda: _connect(config))
     sources = HttpSources(
         name=config.cluster.name,
         version=our_version(),
@@ -88,7 +88,7 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
         async with trio.open_nursery() as nursery:
             await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
             nursery.start_soon(link.run)
-            outputs = Outputs(nursery, link, counters)
+            outputs = FollowedOutputs(nursery, link, counters)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
             await hypercorn.trio.serve(

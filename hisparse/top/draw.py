@@ -67,7 +67,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row]):
+class ScreenColumn(Generic[Row]):
     """`width` cells; 0: whatever is left. Left out where the terminal has less than `from_width`."""
 
     title: str
@@ -153,21 +153,23 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def hits(row: WorkerRow) -> float | None:
         return rates[row.worker].hit_share if row.worker in rates else None
 
-    columns: list[Column[WorkerRow]] = [
-        Column("WORKER", 0, lambda row: row.worker, right=False),
-        Column("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
-        Column("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
-        Column("HOT", 4, lambda row: _percent(_hot(row))),
-        Column("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
-        Column("HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))),
-        Column("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
-        Column("TOK/S", 6, speed),
-        Column("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
-        Column("H2D/S", 5, swapped),
-        Column("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
-        Column("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
-        Column("NODE", 16, lambda row: row.node, right=False, from_width=120),
-        Column("SEEN", 5, lambda row: duration_text(row.link_age_s)),
+    columns: list[ScreenColumn[WorkerRow]] = [
+        ScreenColumn("WORKER", 0, lambda row: row.worker, right=False),
+        ScreenColumn("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
+        ScreenColumn("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
+        ScreenColumn("HOT", 4, lambda row: _percent(_hot(row))),
+        ScreenColumn("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
+        ScreenColumn(
+            "HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))
+        ),
+        ScreenColumn("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
+        ScreenColumn("TOK/S", 6, speed),
+        ScreenColumn("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
+        ScreenColumn("H2D/S", 5, swapped),
+        ScreenColumn("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
+        ScreenColumn("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
+        ScreenColumn("NODE", 16, lambda row: row.node, right=False, from_width=120),
+        ScreenColumn("SEEN", 5, lambda row: duration_text(row.link_age_s)),
     ]
     selected = screen.selected(of_workers=True) if screen.focus_workers else ""
     return _table(rows, columns, lambda row: row.worker, selected, width, rows_max)
@@ -179,20 +181,20 @@ def _requests(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def speed(row: RequestRow) -> str:
         return f"{rates[row.request_id]:.1f}" if row.request_id in rates else "-"
 
-    columns: list[Column[RequestRow]] = [
-        Column("ID", 0, lambda row: row.request_id, right=False),
-        Column("STATE", 12, _state_text, lambda row: STYLES.get(_state_text(row), ""), right=False),
-        Column("PRIO", 4, lambda row: str(row.priority)),
-        Column("WORKER", 8, lambda row: row.worker or "-", right=False),
-        Column("PROMPT", 7, lambda row: str(row.prompt_tokens)),
-        Column("NEW", 11, lambda row: f"{row.generated_tokens}/{row.max_tokens}"),
-        Column("TOK/S", 5, speed),
-        Column("HIT", 4, lambda row: _hit(row.hits / (row.hits + row.misses) if row.hits + row.misses else None)),
-        Column("HOT", 8, lambda row: hot_text(row.hot_slots), from_width=100),
-        Column("PAGES", 6, lambda row: str(row.host_pages), from_width=100),
-        Column("RETR", 4, lambda row: str(row.retractions), from_width=100),
-        Column("AGE", 6, lambda row: duration_text(row.age_s)),
-        Column("REASON", 40, lambda row: row.reason, right=False, from_width=140),
+    columns: list[ScreenColumn[RequestRow]] = [
+        ScreenColumn("ID", 0, lambda row: row.request_id, right=False),
+        ScreenColumn("STATE", 12, _state_text, lambda row: STYLES.get(_state_text(row), ""), right=False),
+        ScreenColumn("PRIO", 4, lambda row: str(row.priority)),
+        ScreenColumn("WORKER", 8, lambda row: row.worker or "-", right=False),
+        ScreenColumn("PROMPT", 7, lambda row: str(row.prompt_tokens)),
+        ScreenColumn("NEW", 11, lambda row: f"{row.generated_tokens}/{row.max_tokens}"),
+        ScreenColumn("TOK/S", 5, speed),
+        ScreenColumn("HIT", 4, lambda row: _hit(row.hits / (row.hits + row.misses) if row.hits + row.misses else None)),
+        ScreenColumn("HOT", 8, lambda row: hot_text(row.hot_slots), from_width=100),
+        ScreenColumn("PAGES", 6, lambda row: str(row.host_pages), from_width=100),
+        ScreenColumn("RETR", 4, lambda row: str(row.retractions), from_width=100),
+        ScreenColumn("AGE", 6, lambda row: duration_text(row.age_s)),
+        ScreenColumn("REASON", 40, lambda row: row.reason, right=False, from_width=140),
     ]
     selected = screen.selected(of_workers=False) if not screen.focus_workers else ""
     shown = screen.requests()
@@ -252,7 +254,7 @@ def _foot(screen: Screen, width: int) -> Text:
 
 def _table(
     rows: Sequence[Row],
-    columns: Sequence[Column[Row]],
+    columns: Sequence[ScreenColumn[Row]],
     name: Callable[[Row], str],
     selected: str,
     width: int,

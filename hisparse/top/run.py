@@ -26,7 +26,7 @@ from hisparse.console.session import connected
 from hisparse.top.draw import draw, page_rows
 from hisparse.top.keys import KeyDecoder
 from hisparse.top.sample import Sample
-from hisparse.top.screen import Action, Ask, Screen
+from hisparse.top.screen import OperatorAction, OperatorAsk, Screen
 from hisparse.top.terminal import Terminal
 from protocol.errors import HiSparseError, NotFound
 from protocol.messages import RequestDetail
@@ -40,12 +40,12 @@ ASKS_MAX: Final = 1
 DRAIN_DEADLINE_S: Final = 300.0
 
 Act = Callable[[Client, str], Awaitable[tuple[str, ...]]]
-ACTS: Final[dict[Action, Act]] = {
-    Action.RETRACT: lambda client, name: client.retract([name]),
-    Action.RESUME: lambda client, name: client.resume([name]),
-    Action.ABORT: lambda client, name: client.abort([name]),
-    Action.DRAIN: lambda client, name: client.drain([name], handover=True, deadline_s=DRAIN_DEADLINE_S),
-    Action.UNDRAIN: lambda client, name: client.undrain([name]),
+ACTS: Final[dict[OperatorAction, Act]] = {
+    OperatorAction.RETRACT: lambda client, name: client.retract([name]),
+    OperatorAction.RESUME: lambda client, name: client.resume([name]),
+    OperatorAction.ABORT: lambda client, name: client.abort([name]),
+    OperatorAction.DRAIN: lambda client, name: client.drain([name], handover=True, deadline_s=DRAIN_DEADLINE_S),
+    OperatorAction.UNDRAIN: lambda client, name: client.undrain([name]),
 }
 
 
@@ -66,7 +66,7 @@ class Top:
         self._screen = Screen()
         self._changed = trio.Event()
         self._look_now = trio.Event()
-        self._send_ask, self._asks = trio.open_memory_channel[Ask](ASKS_MAX)
+        self._send_ask, self._asks = trio.open_memory_channel[OperatorAsk](ASKS_MAX)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -142,7 +142,7 @@ class Top:
         """Whether the key says to leave."""
         screen, now = self._screen, trio.current_time()
         ask = screen.handle(key, now, page_rows(self._terminal.size()[1]))
-        if ask is not None and ask.command is not Action.QUIT:
+        if ask is not None and ask.command is not OperatorAction.QUIT:
             try:
                 self._send_ask.send_nowait(ask)
             except trio.WouldBlock:
@@ -150,7 +150,7 @@ class Top:
         if key == "enter":
             self._look_now.set()
         self._changed.set()
-        return ask is not None and ask.command is Action.QUIT
+        return ask is not None and ask.command is OperatorAction.QUIT
 
     async def _act(self) -> None:
         async for ask in self._asks:

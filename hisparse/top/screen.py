@@ -33,7 +33,7 @@ class Mode(Enum):
     HELP = auto()
 
 
-class Action(Enum):
+class OperatorAction(Enum):
     """What may be asked for; the value is how its question is put."""
 
     RETRACT = "retract {} and hold it until it is resumed, keeping its host pages?"
@@ -45,15 +45,15 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Ask:
+class OperatorAsk:
     """`target` is a request id or a worker's name."""
 
-    command: Action
+    command: OperatorAction
     target: str = ""
 
 
-REQUEST_ACTIONS: Final = {"r": Action.RETRACT, "R": Action.RESUME, "a": Action.ABORT}
-WORKER_ACTIONS: Final = {"d": Action.DRAIN, "D": Action.UNDRAIN}
+REQUEST_ACTIONS: Final = {"r": OperatorAction.RETRACT, "R": OperatorAction.RESUME, "a": OperatorAction.ABORT}
+WORKER_ACTIONS: Final = {"d": OperatorAction.DRAIN, "D": OperatorAction.UNDRAIN}
 
 
 def _hit_share(row: RequestRow) -> float:
@@ -88,7 +88,7 @@ class Screen:
         self.reverse = False
         self.filter = ""
         self.show_ended = False
-        self.pending: Ask | None = None  # waits for its confirmation
+        self.pending: OperatorAsk | None = None  # waits for its confirmation
         self.history_id = ""
         self.scroll = 0  # lines of a history that are scrolled past
         self.notice = ""
@@ -145,7 +145,7 @@ class Screen:
 
     # ---------------------------------------------------------------- keys
 
-    def handle(self, key: str, now: float, page_rows: int = 10) -> Ask | None:
+    def handle(self, key: str, now: float, page_rows: int = 10) -> OperatorAsk | None:
         """One key; what it asks for, if anything."""
         match self.mode:
             case Mode.CONFIRM:
@@ -160,7 +160,7 @@ class Screen:
                 return self._browse(key, now, page_rows)
         return None
 
-    def _confirm(self, key: str, now: float) -> Ask | None:
+    def _confirm(self, key: str, now: float) -> OperatorAsk | None:
         pending, self.pending = self.pending, None
         self.mode = Mode.HISTORY if self.history_id else Mode.BROWSE
         if key in ("y", "Y"):
@@ -178,7 +178,7 @@ class Screen:
             self.filter += key
         self._follow(False)
 
-    def _read_history(self, key: str, now: float, page_rows: int) -> Ask | None:
+    def _read_history(self, key: str, now: float, page_rows: int) -> OperatorAsk | None:
         if key in ("escape", "enter", "q"):
             self.mode, self.history_id = Mode.BROWSE, ""
         elif key in MOVES:
@@ -189,7 +189,7 @@ class Screen:
             self._ask(REQUEST_ACTIONS[key], self.history_id, now)
         return None
 
-    def _browse(self, key: str, now: float, page_rows: int) -> Ask | None:
+    def _browse(self, key: str, now: float, page_rows: int) -> OperatorAsk | None:
         if key in MOVES:
             self._move(key, page_rows)
         elif key in REQUEST_ACTIONS or key in WORKER_ACTIONS:
@@ -202,7 +202,7 @@ class Screen:
         elif key == "escape":
             self.filter = ""
         elif key == "q":
-            return Ask(Action.QUIT)
+            return OperatorAsk(OperatorAction.QUIT)
         return None
 
     def _ask_of_selected(self, key: str, now: float) -> None:
@@ -213,13 +213,13 @@ class Screen:
         command = WORKER_ACTIONS[key] if of_workers else REQUEST_ACTIONS[key]
         self._ask(command, self._selected[of_workers], now)
 
-    def _ask(self, command: Action, target: str, now: float) -> None:
+    def _ask(self, command: OperatorAction, target: str, now: float) -> None:
         if not target:
             self.say("nothing is selected", now, bad=True)
         elif self.lost:
             self.say("not connected: nothing can be done", now, bad=True)
         else:
-            self.pending, self.mode = Ask(command, target), Mode.CONFIRM
+            self.pending, self.mode = OperatorAsk(command, target), Mode.CONFIRM
 
     def _open_story(self, now: float) -> None:
         name = self._selected[False]

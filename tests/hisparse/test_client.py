@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from hisparse.client import Client, Stream, open_client, run_client
+from hisparse.client import Client, TokenStream, open_client, run_client
 from hisparse.client.connection import Connection
 from protocol.arrays import pack_int32
 from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable
@@ -184,7 +184,7 @@ async def test_calls_in_flight_when_the_connection_is_lost_say_so(rig: GatewayRi
 
 
 def test_a_stream_drops_what_it_has_and_refuses_gaps() -> None:
-    stream = Stream("a", 5)
+    stream = TokenStream("a", 5)
     stream.deliver(5, np.array([50, 60], np.int32))
     stream.deliver(6, np.array([61, 70], np.int32))
     stream.deliver(5, np.array([51], np.int32))

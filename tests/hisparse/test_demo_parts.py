@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
 from hisparse.demo.oracles import deal
-from hisparse.demo.plan import DemoOptions, Source, cut_prompts, memory_for, prompt_lengths
+from hisparse.demo.plan import DemoOptions, PromptSource, cut_prompts, memory_for, prompt_lengths
 from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
-from hisparse.demo.watch import Outcome, Watch, pages_in_use
+from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
 from protocol.errors import BadInput
 from protocol.messages import PoolRow, RequestRow
 from protocol.units import managed_chunks, pages_for
@@ -63,7 +63,9 @@ def test_lengths_spread_over_the_whole_range() -> None:
 
 
 def test_prompts_begin_at_different_files_and_are_exactly_as_long_as_asked() -> None:
-    sources = [Source(f"file{i}.py", chr(ord("a") + i) * 1000) for i in range(4)] + [Source("tiny.txt", "x")]
+    sources = [PromptSource(f"file{i}.py", chr(ord("a") + i) * 1000) for i in range(4)] + [
+        PromptSource("tiny.txt", "x")
+    ]
     requests = cut_prompts(sources, [500, 2500, 100, 4000], lambda text: text.encode())
     assert [len(request.prompt) for request in requests] == [500, 2500, 100, 4000]
     assert [request.source for request in requests] == ["file0.py", "file1.py", "file2.py", "file3.py"]
@@ -73,9 +75,9 @@ def test_prompts_begin_at_different_files_and_are_exactly_as_long_as_asked() -> 
 
 def test_too_little_text_is_refused_with_the_count() -> None:
     with pytest.raises(BadInput, match="all text together has 1015 tokens"):
-        cut_prompts([Source("file.txt", "a" * 1000)], [2000], lambda text: text.encode())
+        cut_prompts([PromptSource("file.txt", "a" * 1000)], [2000], lambda text: text.encode())
     with pytest.raises(BadInput, match="no text"):
-        cut_prompts([Source("file.txt", "a")], [2000], lambda text: text.encode())
+        cut_prompts([PromptSource("file.txt", "a")], [2000], lambda text: text.encode())
 
 
 # ---------------------------------------------------------------- compare
@@ -135,7 +137,7 @@ def pool_row(free: int) -> PoolRow:
 
 
 def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_was_not() -> None:
-    watch = Watch()
+    watch = DemoWatch()
     for worker in ("w0", "", "w0"):
         watch.saw_requests([request_row(worker=worker), request_row(request_id="demo-01", worker="w0")])
     outcome = Outcome(watch, drained="w0", leaving=("demo-00", "demo-01"))
@@ -147,7 +149,7 @@ def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_wa
 
 
 def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
-    watch = Watch()
+    watch = DemoWatch()
     for free in (100, 30, 60):
         watch.saw_pools([pool_row(free)])
     assert watch.host_pages_peak == 70
@@ -159,7 +161,7 @@ def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
 
 
 def test_the_request_to_move_is_in_mid_decode_and_has_the_most_to_come() -> None:
-    watch = Watch()
+    watch = DemoWatch()
     assert watch.running_past(0) is None
     assert not watch.over
     rows = [request_row(request_id=f"demo-{i}", generated_tokens=tokens) for i, tokens in enumerate((50, 20, 3))]

@@ -18,8 +18,8 @@ from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, A
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from hisparse.http.errors import (
     STATUSES,
-    Aborted,
-    Failed,
+    AnswerAborted,
+    AnswerFailed,
     TooLarge,
     Unauthorized,
     ending_error,
@@ -361,8 +361,8 @@ def test_the_objects_of_a_chat() -> None:
         (CapacityError("m", field="queue_max"), 429, "rate_limit_error"),
         (CapacityError("m", field="prompt"), 400, "invalid_request_error"),
         (Unavailable("m"), 503, "server_error"),
-        (Aborted("m"), 409, "invalid_request_error"),
-        (Failed("m"), 500, "server_error"),
+        (AnswerAborted("m"), 409, "invalid_request_error"),
+        (AnswerFailed("m"), 500, "server_error"),
         (HiSparseError("m"), 500, "server_error"),
     ],
 )
@@ -379,14 +379,14 @@ def test_every_error_of_the_coordinator_has_a_status() -> None:
 
 
 def test_what_no_repetition_helps_is_not_to_be_repeated() -> None:
-    assert error_headers(Failed("m")) == error_headers(WrongState("m")) == {"x-should-retry": "false"}
+    assert error_headers(AnswerFailed("m")) == error_headers(WrongState("m")) == {"x-should-retry": "false"}
     assert error_headers(Unavailable("m")).keys() == error_headers(CapacityError("m")).keys() == {"retry-after"}
     assert error_headers(BadInput("m")) == {}
 
 
 def test_an_output_that_did_not_finish_is_an_error() -> None:
     aborted, failed = ending_error(ended(1, "by admin", "", "ABORTED")), ending_error(ended(1, "why", "", "FAILED"))
-    assert (type(aborted), type(failed)) == (Aborted, Failed)
+    assert (type(aborted), type(failed)) == (AnswerAborted, AnswerFailed)
     assert "by admin" in str(aborted)
 
 

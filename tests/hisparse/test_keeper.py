@@ -17,9 +17,9 @@ from hisparse.cluster.keeper import (
     RESTART_PAUSE_MAX_S,
     RESTARTS_MAX,
     STABLE_LIFE_S,
+    ChildWatch,
     Keeper,
     Restarts,
-    Watch,
 )
 from protocol.config import HostFacts, build
 from protocol.messages import WorkerRow
@@ -54,14 +54,14 @@ def test_a_long_life_is_forgiven_all_before_it() -> None:
 # ---------------------------------------------------------------- who hangs
 
 
-def watching(*rows: WorkerRow) -> Watch:
-    watch = Watch(LIMIT_S)
+def watching(*rows: WorkerRow) -> ChildWatch:
+    watch = ChildWatch(LIMIT_S)
     watch.began("w0")
     watch.answered(rows, 0.0)
     return watch
 
 
-def answered_until(watch: Watch, until_s: int, *rows: WorkerRow, since_s: int = 1) -> None:
+def answered_until(watch: ChildWatch, until_s: int, *rows: WorkerRow, since_s: int = 1) -> None:
     for now in range(since_s, until_s + 1):
         watch.answered(rows, float(now))
 
@@ -108,7 +108,7 @@ def test_nobody_is_blamed_while_the_coordinator_is_silent() -> None:
 
 
 def test_a_coordinator_that_once_answered_hangs_in_the_end() -> None:
-    watch = Watch(LIMIT_S)
+    watch = ChildWatch(LIMIT_S)
     assert watch.hung(1_000.0) == []
     watch.answered([], 0.0)
     assert watch.hung(20.0) == []

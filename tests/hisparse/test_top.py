@@ -13,7 +13,17 @@ from coordinator.scheduling.lifecycle import TERMINAL, State
 from hisparse.top.draw import HEIGHT_MIN, WIDTH_MIN, clean, draw
 from hisparse.top.keys import SEQUENCE_BYTES_MAX, SEQUENCES, KeyDecoder
 from hisparse.top.sample import WINDOW_S, History, Sample
-from hisparse.top.screen import ENDED, FILTER_CHARS_MAX, NOTICE_S, ORDERS, STATES, Action, Ask, Mode, Screen
+from hisparse.top.screen import (
+    ENDED,
+    FILTER_CHARS_MAX,
+    NOTICE_S,
+    ORDERS,
+    STATES,
+    Mode,
+    OperatorAction,
+    OperatorAsk,
+    Screen,
+)
 from protocol import messages
 
 CAPACITY = messages.WorkerCapacity(16, 100, 1000, 128, 4000, 98_304, (192,), 8, 1, "/tmp/p")
@@ -50,7 +60,7 @@ def numbered(count: int) -> list[messages.RequestRow]:
     return [row(REQUEST, request_id=f"r{number:02}") for number in range(count)]
 
 
-def press(screen: Screen, *keys: str, now: float = 0.0) -> Ask | None:
+def press(screen: Screen, *keys: str, now: float = 0.0) -> OperatorAsk | None:
     """The last answer."""
     answer = None
     for key in keys:
@@ -220,13 +230,15 @@ def test_ended_requests_are_shown_when_asked_for() -> None:
 # ---------------------------------------------------------------- asking
 
 
-@pytest.mark.parametrize(("key", "command"), [("r", Action.RETRACT), ("R", Action.RESUME), ("a", Action.ABORT)])
-def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: Action) -> None:
+@pytest.mark.parametrize(
+    ("key", "command"), [("r", OperatorAction.RETRACT), ("R", OperatorAction.RESUME), ("a", OperatorAction.ABORT)]
+)
+def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: OperatorAction) -> None:
     screen = screen_of(*numbered(3))
     press(screen, "down")
     assert press(screen, key) is None
     assert f"{command.name.lower()} r01" in shown(screen)[-1]
-    assert press(screen, "y") == Ask(command, "r01")
+    assert press(screen, "y") == OperatorAsk(command, "r01")
     for other in ("n", "enter", key, "escape", "q"):
         press(screen, key)
         assert press(screen, other) is None
@@ -234,13 +246,13 @@ def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: Action) -> N
     assert "nothing done" in shown(screen)[-1]
 
 
-@pytest.mark.parametrize(("key", "command"), [("d", Action.DRAIN), ("D", Action.UNDRAIN)])
-def test_workers_are_drained_where_workers_are_selected(key: str, command: Action) -> None:
+@pytest.mark.parametrize(("key", "command"), [("d", OperatorAction.DRAIN), ("D", OperatorAction.UNDRAIN)])
+def test_workers_are_drained_where_workers_are_selected(key: str, command: OperatorAction) -> None:
     screen = screen_of(REQUEST, workers=(WORKER, row(WORKER, worker="w1")))
     press(screen, key)
     assert screen.pending is None
     assert "Tab to the workers" in shown(screen)[-1]
-    assert press(screen, "tab", "down", key, "y") == Ask(command, "w1")
+    assert press(screen, "tab", "down", key, "y") == OperatorAsk(command, "w1")
     press(screen, "r")
     assert screen.pending is None
 
@@ -250,7 +262,7 @@ def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
     press(screen, "r")
     screen.take(sample(*numbered(3)[1:]))
     assert screen.selected(of_workers=False) == "r01"
-    assert press(screen, "y") == Ask(Action.RETRACT, "r00")
+    assert press(screen, "y") == OperatorAsk(OperatorAction.RETRACT, "r00")
 
 
 def test_nothing_is_asked_while_nobody_is_there() -> None:
@@ -260,7 +272,7 @@ def test_nothing_is_asked_while_nobody_is_there() -> None:
     assert screen.pending is None
     assert "not connected" in shown(screen)[-1]
     assert press(Screen(), "r", "y") is None
-    assert press(screen, "q") == Ask(Action.QUIT)
+    assert press(screen, "q") == OperatorAsk(OperatorAction.QUIT)
 
 
 def test_a_history_is_read_and_acted_on() -> None:
@@ -272,7 +284,7 @@ def test_a_history_is_read_and_acted_on() -> None:
     assert any("event0 " in line for line in shown(screen))
     press(screen, "end")
     assert any("event39" in line for line in shown(screen))
-    assert press(screen, "r", "y") == Ask(Action.RETRACT, "r1")
+    assert press(screen, "r", "y") == OperatorAsk(OperatorAction.RETRACT, "r1")
     assert screen.mode is Mode.HISTORY
     press(screen, "escape")
     assert (screen.mode, screen.history_id) == (Mode.BROWSE, "")

@@ -22,7 +22,7 @@ from protocol.units import pages_for
 from tests import ROOT
 from tests.support.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.support.process_rig import Place
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.pool.registration import FirstTouch, Piece
 from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, StartInterruptedError, interruptible
 from worker.runners.tiny import write_tiny_checkpoint
@@ -181,7 +181,7 @@ def test_a_signal_while_the_pool_is_touched_ends_the_start_and_frees_it(
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     began = time.monotonic()
     with pytest.raises(StartInterruptedError), interruptible() as halted:
-        HostPool.open(tmp_path / "n.pool", geometry, 1_000, halted=halted)
+        MappedPool.open(tmp_path / "n.pool", geometry, 1_000, halted=halted)
     assert time.monotonic() - began < 5.0  # all of it would take 50 s
     assert (tmp_path / "n.pool").stat().st_size == 0
     assert threading.active_count() <= before + 1

@@ -27,7 +27,7 @@ import trio
 import trio._core._run
 
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import Phase, RequestEntry
+from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.workers.worker_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
@@ -158,7 +158,7 @@ class Checker(trio.abc.Instrument):
         truth = life.truth_of(entry.request_index)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):
             return
-        kept = entry.phase is Phase.WAITING
+        kept = entry.phase is EntryPhase.WAITING
         durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.placement)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:

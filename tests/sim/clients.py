@@ -15,7 +15,7 @@ from typing import Final
 import trio
 
 from hisparse.client.client import Client, open_client
-from hisparse.client.token_stream import Stream
+from hisparse.client.token_stream import TokenStream
 from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable, WrongState
 from tests.sim.cluster import Cluster
 from tests.sim.oracle import Truth
@@ -82,7 +82,7 @@ class SimClient:
             except (Unavailable, CapacityError):
                 await trio.sleep(RETRY_S)
 
-    async def _open(self, client: Client, pending: Pending) -> Stream:
+    async def _open(self, client: Client, pending: Pending) -> TokenStream:
         truth = pending.truth
         if not pending.is_acknowledged:
             try:
@@ -107,7 +107,7 @@ class SimClient:
         except WrongState:  # this connection is attached: its first Accepted was lost
             raise Unavailable("attached already") from None
 
-    async def _read(self, stream: Stream, pending: Pending) -> None:
+    async def _read(self, stream: TokenStream, pending: Pending) -> None:
         async for tokens in stream:
             start = stream.offset - len(tokens)
             if start > pending.tokens:

@@ -55,7 +55,7 @@ class FakeDisk:
         """All of `group`, in order."""
         self.trace.note("disk", "commits", f"{len(group)} records")
         for record in group:
-            if isinstance(record, records.Forgotten):
+            if isinstance(record, records.RequestsForgotten):
                 gone = set(unpack_int32(record.request_indices, "request_indices").tolist())
                 self._delete(number for number, (request_index, _) in self.rows.items() if request_index in gone)
             elif isinstance(record, records.SummaryBegun):
@@ -81,10 +81,10 @@ class FakeDisk:
 
     def _note(self, record: Record) -> None:
         match record:
-            case records.Accepted(request_index=request_index, request_id=request_id):
+            case records.RequestAccepted(request_index=request_index, request_id=request_id):
                 self.request_indices[request_index] = request_id
                 self.tokens.setdefault(request_id, 0)
-            case records.Tokens():
+            case records.TokensAppended():
                 arrays = (
                     unpack_int32(part, "tokens") for part in (record.request_indices, record.starts, record.counts)
                 )
@@ -92,11 +92,11 @@ class FakeDisk:
                     self.tokens[self.request_indices[request_index]] = max(
                         self.tokens[self.request_indices[request_index]], start + count
                     )
-            case records.Ended(request_index=request_index, outcome=outcome):
+            case records.RequestEnded(request_index=request_index, outcome=outcome):
                 self.outcomes[self.request_indices[request_index]] = outcome
-            case records.Drained(worker=worker, epoch=epoch):
+            case records.WorkerDrained(worker=worker, epoch=epoch):
                 self.drained[worker] = epoch
-            case records.Undrained(worker=worker):
+            case records.WorkerUndrained(worker=worker):
                 self.drained.pop(worker, None)
             case records.PoolOpened(node=node, capacity=capacity):
                 self.ledgers[node] = Ledger(capacity.host_pages)
@@ -108,7 +108,7 @@ class FakeDisk:
                 self._said[node].append(record)
             case records.SummaryEnded():
                 self._check_summary()
-            case records.Changed(node=node, changes=changes):
+            case records.LedgerChanged(node=node, changes=changes):
                 self._change(node, changes)
 
     def _check_summary(self) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from coordinator.gateway.connections import Connections
+from coordinator.gateway.connections import ClientConnections
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.journal import records as journal_records
 from coordinator.journal.journal import Commit
@@ -20,7 +20,7 @@ from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import dispatch, events, placement_table, scheduler
-from coordinator.scheduling.lifecycle import Kind, Resolve
+from coordinator.scheduling.lifecycle import EventKind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
 from coordinator.tokens.token_log import TokenLog
@@ -174,7 +174,7 @@ def _depart_at_once(original: Any, *, durable: bool) -> Any:
         if not any(isinstance(action, Withdraw) for action in actions):
             return actions
         way = Resolve.WAIT if durable else Resolve.OUTCOME
-        return actions + self._depart(Kind.RELEASED, way, rows.durable if durable else 0, rows, now)
+        return actions + self._depart(EventKind.RELEASED, way, rows.durable if durable else 0, rows, now)
 
     return handler
 
@@ -182,13 +182,13 @@ def _depart_at_once(original: Any, *, durable: bool) -> Any:
 @plant
 def free_a_retracted_request_before_released() -> Plan:
     """Withdraw was sent: that must do."""
-    yield _HANDLERS, events.Retract, (Kind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
+    yield _HANDLERS, events.RetractOrder, (EventKind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
 
 
 @plant
 def free_an_aborted_request_before_released() -> Plan:
     """Nobody wants its output: why wait?"""
-    yield _HANDLERS, events.End, (Kind.END, _depart_at_once(RequestState._ended, durable=False))
+    yield _HANDLERS, events.EndOrder, (EventKind.END, _depart_at_once(RequestState._ended, durable=False))
 
 
 @plant
@@ -230,7 +230,9 @@ def resume_beyond_the_durable_length() -> Plan:
     """Every token that was delivered counts as a row."""
     original = RequestState._depart
 
-    def depart(self: RequestState, kind: Kind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any) -> Any:
+    def depart(
+        self: RequestState, kind: EventKind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any
+    ) -> Any:
         beyond = durable and self.prompt_tokens + rows.generated - 1
         return original(self, kind, target, beyond, rows, *rest, **named)
 
@@ -245,12 +247,12 @@ def take_the_prompt_of_a_worker_that_may_live() -> Plan:
     """Its rows are durable, the last page's too, and prompts do not change."""
     original = RequestState._lost
 
-    def lost(self: RequestState, event: events.Lost, target: Any, rows: Any, now: float) -> list[Any]:
+    def lost(self: RequestState, event: events.WorkerLost, target: Any, rows: Any, now: float) -> list[Any]:
         if not self.prefills_only:
             return original(self, event, target, rows, now)
-        return self._depart(Kind.LOST, target, rows.durable, rows, now, event.reason)
+        return self._depart(EventKind.LOST, target, rows.durable, rows, now, event.reason)
 
-    yield _HANDLERS, events.Lost, (Kind.LOST, lost)
+    yield _HANDLERS, events.WorkerLost, (EventKind.LOST, lost)
 
 
 # ---------------------------------------------------------------- transfer between nodes
@@ -298,14 +300,14 @@ def skip_the_checksum() -> Plan:
 @plant
 def count_refused_deliveries_as_sent() -> Plan:
     """A cursor moves although the socket was full."""
-    original = Connections.offer
+    original = ClientConnections.offer
 
-    def offer(self: Connections, connection: Any, frame: bytes, now: float) -> bool:
+    def offer(self: ClientConnections, connection: Any, frame: bytes, now: float) -> bool:
         return original(self, connection, frame, now) or (
             not connection.is_gone and isinstance(messages.decode_gateway(frame), messages.Delivery)
         )
 
-    yield Connections, "offer", offer
+    yield ClientConnections, "offer", offer
 
 
 @plant
@@ -356,7 +358,9 @@ def say_the_end_before_commit() -> Plan:
     """The client hears of the end while it is being written."""
 
     async def write_end(self: Request, it: events.Ending) -> None:
-        ended = journal_records.Ended(it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0)
+        ended = journal_records.RequestEnded(
+            it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0
+        )
         await self._journal.append([]).wait()  # its tokens are delivered: without faults nobody notices
         self._journal.append([ended])
 
@@ -389,7 +393,7 @@ def forget_drains_with_the_coordinator() -> Plan:
     original = JournalState._note_of_node
 
     def note(self: JournalState, record: Any) -> None:
-        if not isinstance(record, journal_records.Drained):
+        if not isinstance(record, journal_records.WorkerDrained):
             original(self, record)
 
     yield JournalState, "_note_of_node", note

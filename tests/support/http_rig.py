@@ -14,9 +14,9 @@ import trio.testing
 
 from hisparse.client.client import open_client
 from hisparse.http.api_keys import ApiKeys
-from hisparse.http.front import SchedulerApi
-from hisparse.http.link import Link
-from hisparse.http.outputs import Outputs
+from hisparse.http.front import Front
+from hisparse.http.link import CoordinatorLink
+from hisparse.http.outputs import FollowedOutputs
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -127,15 +127,13 @@ class FrontRig:
     def __init__(self, gateway: GatewayRig, nursery: trio.Nursery, settings: HttpSettings, keys: ApiKeys) -> None:
         self.gateway = gateway
         self.counters = HttpCounters()
-        self.link = Link(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
-        self.outputs = Outputs(nursery, self.link, self.counters)
+        self.link = CoordinatorLink(lambda: open_client(gateway.client_socket.endpoint, reconnect_limit_s=0))
+        self.outputs = FollowedOutputs(nursery, self.link, self.counters)
         self.stopping = False
         self.sources = HttpSources(
             "hisparse", "0.1.0", self.counters, lambda: self.link.connected, lambda: self.stopping
         )
-        self.front = SchedulerApi(
-            settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources)
-        )
+        self.front = Front(settings, keys, self.link, self.outputs, self.counters, scrape=lambda: scrape(self.sources))
         self._nursery = nursery
 
     def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:

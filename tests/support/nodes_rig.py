@@ -22,7 +22,7 @@ import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.client import Client, Stream, open_client
+from hisparse.client import Client, TokenStream, open_client
 from hisparse.cluster.children import Child, child_environ, stop_children
 from hisparse.cluster.up import STOP_GRACE_S, _answers
 from protocol.config import pool_path, to_environ
@@ -224,7 +224,7 @@ def _sampling(i: int) -> Sampling:
     )
 
 
-async def _finished(stream: Stream) -> list[int]:
+async def _finished(stream: TokenStream) -> list[int]:
     tokens = [token async for said in stream for token in said.tolist()]
     assert stream.ended is not None
     assert stream.ended.outcome == "FINISHED", stream.ended

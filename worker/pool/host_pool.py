@@ -45,7 +45,7 @@ NOBODY: Final[Mapping[str, object]] = {}
 log = logger("worker.pool.host_pool")
 
 
-class HostPool:
+class MappedPool:
     """A mapping of the pool. `pages` is uint8[host_pages, page_bytes], shared with every process of the node."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, header: Header, *, created: bool) -> None:
@@ -67,7 +67,7 @@ class HostPool:
         *,
         owner: Mapping[str, object] = NOBODY,
         halted: threading.Event | None = None,
-    ) -> HostPool:
+    ) -> MappedPool:
         """Create the pool at `path`, or attach to it.
 
         Raises ConfigError when a pool of another shape or model is in use there or the path cannot be opened,

@@ -19,7 +19,7 @@ from protocol.logs import fields, logger
 from protocol.settings import Config
 from worker.pool.file import Header, empty_unused, find_pool, reclaim_stale
 from worker.pool.host_memory import file_system_room, memory_room, resolve_host_mem
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
 
 log = logger("worker.pool.start")
@@ -47,7 +47,7 @@ def size_pool(config: Config, geometry: Geometry, model_fingerprint: str) -> Con
 
 def open_pool(
     config: Config, geometry: Geometry, host_pages: int, model_fingerprint: str, halted: threading.Event
-) -> HostPool:
+) -> MappedPool:
     """The node's pool, registered with the worker's device. Raises as HostPool's methods do; then nothing is held."""
     settings = config.worker
     path = Path(pool_path(settings.pool_dir, settings.node))
@@ -57,7 +57,7 @@ def open_pool(
         "worker_endpoint": config.cluster.worker_endpoint,
         "pid": os.getpid(),
     }
-    pool = HostPool.open(path, geometry, host_pages, model_fingerprint, owner=owner, halted=halted)
+    pool = MappedPool.open(path, geometry, host_pages, model_fingerprint, owner=owner, halted=halted)
     try:
         if settings.device.startswith("cuda"):
             pool.register(CudaRegistrar(settings.device), halted)

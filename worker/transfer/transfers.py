@@ -19,7 +19,7 @@ from protocol.logs import fields, logger
 from protocol.messages import DECODE, PREFILL, Receive
 from protocol.settings import Config, WorkerSettings
 from worker.pool.file import HEADER_BYTES
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.runners.base import Runner
 from worker.transfer.handover import Incoming, Outgoing
 from worker.transfer.interface import Arrived, Delivered, Failed, Layout, PoolMemory, Revoked
@@ -48,7 +48,7 @@ def _options(settings: WorkerSettings) -> EngineOptions:
 
 
 def open_transfers(
-    transfers: Transfers, config: Config, runner: Runner, pool: HostPool, *, wake: Callable[[], None]
+    transfers: Transfers, config: Config, runner: Runner, pool: MappedPool, *, wake: Callable[[], None]
 ) -> None:
     """Give `transfers` the ends that the worker's role asks for, started. Raises ConfigError when they cannot be."""
     settings = config.worker

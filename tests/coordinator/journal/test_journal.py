@@ -21,7 +21,7 @@ from coordinator.journal.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal.records import Accepted, Ordered, Tokens
+from coordinator.journal.records import RequestAccepted, RequestOrdered, TokensAppended
 from coordinator.journal.state import JournalState, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
@@ -33,8 +33,8 @@ from tests.support.progress import RequestEntry, progress
 COMMIT_S = 0.01
 
 
-def order(number: int) -> Ordered:
-    return Ordered(0, held=False, forced_slots=number)
+def order(number: int) -> RequestOrdered:
+    return RequestOrdered(0, held=False, forced_slots=number)
 
 
 class Desk:
@@ -53,7 +53,9 @@ class Desk:
         self.wakes += 1
 
     def submit(self) -> Commit:
-        return self.journal.append([Accepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)])
+        return self.journal.append(
+            [RequestAccepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)]
+        )
 
     def say(self, *tokens: int) -> None:
         start = self.log.length(self.request_index)
@@ -126,7 +128,7 @@ async def test_an_empty_append_covers_tokens_that_arrived(autojump_clock: trio.t
         await desk.submit().wait()
         desk.say(5)
         await desk.journal.append(()).wait()
-        assert any(isinstance(record, Tokens) for record in desk.store.records)
+        assert any(isinstance(record, TokensAppended) for record in desk.store.records)
 
 
 async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
@@ -208,8 +210,8 @@ async def test_a_summary_adds_a_bounded_part_to_each_group(
     async with open_desk() as desk:
         for number in range(3):
             desk.log.open(100)
-            desk.journal.append([Accepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
-            desk.journal.append([Ordered(number, held=True, forced_slots=-1)])
+            desk.journal.append([RequestAccepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
+            desk.journal.append([RequestOrdered(number, held=True, forced_slots=-1)])
         desk.store.wants_summary = True
         desk.journal.summarize_if_long()
         desk.store.wants_summary = False

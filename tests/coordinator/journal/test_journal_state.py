@@ -18,19 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coordinator.journal import ledger_image, summary
 from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import (
-    Accepted,
-    Admission,
-    Changed,
-    Departed,
-    Drained,
-    Ended,
-    Forgotten,
-    Joined,
-    Ordered,
+    LedgerChanged,
     PoolOpened,
     Record,
+    RequestAccepted,
+    RequestDeparted,
+    RequestEnded,
+    RequestOrdered,
+    RequestPlaced,
+    RequestsForgotten,
     SummaryEnded,
-    Undrained,
+    WorkerDrained,
+    WorkerJoined,
+    WorkerUndrained,
     decode,
     encode,
     struck_of,
@@ -130,7 +130,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     def change(self, change: Change, *notes: Record) -> None:
         apply(self.ledger, change)
-        self.write(Changed("n0", (change,)), *notes)
+        self.write(LedgerChanged("n0", (change,)), *notes)
 
     @invariant()
     def a_prefix_rebuilds_what_was_true(self) -> None:
@@ -151,17 +151,17 @@ class JournalMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- workers
 
     @property
-    def live(self) -> list[Joined]:
+    def live(self) -> list[WorkerJoined]:
         return [it for it in self.book.joined("n0") if self.ledger.has_live(it.worker) and self._is_live(it)]
 
-    def _is_live(self, joined: Joined) -> bool:
+    def _is_live(self, joined: WorkerJoined) -> bool:
         return self.ledger.budget(joined.worker).epoch == joined.epoch
 
     @rule(name=st.sampled_from(["w0", "w1"]))
     def join(self, name: str) -> None:
         if not self.ledger.has_live(name):
             self.epochs += 1
-            joined = Joined("n0", name, self.epochs, capacity(host_pages=PAGES), MODEL, 4711, 5, "boot")
+            joined = WorkerJoined("n0", name, self.epochs, capacity(host_pages=PAGES), MODEL, 4711, 5, "boot")
             self.change(AddWorker(name, self.epochs, joined.capacity), joined)
 
     @precondition(lambda self: self.live)
@@ -206,7 +206,9 @@ class JournalMachine(RuleBasedStateMachine):
         self.names += 1
         sampling = Sampling(MAX_TOKENS, stop=("x",))
         self.write(
-            Accepted(request_index, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5)
+            RequestAccepted(
+                request_index, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5
+            )
         )
 
     @precondition(lambda self: self.live)
@@ -220,7 +222,7 @@ class JournalMachine(RuleBasedStateMachine):
         number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
         if self.ledger.shortfall(joined.worker, want):
             return
-        stay = Admission(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
+        stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
         self.change(Reserve(number, joined.worker, want, take_over), stay)
         self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
         self.log.bind(request_index, 1)
@@ -260,13 +262,13 @@ class JournalMachine(RuleBasedStateMachine):
         kept = kept // 64 * 64 if full_pages else kept
         change: Change = Keep(stay.placement, -(-kept // 64)) if kept else Release(stay.placement)
         self.log.end_placement(request_index)
-        self.change(change, Departed(request_index, kept))
+        self.change(change, RequestDeparted(request_index, kept))
 
     @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
     def order(self, pick: int, held: bool, outcome: str) -> None:
         request_index = self.pick_slot(pick, ended=False)
         if request_index is not None:
-            self.write(Ordered(request_index, held, -1, outcome, "because"))
+            self.write(RequestOrdered(request_index, held, -1, outcome, "because"))
 
     @rule(pick=st.integers(0), strikes=st.integers(1, 6))
     def strike(self, pick: int, strikes: int) -> None:
@@ -279,7 +281,11 @@ class JournalMachine(RuleBasedStateMachine):
     def drain(self, pick: int, undrain: bool) -> None:
         """Some are joined again with the number that follows, and stay drained."""
         joined = self.live[pick % len(self.live)]
-        self.write(Undrained(joined.worker) if undrain else Drained(joined.worker, joined.epoch, 7.5, handover=True))
+        self.write(
+            WorkerUndrained(joined.worker)
+            if undrain
+            else WorkerDrained(joined.worker, joined.epoch, 7.5, handover=True)
+        )
 
     @rule(pick=st.integers(0))
     def end(self, pick: int) -> None:
@@ -287,14 +293,14 @@ class JournalMachine(RuleBasedStateMachine):
         if request_index is not None:
             known = self.book.requests[request_index]
             if known.stay is not None:
-                self.change(Release(known.stay.placement), Departed(request_index, 0))
-            self.write(Ended(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
+                self.change(Release(known.stay.placement), RequestDeparted(request_index, 0))
+            self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
 
     @rule(pick=st.integers(0))
     def forget(self, pick: int) -> None:
         request_index = self.pick_slot(pick, ended=True)
         if request_index is not None:
-            self.write(Forgotten(np.array([request_index], np.int32).tobytes(), self.book.arrivals))
+            self.write(RequestsForgotten(np.array([request_index], np.int32).tobytes(), self.book.arrivals))
             self.log.close(request_index)
 
     @precondition(lambda self: self.summarizing is None)
@@ -352,11 +358,11 @@ def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
 def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
     """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
-    records: list[Record] = [PoolOpened("b", capacity(), MODEL), Changed("b", changes)]
+    records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]
     book = replay(records, new_log(journalled=True))
     assert book.ledgers["b"].placements() == {7}
     assert book.placements == 7
-    released = replay([*records, Changed("b", (Release(7),))], new_log(journalled=True))
+    released = replay([*records, LedgerChanged("b", (Release(7),))], new_log(journalled=True))
     assert released.placements == 7
 
 

@@ -20,15 +20,15 @@ import pytest
 from coordinator.journal import store as journal_store
 from coordinator.journal.journal import JournalError
 from coordinator.journal.records import (
-    Accepted,
-    Admission,
-    Ended,
-    Forgotten,
-    Ordered,
     Record,
+    RequestAccepted,
+    RequestEnded,
+    RequestOrdered,
+    RequestPlaced,
+    RequestsForgotten,
     SummaryBegun,
     SummaryEnded,
-    Tokens,
+    TokensAppended,
     encode,
 )
 from coordinator.journal.state import replay
@@ -40,25 +40,25 @@ from protocol.messages import Sampling
 from tests import ROOT
 
 
-def accepted(request_index: int, prompt_tokens: int = 10) -> Accepted:
-    return Accepted(
+def accepted(request_index: int, prompt_tokens: int = 10) -> RequestAccepted:
+    return RequestAccepted(
         request_index, request_index, f"r{request_index}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5
     )
 
 
-def order(number: int) -> Ordered:
-    return Ordered(0, held=False, forced_slots=number)
+def order(number: int) -> RequestOrdered:
+    return RequestOrdered(0, held=False, forced_slots=number)
 
 
-def tokens(count: int) -> Tokens:
-    return Tokens(bytes(4), bytes(4), np.array([count], np.int32).tobytes(), bytes(4 * count), bytes(4))
+def tokens(count: int) -> TokensAppended:
+    return TokensAppended(bytes(4), bytes(4), np.array([count], np.int32).tobytes(), bytes(4 * count), bytes(4))
 
 
 BEGUN = SummaryBegun(1, 2, (), ())
 
 
-def forgotten(*request_indices: int) -> Forgotten:
-    return Forgotten(np.array(request_indices, np.int32).tobytes(), 9)
+def forgotten(*request_indices: int) -> RequestsForgotten:
+    return RequestsForgotten(np.array(request_indices, np.int32).tobytes(), 9)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def test_what_is_forgotten_or_summarized_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with opened(path) as store:
         store.write_now([accepted(1), accepted(2), order(1), tokens(3)])
-        store.write_now([Ended(1, "FINISHED", "eos", 3, "", 1.0), order(2), forgotten(1), accepted(1, 20)])
+        store.write_now([RequestEnded(1, "FINISHED", "eos", 3, "", 1.0), order(2), forgotten(1), accepted(1, 20)])
         assert store.read() == [accepted(2), order(1), tokens(3), order(2), forgotten(1), accepted(1, 20)]
         store.write_now([order(3), BEGUN, order(4)])
         store.write_now([order(5)])
@@ -177,7 +177,7 @@ def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path
             said = max([said, *map(int, writer.stdout.read().split())])
         with opened(path) as store:
             read = store.read()
-        numbers = [record.forced_slots for record in read if isinstance(record, Ordered)]
+        numbers = [record.forced_slots for record in read if isinstance(record, RequestOrdered)]
         assert numbers == list(range(numbers[0], numbers[-1] + 1)), "in order, without a gap"
         assert said <= numbers[-1] <= said + 1
         begun = said // 8 * 8 if said % 8 >= 5 else said // 8 * 8 - 8
@@ -364,7 +364,7 @@ def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
         known = book.requests[0]
         assert (book.arrivals, book.placements, known.ordered) == (5, 9, order(3))
         assert (known.stay, known.on_worker, known.kept_tokens) == (
-            Admission(0, 7, "n0", "w0", 1, 64),
+            RequestPlaced(0, 7, "n0", "w0", 1, 64),
             False,
             64,
         )

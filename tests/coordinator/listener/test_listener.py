@@ -15,8 +15,8 @@ from zmq.utils import z85
 from coordinator.listener import connection_tracker
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
 from coordinator.listener.descriptors import BESIDES
-from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLimiter, Verdict, cost_of
-from coordinator.listener.zap import AllowList, Answer, ZapHandler
+from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLimiter, RateVerdict, cost_of
+from coordinator.listener.zap import AllowList, ZapAnswer, ZapHandler
 from protocol.errors import CapacityError
 from protocol.transport.keys import AllowedKey
 from tests.support.process_rig import ROOT
@@ -33,40 +33,40 @@ ALICE, BOB, OPS = (
 
 def verdicts(
     rate_limiter: RateLimiter, count: int, now: float, sender: bytes = b"s", connection: bytes = b"c"
-) -> list[Verdict]:
+) -> list[RateVerdict]:
     return [rate_limiter.judge(sender, connection, 1.0, now) for _ in range(count)]
 
 
 def test_a_burst_is_taken_then_told_once_then_ignored_then_cut() -> None:
     said = verdicts(RateLimiter(10.0, 5), 5 + CUT_AFTER + 1, 0.0)
-    assert said[:5] == [Verdict.TAKE] * 5
-    assert said[5] is Verdict.REFUSE
-    assert set(said[6:-1]) == {Verdict.IGNORE}
-    assert said[-1] is Verdict.CUT
+    assert said[:5] == [RateVerdict.TAKE] * 5
+    assert said[5] is RateVerdict.REFUSE
+    assert set(said[6:-1]) == {RateVerdict.IGNORE}
+    assert said[-1] is RateVerdict.CUT
 
 
 def test_a_bucket_fills_with_time_and_its_connection_is_told_anew() -> None:
     rate_limiter = RateLimiter(10.0, 10)
-    assert Verdict.REFUSE in verdicts(rate_limiter, 11, 0.0)
-    assert verdicts(rate_limiter, 2, 0.1) == [Verdict.TAKE, Verdict.IGNORE], (
+    assert RateVerdict.REFUSE in verdicts(rate_limiter, 11, 0.0)
+    assert verdicts(rate_limiter, 2, 0.1) == [RateVerdict.TAKE, RateVerdict.IGNORE], (
         "one token a tenth of a second, and no pardon"
     )
-    assert verdicts(rate_limiter, 12, 100.0) == [Verdict.TAKE] * 10 + [Verdict.REFUSE, Verdict.IGNORE]
+    assert verdicts(rate_limiter, 12, 100.0) == [RateVerdict.TAKE] * 10 + [RateVerdict.REFUSE, RateVerdict.IGNORE]
 
 
 def test_connections_of_one_sender_share_a_bucket_and_are_told_each() -> None:
     rate_limiter = RateLimiter(10.0, 4)
-    assert verdicts(rate_limiter, 4, 0.0, connection=b"first") == [Verdict.TAKE] * 4
-    assert verdicts(rate_limiter, 2, 0.0, connection=b"second") == [Verdict.REFUSE, Verdict.IGNORE]
-    assert verdicts(rate_limiter, 1, 0.0, connection=b"first") == [Verdict.REFUSE]
-    assert verdicts(rate_limiter, 1, 0.0, sender=b"other") == [Verdict.TAKE]
+    assert verdicts(rate_limiter, 4, 0.0, connection=b"first") == [RateVerdict.TAKE] * 4
+    assert verdicts(rate_limiter, 2, 0.0, connection=b"second") == [RateVerdict.REFUSE, RateVerdict.IGNORE]
+    assert verdicts(rate_limiter, 1, 0.0, connection=b"first") == [RateVerdict.REFUSE]
+    assert verdicts(rate_limiter, 1, 0.0, sender=b"other") == [RateVerdict.TAKE]
 
 
 def test_large_messages_cost_more_and_the_largest_a_whole_bucket() -> None:
     rate_limiter = RateLimiter(10.0, 4)
     assert cost_of(2 * BYTES_PER_TOKEN) == 3.0
-    assert rate_limiter.judge(b"s", b"c", 1_000.0, 0.0) is Verdict.TAKE
-    assert rate_limiter.judge(b"s", b"c", 1.0, 0.0) is Verdict.REFUSE
+    assert rate_limiter.judge(b"s", b"c", 1_000.0, 0.0) is RateVerdict.TAKE
+    assert rate_limiter.judge(b"s", b"c", 1.0, 0.0) is RateVerdict.REFUSE
 
 
 @given(
@@ -82,7 +82,7 @@ def test_no_sender_ever_gets_more_than_rate_and_burst(
     taken: Counter[int] = Counter()
     for sender, connection, cost, pause in said:
         now += pause
-        if rate_limiter.judge(b"%d" % sender, b"%d" % connection, cost, now) is Verdict.TAKE:
+        if rate_limiter.judge(b"%d" % sender, b"%d" % connection, cost, now) is RateVerdict.TAKE:
             taken[sender] += cost
         bounded.judge(b"%d" % sender, b"%d" % connection, cost, now)
         assert len(bounded) <= senders_max
@@ -170,18 +170,18 @@ def test_there_is_a_descriptor_for_every_connection_as_far_as_the_system_permits
 
 def test_a_key_is_known_at_the_door_of_its_role() -> None:
     it = AllowList([ALICE, BOB, OPS])
-    assert it.judge("client", ALICE.public, 0.0) == (Answer.WELCOME, "client:alice")
-    assert it.judge("admin", OPS.public, 0.0) == (Answer.WELCOME, "admin:ops")
+    assert it.judge("client", ALICE.public, 0.0) == (ZapAnswer.WELCOME, "client:alice")
+    assert it.judge("admin", OPS.public, 0.0) == (ZapAnswer.WELCOME, "admin:ops")
     for role, key in (("admin", ALICE), ("worker", ALICE), ("client", OPS)):
-        assert it.judge(role, key.public, 0.0) == (Answer.REFUSED, "")
+        assert it.judge(role, key.public, 0.0) == (ZapAnswer.REFUSED, "")
 
 
 def test_who_has_lost_a_key_is_known_by_name() -> None:
     it = AllowList([ALICE, BOB, OPS])
     second = ALICE._replace(public=PUBLICS[2])
     assert it.replace([second, OPS]) == {"client:alice", "client:bob"}
-    assert it.judge("client", second.public, 0.0) == (Answer.WELCOME, "client:alice")
-    assert it.judge("client", ALICE.public, 0.0) == (Answer.REFUSED, "")
+    assert it.judge("client", second.public, 0.0) == (ZapAnswer.WELCOME, "client:alice")
+    assert it.judge("client", ALICE.public, 0.0) == (ZapAnswer.REFUSED, "")
     assert it.replace([second, OPS, BOB]) == frozenset()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
-from coordinator.scheduling.entries import Drain, Phase
+from coordinator.scheduling.entries import EntryPhase, WorkerDrain
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
@@ -31,8 +31,8 @@ def pair(*, prefill: dict[str, int] | None = None, decode: dict[str, int] | None
     return fake
 
 
-def admits(plan: list[decisions.Decision]) -> list[decisions.Admit]:
-    return [decision for decision in plan if isinstance(decision, decisions.Admit)]
+def admits(plan: list[decisions.Decision]) -> list[decisions.AdmitDecision]:
+    return [decision for decision in plan if isinstance(decision, decisions.AdmitDecision)]
 
 
 # ---------------------------------------------------------------- who goes where
@@ -122,7 +122,7 @@ def test_nothing_is_held_while_one_of_the_two_is_full(short: str) -> None:
         fake.settle()
     fake.submit(1, 100, 100)
     assert admits(fake.settle()) == []
-    assert fake.entry(1).phase is Phase.WAITING
+    assert fake.entry(1).phase is EntryPhase.WAITING
     assert fake.ledgers["n0"].holdings_count == 1
 
 
@@ -193,7 +193,7 @@ def test_a_lost_decode_worker_costs_no_prompt() -> None:
 
 def test_a_draining_decode_worker_is_promised_nothing() -> None:
     fake = pair()
-    fake.drain_worker("d0", Drain(1e9, handover=False))
+    fake.drain_worker("d0", WorkerDrain(1e9, handover=False))
     fake.submit(0, 100, 100)
     assert admits(fake.settle()) == []
 

@@ -7,11 +7,20 @@ import pytest
 from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.decisions import Admit
+from coordinator.scheduling.decisions import AdmitDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
-from coordinator.scheduling.effects import Step
-from coordinator.scheduling.entries import Phase, RequestEntry, Worker
-from coordinator.scheduling.events import Demoted, Departed, End, Lost, Progressed, Resized, Retract, Stage
+from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import (
+    EndOrder,
+    HotBufferResized,
+    PlacementEnded,
+    PlacementProgressed,
+    RetractOrder,
+    RowsGivenUp,
+    Stage,
+    WorkerLost,
+)
 from protocol.sizing import Memory
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -22,12 +31,12 @@ class Desk:
     def __init__(self) -> None:
         self.ledger = Ledger(32)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
-        self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort())
+        self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort())
         self.hear(self.dispatch.worker_up(self.worker))
         self.entry = self.dispatch.placement_table.add(7, 0, 100, 300)
         self.settle()
         for stage in (Stage.STAGED, Stage.STARTED):
-            self.hear(self.dispatch.progressed(Progressed(7, self.entry.placement, stage)))
+            self.hear(self.dispatch.progressed(PlacementProgressed(7, self.entry.placement, stage)))
 
     def settle(self) -> list[object]:
         self.dispatch.dirty = True
@@ -45,7 +54,7 @@ class Desk:
         return heard
 
     def depart(self, durable_tokens: int, *, final: bool = False) -> Effects:
-        return self.hear(self.dispatch.departed(Departed(7, self.entry.placement, durable_tokens, final), 40))
+        return self.hear(self.dispatch.departed(PlacementEnded(7, self.entry.placement, durable_tokens, final), 40))
 
 
 @pytest.fixture
@@ -61,9 +70,9 @@ def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     placement = desk.entry.placement
     assert steps(desk.depart(130)) == [Keep(placement, 3)]
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (Phase.WAITING, 3, 40)
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (EntryPhase.WAITING, 3, 40)
     (again,) = desk.settle()
-    assert isinstance(again, Admit)
+    assert isinstance(again, AdmitDecision)
     assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
 
 
@@ -78,9 +87,9 @@ def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: 
     desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=True))
     desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "operator"))
     desk.depart(130)
-    desk.hear(desk.dispatch.worker_up(Worker("w0", "n0", 2, capacity(), MODEL, FakePort())))
+    desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
     assert desk.settle() == []
-    assert (desk.entry.phase, desk.ledger.pages_free) == (Phase.CLOSING, 32)
+    assert (desk.entry.phase, desk.ledger.pages_free) == (EntryPhase.CLOSING, 32)
     desk.dispatch.closed(7)
     assert not desk.dispatch.placement_table.entries
 
@@ -91,7 +100,7 @@ def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) ->
     desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=True, reason="operator"))
     heard = desk.depart(130)
     assert steps(heard) == [Release(placement)]
-    assert [tell.event for tell in heard.tells] == [Demoted("dropped")]
+    assert [tell.event for tell in heard.tells] == [RowsGivenUp("dropped")]
     assert desk.ledger.pages_free == 32
     assert desk.entry.held
     assert desk.settle() == []
@@ -113,9 +122,9 @@ def test_what_is_said_of_a_departed_admission_changes_nothing(desk: Desk, depart
         desk.settle()
     before = (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free)
     for stage in Stage:
-        assert desk.dispatch.progressed(Progressed(7, old, stage)) == NOTHING
-    assert desk.dispatch.resized(Resized(7, old)) == NOTHING
-    assert desk.dispatch.departed(Departed(7, old, 0, False), 40) == NOTHING
+        assert desk.dispatch.progressed(PlacementProgressed(7, old, stage)) == NOTHING
+    assert desk.dispatch.resized(HotBufferResized(7, old)) == NOTHING
+    assert desk.dispatch.departed(PlacementEnded(7, old, 0, False), 40) == NOTHING
     assert (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free) == before
 
 
@@ -123,22 +132,22 @@ def test_an_abort_of_a_waiting_request_gives_its_kept_pages_back_at_once(desk: D
     placement = desk.entry.placement
     desk.depart(130)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
-    assert heard.steps == (Step("n0", Release(placement), journal.Departed(7, 0)),)
-    assert [type(tell.event) for tell in heard.tells] == [End, Demoted]
+    assert heard.steps == (LedgerStep("n0", Release(placement), journal.RequestDeparted(7, 0)),)
+    assert [type(tell.event) for tell in heard.tells] == [EndOrder, RowsGivenUp]
     assert desk.ledger.pages_free == 32
 
 
 def test_an_operator_drops_what_is_kept(desk: Desk) -> None:
     desk.depart(130)
     heard = desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=False, reason="operator"))
-    assert [type(tell.event) for tell in heard.tells] == [Retract, Demoted]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder, RowsGivenUp]
     assert (desk.entry.pages, desk.entry.held, desk.ledger.pages_free) == (0, False, 32)
 
 
 def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -> None:
     placement = desk.entry.placement
     heard = desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
-    assert [tell.event for tell in heard.tells] == [Lost(placement, False, "w0 is lost")]
+    assert [tell.event for tell in heard.tells] == [WorkerLost(placement, False, "w0 is lost")]
     pages = desk.entry.pages
     assert steps(desk.depart(0)) == [Release(placement)]
     assert desk.ledger.count_pages().quarantined == pages
@@ -150,6 +159,6 @@ def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -
 def test_staged_gives_the_slab_back(desk: Desk) -> None:
     other: RequestEntry = desk.dispatch.placement_table.add(8, 0, 100, 300)
     desk.settle()
-    heard = desk.hear(desk.dispatch.progressed(Progressed(8, other.placement, Stage.STAGED)))
+    heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))
     assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
     assert desk.ledger.budget("w0").slab_pages_free == 8

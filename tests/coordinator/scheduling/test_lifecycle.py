@@ -11,22 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator.scheduling.events import (
     Admitted,
-    Closed,
-    Demoted,
-    Departed,
-    End,
     Ending,
-    Given,
+    EndOrder,
+    HotBufferResized,
     LinkStats,
-    Lost,
-    Progressed,
+    MemoryGiven,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestClosed,
     RequestCommand,
-    Resized,
-    Resume,
-    Retract,
+    ResumeOrder,
+    RetractOrder,
+    RowsGivenUp,
     Stage,
+    WorkerLost,
 )
-from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, Kind, Resolve, State
+from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, EventKind, Resolve, State
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 from protocol import messages
 from protocol.errors import InternalError, WrongState
@@ -80,7 +80,11 @@ def test_a_request_runs_to_its_end() -> None:
     history.run()
     history.rows = Rows(7, 106)
     actions = history.tell(*finish(1, 7))
-    assert actions[1:] == [Departed(3, 1, 0, True), Ending(3, "r", "FINISHED", "eos", 7, "tail"), Closed(3)]
+    assert actions[1:] == [
+        PlacementEnded(3, 1, 0, True),
+        Ending(3, "r", "FINISHED", "eos", 7, "tail"),
+        RequestClosed(3),
+    ]
     states = [line.state for line in history.request.history()]
     assert states == ["QUEUED", "PREFILLING", "READY", "RUNNING", "RELEASING", "FINISHED"]
 
@@ -95,8 +99,8 @@ def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, dura
     history = History()
     history.run()
     history.rows = Rows(generated, durable)
-    assert history.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert history.tell(messages.Released(1, durable, 0, 0)) == [Departed(3, 1, kept, False)]
+    assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(1)]
+    assert history.tell(messages.Released(1, durable, 0, 0)) == [PlacementEnded(3, 1, kept, False)]
     assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
     history.tell(admit(2, kept))
     assert history.request.state == (State.READY if kept else State.PREFILLING)
@@ -111,26 +115,28 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     """A first token that a stop string may begin in is not said, but decoding goes on from it."""
     history = History()
     history.tell(admit(1, prefills_only=True))
-    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [Progressed(3, 1, Stage.STAGED)]
+    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED)]
     assert history.request.state is State.TRANSFERRING
     history.rows = Rows(generated, PROMPT)
-    assert history.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [Departed(3, 1, kept, False, first_token)]
+    assert history.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [
+        PlacementEnded(3, 1, kept, False, first_token)
+    ]
     assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
     assert history.request.retractions == 0
     if kept:
-        history.tell(Retract(True, True, "operator"))
+        history.tell(RetractOrder(True, True, "operator"))
         assert history.request.state is State.RETRACTED
-        history.tell(Resume("operator"), admit(2, kept))
+        history.tell(ResumeOrder("operator"), admit(2, kept))
         assert history.request.state is State.READY
         history.tell(messages.Started(2))
-        assert history.tell(Retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+        assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(2)]
 
 
 def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
     history = History()
     history.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
     history.rows = Rows(0, 0)
-    assert history.tell(Lost(1, True, "killed")) == [Departed(3, 1, 0, False)]
+    assert history.tell(WorkerLost(1, True, "killed")) == [PlacementEnded(3, 1, 0, False)]
     assert history.request.state is State.QUEUED
 
 
@@ -138,11 +144,11 @@ def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    history.tell(Retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    history.tell(RetractOrder(False, False, "host pages"), messages.Released(1, 106, 0, 0))
     assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
-    history.tell(Retract(True, True, "operator"))
+    history.tell(RetractOrder(True, True, "operator"))
     assert (history.request.state, history.request.held) == (State.RETRACTED, True)
-    history.tell(Resume("operator"))
+    history.tell(ResumeOrder("operator"))
     assert (history.request.state, history.request.held) == (State.QUEUED, False)
 
 
@@ -151,7 +157,7 @@ def test_an_operator_holds_what_policy_is_retracting() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    assert history.tell(Retract(True, False, "GPU pressure"), Retract(False, True, "operator")) == [
+    assert history.tell(RetractOrder(True, False, "GPU pressure"), RetractOrder(False, True, "operator")) == [
         messages.Withdraw(1)
     ]
     history.tell(messages.Released(1, 106, 0, 0))
@@ -164,7 +170,9 @@ def test_policy_cannot_undo_what_an_operator_wished() -> None:
     history.run()
     history.rows = Rows(7, 106)
     history.tell(
-        Retract(False, True, "operator"), Retract(True, False, "GPU pressure"), messages.Released(1, 106, 0, 0)
+        RetractOrder(False, True, "operator"),
+        RetractOrder(True, False, "GPU pressure"),
+        messages.Released(1, 106, 0, 0),
     )
     assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
@@ -173,7 +181,7 @@ def test_finishing_overtakes_a_retraction() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    history.tell(Retract(True, True, "operator"), *finish(1, 7))
+    history.tell(RetractOrder(True, True, "operator"), *finish(1, 7))
     assert history.request.state is State.FINISHED
 
 
@@ -182,7 +190,7 @@ def test_the_first_decision_stands() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    actions = history.tell(End("ABORTED", "by client"), *finish(1, 7))
+    actions = history.tell(EndOrder("ABORTED", "by client"), *finish(1, 7))
     assert [a for a in actions if isinstance(a, Ending)] == [Ending(3, "r", "ABORTED", "by client", 7)]
 
 
@@ -212,7 +220,7 @@ def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
     history = History()
     history.run()
     history.rows = Rows(60, durable)
-    assert history.tell(Lost(1, proved, "no heartbeat for 5 s")) == [Departed(3, 1, kept, False)]
+    assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [PlacementEnded(3, 1, kept, False)]
     assert history.request.state is state
     assert history.tell(messages.Released(1, 106, 0, 0)) == []
 
@@ -220,9 +228,9 @@ def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
 def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
     history = History()
     history.run()
-    grant = Given(messages.Grant(1, b"", 1, 0))
+    grant = MemoryGiven(messages.Grant(1, b"", 1, 0))
     assert history.tell(grant) == [grant.command]
-    history.tell(End("ABORTED", "by client"))
+    history.tell(EndOrder("ABORTED", "by client"))
     assert history.tell(grant) == []
 
 
@@ -231,7 +239,7 @@ def test_a_history_is_bounded_and_says_so() -> None:
     history = History()
     history.run()
     for _ in range(200):
-        history.tell(messages.Parked(1), Given(messages.Grant(1, b"", 1, 0)))
+        history.tell(messages.Parked(1), MemoryGiven(messages.Grant(1, b"", 1, 0)))
     lines = history.request.history()
     assert len(lines) == HISTORY_LINES_MAX + 1
     assert lines[0].event == "submitted"
@@ -242,14 +250,14 @@ def test_what_a_worker_says_twice_is_heard_once() -> None:
     """I8: a worker cannot make a request flood the Scheduler."""
     history = History()
     history.run()
-    assert history.tell(messages.Parked(1), messages.Parked(1)) == [Progressed(3, 1, Stage.PARKED)]
-    history.tell(Given(messages.Resize(1, 128, 3)))
+    assert history.tell(messages.Parked(1), messages.Parked(1)) == [PlacementProgressed(3, 1, Stage.PARKED)]
+    history.tell(MemoryGiven(messages.Resize(1, 128, 3)))
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 5))
-    assert history.tell(messages.Resized(1, 128, 3)) == [Resized(3, 1)]
+    assert history.tell(messages.Resized(1, 128, 3)) == [HotBufferResized(3, 1)]
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 3))
-    history.tell(Retract(True, False, "GPU pressure"))
+    history.tell(RetractOrder(True, False, "GPU pressure"))
     assert history.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
 
 
@@ -257,7 +265,7 @@ def test_what_a_worker_says_twice_is_heard_once() -> None:
 def test_an_event_of_a_departed_admission_does_nothing(event: messages.Event) -> None:
     history = History()
     history.run()
-    history.tell(Lost(1, False, "gone"))
+    history.tell(WorkerLost(1, False, "gone"))
     assert history.tell(event) == []
 
 
@@ -325,8 +333,8 @@ def test_every_state_leads_to_an_end() -> None:
             if targets & reached:
                 reached.add(state)
     assert reached == set(State)
-    assert all(Kind.END in row for row in TRANSITIONS.values())
-    assert all(Kind.LOST in TRANSITIONS[state] for state in ACTIVE)
+    assert all(EventKind.END in row for row in TRANSITIONS.values())
+    assert all(EventKind.LOST in TRANSITIONS[state] for state in ACTIVE)
 
 
 class LifecycleMachine(RuleBasedStateMachine):
@@ -382,29 +390,29 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(keep=st.booleans(), hold=st.booleans())
     def retract(self, keep: bool, hold: bool) -> None:
-        self.tell(Retract(keep, hold, "retract"))
+        self.tell(RetractOrder(keep, hold, "retract"))
 
     @rule()
     def resume(self) -> None:
-        self.tell(Resume("resume"))
+        self.tell(ResumeOrder("resume"))
 
     @precondition(lambda self: self.request.state not in ACTIVE)
     @rule()
     def demoted(self) -> None:
-        self.tell(Demoted("host pages"))
+        self.tell(RowsGivenUp("host pages"))
 
     @rule()
     def given(self) -> None:
-        self.tell(Given(messages.Grant(self.placements, b"", 1, 1)))
+        self.tell(MemoryGiven(messages.Grant(self.placements, b"", 1, 1)))
 
     @rule(proved=st.booleans())
     def lost(self, proved: bool) -> None:
-        self.tell(Lost(self.placements, proved, "gone"))
+        self.tell(WorkerLost(self.placements, proved, "gone"))
 
     @precondition(lambda self: self.now > 5)
     @rule(outcome=st.sampled_from(["ABORTED", "FAILED"]))
     def end(self, outcome: str) -> None:
-        self.tell(End(outcome, "told"))
+        self.tell(EndOrder(outcome, "told"))
 
     @invariant()
     def consistent(self) -> None:
@@ -423,7 +431,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         departed: set[int] = set()
         withdrawn: set[int] = set()
         for action in self.done:
-            if isinstance(action, Departed):
+            if isinstance(action, PlacementEnded):
                 assert action.placement not in departed
                 departed.add(action.placement)
             elif isinstance(action, messages.Withdraw | messages.Grant | messages.Admit):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.entries import Drain
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
@@ -69,7 +69,7 @@ def run_until_resized(fake: FakeCluster, request_index: int) -> int:
         fake.workers["w0"].advance(fake.entry(request_index).placement)
         while fake.uplinks["w0"]:
             fake.hear_next("w0")
-        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.Resize)]
+        resizes = [decision for decision in fake.settle() if isinstance(decision, decisions.ResizeDecision)]
         if resizes:
             return resizes[0].entry.request_index
         while fake.ports["w0"].downlink:
@@ -130,7 +130,7 @@ def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
     assert fake.settle(tick=True) == []
     fake.now += GROW_QUIET_S
     (decision,) = fake.settle(tick=True)
-    assert isinstance(decision, decisions.Resize)
+    assert isinstance(decision, decisions.ResizeDecision)
     assert decision.hot_size == HotSize(256, 5)
 
 
@@ -255,7 +255,7 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
     fake.submit(4, 500, 60, priority=1)
     for _ in range(3):
         for decision in fake.settle():
-            if isinstance(decision, decisions.Demote | decisions.Retract):
+            if isinstance(decision, decisions.DemoteDecision | decisions.RetractDecision):
                 gone.append(f"{type(decision).__name__} {decision.entry.request_index}")
     assert gone[:2] == ["Demote 1", "Demote 0"]
     assert fake.entry(0).held
@@ -342,7 +342,7 @@ def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -
         fake.submit(request_index, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0, 1, 2))
     crowded = max(("w0", "w1"), key=lambda name: fake.dispatch.placement_table.workers[name].requests)
-    fake.drain_worker(crowded, Drain(1e9, handover=True))
+    fake.drain_worker(crowded, WorkerDrain(1e9, handover=True))
     rows = {request_index: len(fake.live[request_index].tokens) for request_index in range(3)}
     for _ in range(5):
         fake.round()
@@ -356,7 +356,7 @@ def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() ->
     fake = cluster()
     fake.submit(0, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0))
-    fake.drain_worker("w0", Drain(fake.now + 5, handover=True))
+    fake.drain_worker("w0", WorkerDrain(fake.now + 5, handover=True))
     for _ in range(3):
         fake.round()
     assert is_running(fake, 0), "nowhere to go: it goes on in place"
@@ -511,7 +511,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["w0", "w1"]), handover=st.booleans(), seconds=st.integers(1, 9))
     def drain(self, name: str, handover: bool, seconds: int) -> None:
         if name in self.cluster.workers:
-            self.cluster.drain_worker(name, Drain(self.cluster.now + seconds, handover))
+            self.cluster.drain_worker(name, WorkerDrain(self.cluster.now + seconds, handover))
 
     @rule(name=st.sampled_from(["w0", "w1"]))
     def undrain(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.scheduling.entries import RequestEntry, Worker
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Needs, Preemption, find_preemption
 from protocol.sizing import RESIDENT, HotSize, Memory
@@ -21,8 +21,8 @@ class Stage:
         self.worker = self.add_worker("w0")
         self.request_indices = 0
 
-    def add_worker(self, name: str) -> Worker:
-        worker = Worker(name, "n0", 1, capacity(seats=99, hot_chunks=99), MODEL, FakePort())
+    def add_worker(self, name: str) -> WorkerEntry:
+        worker = WorkerEntry(name, "n0", 1, capacity(seats=99, hot_chunks=99), MODEL, FakePort())
         self.placement_table.add_worker(worker)
         return worker
 
@@ -37,14 +37,14 @@ class Stage:
         return entry
 
     def place(
-        self, entry: RequestEntry, hot_size: HotSize, pages: int, slab_pages: int = 0, worker: Worker | None = None
+        self, entry: RequestEntry, hot_size: HotSize, pages: int, slab_pages: int = 0, worker: WorkerEntry | None = None
     ) -> None:
         self.placement_table.admit(
             entry, worker or self.worker, Memory(pages, hot_size.hot_chunks, pages, slab_pages), hot_size
         )
 
     def running(
-        self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: Worker | None = None
+        self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: WorkerEntry | None = None
     ) -> RequestEntry:
         entry = self.waiting(priority)
         hot_size = HotSize({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)

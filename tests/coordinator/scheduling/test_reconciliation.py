@@ -12,8 +12,8 @@ from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import Phase, RequestEntry, Worker
-from coordinator.scheduling.events import Adopted, Lost, Retract
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
@@ -38,7 +38,7 @@ class Desk:
         self.ledger.add_worker("w0", 1, capacity())
         self.ledger.reserve(1, "w0", memory)
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
-        self.worker = Worker("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
+        self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort(), awaited=True)
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
@@ -55,9 +55,9 @@ class Desk:
         self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
-    def adopted(self, *held: InventoryRow) -> Adopted:
+    def adopted(self, *held: InventoryRow) -> PlacementAdopted:
         event = self.adopt(*held).tells[0].event
-        assert isinstance(event, Adopted)
+        assert isinstance(event, PlacementAdopted)
         return event
 
 
@@ -77,15 +77,15 @@ def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
 
 def test_what_was_staged_gives_its_slab_back() -> None:
     desk = Desk()
-    assert desk.adopted(held()) == Adopted(1, True, True, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (Phase.RUNNING, 0)
+    assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
     assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
 
 
 def test_a_prompt_that_is_being_prefilled_goes_on() -> None:
     desk = Desk()
-    assert desk.adopted(held(is_staged=False, is_started=False)) == Adopted(1, False, False, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (Phase.STARTING, 2)
+    assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
+    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.STARTING, 2)
 
 
 def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
@@ -118,15 +118,15 @@ def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
     assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
     state.handle(adopted, Rows(30, 100), 1.0)
-    assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.Resized(7, 1)]
+    assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.HotBufferResized(7, 1)]
 
 
 def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     tells = desk.adopt(held(host_pages=4, hot_chunks=4, resize_slots=128, resize_chunks=3)).tells
-    assert isinstance(tells[0].event, Adopted)
+    assert isinstance(tells[0].event, PlacementAdopted)
     assert tells[0].event.grant is None
-    assert isinstance(tells[1].event, Retract)
+    assert isinstance(tells[1].event, RetractOrder)
     assert tells[1].event.keep
 
 
@@ -134,7 +134,7 @@ def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
     """It was leaving in that life, which came to an end before it had left; then somebody resumed it."""
     desk = Desk(Memory(PAGES, 4, PAGES, 0))
     heard = desk.adopt(held(host_pages=4, hot_chunks=4))
-    assert [type(tell.event) for tell in heard.tells] == [Adopted, Retract]
+    assert [type(tell.event) for tell in heard.tells] == [PlacementAdopted, RetractOrder]
     assert (heard.steps, desk.ledger.held(1).hot_chunks) == ((), 4)
 
 
@@ -147,8 +147,8 @@ def test_whoever_waits_for_pages_is_fed() -> None:
 def test_what_is_not_there_any_more_has_departed() -> None:
     desk = Desk()
     (tell,) = desk.adopt().tells
-    assert tell.event == Lost(1, True, "w0 has it no more")
-    assert desk.entry.phase is Phase.LEAVING
+    assert tell.event == WorkerLost(1, True, "w0 has it no more")
+    assert desk.entry.phase is EntryPhase.LEAVING
 
 
 def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
@@ -192,7 +192,7 @@ def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
 )
 def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expected: State) -> None:
     state, grant = recovered_state(), Grant(1, bytes(4), 1, 0)
-    assert state.handle(Adopted(1, staged, started, False, None, grant), Rows(0, 0), 2.0) == [grant]
+    assert state.handle(PlacementAdopted(1, staged, started, False, None, grant), Rows(0, 0), 2.0) == [grant]
     assert state.state is expected
     state.check_invariants()
     if not staged:  # the report that was not acknowledged comes again
@@ -203,13 +203,15 @@ def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expecte
 @pytest.mark.parametrize(("wish", "left"), [({"hold": True}, State.RETRACTED), ({"outcome": "ABORTED"}, State.ABORTED)])
 def test_a_wish_that_it_leave_is_said_again(wish: dict[str, Any], left: State) -> None:
     state = recovered_state(**wish)
-    assert state.handle(Adopted(1, True, True, False, None, None), Rows(5, 104), 2.0) == [Withdraw(1)]
-    state.handle(Lost(1, True, "gone"), Rows(5, 104), 3.0)
+    assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 2.0) == [Withdraw(1)]
+    state.handle(WorkerLost(1, True, "gone"), Rows(5, 104), 3.0)
     assert state.state is left
 
 
 def test_a_worker_that_never_comes_back_costs_its_stay() -> None:
     state = recovered_state()
-    state.handle(Lost(1, True, "exited"), Rows(5, 104), 3.0)
+    state.handle(WorkerLost(1, True, "exited"), Rows(5, 104), 3.0)
     assert (state.state, state.kept_tokens) == (State.RETRACTED, 104)
-    assert state.handle(Adopted(1, True, True, False, None, None), Rows(5, 104), 4.0) == [], "of a departed admission"
+    assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 4.0) == [], (
+        "of a departed admission"
+    )

@@ -15,7 +15,7 @@ import trio.testing
 
 from coordinator.actor import Level, open_supervisor
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Ended, Joined, Record
+from coordinator.journal.records import Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
 from coordinator.scheduling.events import Ending, WorkerPort
 from coordinator.scheduling.poison import POISON_STRIKES
@@ -40,7 +40,7 @@ class FakeLinks:
         self.expected: dict[tuple[str, int], bool] = {}
         self.ports: dict[tuple[str, int], FakePort] = {}
 
-    def expect(self, joined: Joined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
         key = joined.worker, joined.epoch
         self.expected[key], self.ports[key] = is_live, FakePort()
         return self.ports[key]
@@ -365,7 +365,7 @@ async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_c
         life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
         await life.settle()
         records = [record for group in life.store.groups for record in group]
-    ended = next(at for at, record in enumerate(records) if isinstance(record, Ended))
+    ended = next(at for at, record in enumerate(records) if isinstance(record, RequestEnded))
     async with Life.over([records[:ended]]) as life:
         assert life.states() == {"poison!": "FAILED"}
         assert "the last was w0" in life.scheduler.describe("poison!")[0].reason

@@ -7,10 +7,17 @@ import pytest
 
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.decisions import Admit, Demote
+from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
-from coordinator.scheduling.entries import Phase, Worker
-from coordinator.scheduling.events import Demoted, Departed, End, Progressed, Retract, Stage
+from coordinator.scheduling.entries import EntryPhase, WorkerEntry
+from coordinator.scheduling.events import (
+    EndOrder,
+    PlacementEnded,
+    PlacementProgressed,
+    RetractOrder,
+    RowsGivenUp,
+    Stage,
+)
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
@@ -29,22 +36,22 @@ class Desk:
         self.ledgers = {"a": Ledger(64), "b": Ledger(64)}
         self.dispatch = Dispatch(self.ledgers, 96)
         self.placement_table = self.dispatch.placement_table
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, WorkerEntry] = {}
         for name in workers.split():
             self.join(name)
         self.entry = self.placement_table.add(SLOT, 0, PROMPT, 300)
         self.now = 0.0
 
-    def join(self, name: str, role: str = "", epoch: int = 1) -> Worker:
+    def join(self, name: str, role: str = "", epoch: int = 1) -> WorkerEntry:
         role = role or (PREFILL if name[0] == "p" else DECODE)
         size = msgspec.structs.replace(capacity(role, host_pages=64), sends=True, receives=True)
         node = "a" if name[0] == "p" else "b"
-        worker = Worker(name, node, epoch, size, MODEL, FakePort(), receiver=b"there", pid=4711)
+        worker = WorkerEntry(name, node, epoch, size, MODEL, FakePort(), receiver=b"there", pid=4711)
         self.workers[name] = worker
         self.hear(self.dispatch.worker_up(worker))
         return worker
 
-    def settle(self) -> list[Admit]:
+    def settle(self) -> list[AdmitDecision]:
         self.dispatch.dirty = True
         plan = self.dispatch.plan(self.now)
         for decision in plan:
@@ -52,7 +59,7 @@ class Desk:
                 if step is not None:
                     apply(self.ledgers[step.node], step.change)
         self.check()
-        return [decision for decision in plan if isinstance(decision, Admit)]
+        return [decision for decision in plan if isinstance(decision, AdmitDecision)]
 
     def hear(self, heard: Effects) -> Effects:
         for step in heard.steps:
@@ -68,10 +75,10 @@ class Desk:
     # what workers say
 
     def staged(self) -> None:
-        self.hear(self.dispatch.progressed(Progressed(SLOT, self.entry.placement, Stage.STAGED)))
+        self.hear(self.dispatch.progressed(PlacementProgressed(SLOT, self.entry.placement, Stage.STAGED)))
 
     def sent(self, durable_tokens: int = PROMPT) -> Effects:
-        event = Departed(SLOT, self.entry.placement, durable_tokens, False)
+        event = PlacementEnded(SLOT, self.entry.placement, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
     def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
@@ -174,7 +181,7 @@ def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
     assert Release(ticket) in changes(heard)
     assert desk.ledgers["b"].count_pages().quarantined == pages
-    assert [type(tell.event) for tell in heard.tells] == [Retract]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent(0)
     (again,) = desk.settle()
     assert again.decoder != taker
@@ -187,8 +194,8 @@ def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk)
     desk.sent()
     heard = desk.closed(ticket, 0)
     assert changes(heard) == [Release(ticket)]
-    assert [type(tell.event) for tell in heard.tells] == [Demoted]
-    assert (desk.entry.phase, desk.entry.pages) == (Phase.WAITING, 0)
+    assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
+    assert (desk.entry.phase, desk.entry.pages) == (EntryPhase.WAITING, 0)
     assert desk.ledgers["b"].pages_free == 64
 
 
@@ -208,7 +215,7 @@ def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side
         else:
             heard = desk.closed(ticket, 0)
             desk.sent(0)
-    ends = [tell.event for tell in heard.tells if isinstance(tell.event, End)]
+    ends = [tell.event for tell in heard.tells if isinstance(tell.event, EndOrder)]
     assert ends[0].outcome == "FAILED"
     assert f"{TRANSFERS_FAILED_MAX} transfers failed" in ends[0].reason
     assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
@@ -254,9 +261,9 @@ def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk:
     desk.staged()
     desk.closed(ticket)
     heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
-    assert [type(tell.event) for tell in heard.tells] == [Retract]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent()
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (Phase.WAITING, 0, 0)
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (EntryPhase.WAITING, 0, 0)
 
 
 def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
@@ -325,8 +332,8 @@ def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(de
     desk.hear(desk.dispatch.revoke(ticket))
     desk.closed(ticket.placement, 0)
     desk.sent()
-    assert (desk.entry.phase, desk.entry.node) == (Phase.WAITING, "a")
+    assert (desk.entry.phase, desk.entry.node) == (EntryPhase.WAITING, "a")
     assert desk.entry.kept_tokens
     desk.dispatch.plan(100.0, tick=True)
-    assert not any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
-    assert any(isinstance(it, Demote) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))
+    assert not any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))
+    assert any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S, tick=True))

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Joined, Tokens
+from coordinator.journal.records import TokensAppended, WorkerJoined
 from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
@@ -32,7 +32,7 @@ PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7
 def expected(
     rig: Rig, *, process: int = os.getpid(), started: int = 0, epoch: int = 1, is_live: bool = True
 ) -> WorkerPort:
-    joined = Joined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
+    joined = WorkerJoined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
     return rig.links.expect(joined, is_live=is_live)
 
 
@@ -186,7 +186,7 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
         assert await again.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False), "say it again, if need be"
         store.error = ""
         assert await again.hear() == ReportAck(INCARNATION, 1)
-        assert any(isinstance(record, Tokens) for record in store.records)
+        assert any(isinstance(record, TokensAppended) for record in store.records)
         again.close()
         worker.close()
         nursery.cancel_scope.cancel()

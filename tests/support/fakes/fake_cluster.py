@@ -18,8 +18,16 @@ from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import Drain, RequestEntry, Worker
-from coordinator.scheduling.events import Admitted, Departed, Ending, LinkStats, Progressed, RequestOrder, Resized
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.events import (
+    Admitted,
+    Ending,
+    HotBufferResized,
+    LinkStats,
+    PlacementEnded,
+    PlacementProgressed,
+    RequestOrder,
+)
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
@@ -97,7 +105,7 @@ class FakeCluster:
             name, node, epoch, size, self.pools[node], uplink.append, lambda *said: uplink.append(said), self.rng
         )
         self.workers[name], self.ports[name], self.uplinks[name] = fake, FakePort(), uplink
-        worker = Worker(name, node, epoch, size, MODEL, self.ports[name])
+        worker = WorkerEntry(name, node, epoch, size, MODEL, self.ports[name])
         self.take(self.dispatch.worker_up(worker))
 
     def lose_worker(self, name: str, *, proved: bool) -> None:
@@ -181,11 +189,11 @@ class FakeCluster:
         match action:
             case Ending():
                 live.endings.append(action)
-            case Progressed():
+            case PlacementProgressed():
                 self.take(self.dispatch.progressed(action))
-            case Resized():
+            case HotBufferResized():
                 self.take(self.dispatch.resized(action))
-            case Departed():
+            case PlacementEnded():
                 live.placement = 0
                 self.take(self.dispatch.departed(action, len(live.tokens)))
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
@@ -212,7 +220,7 @@ class FakeCluster:
         plan = self.dispatch.plan(self.now, tick=tick)
         for decision in plan:
             self._carry_out(decision)
-            if isinstance(decision, decisions.Retract):
+            if isinstance(decision, decisions.RetractDecision):
                 self.retracted.append((decision.entry, decision.cause))
                 memory = decision.cause in decisions.DISPLACING
                 assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
@@ -222,7 +230,7 @@ class FakeCluster:
     def _carry_out(self, decision: decisions.Decision) -> None:
         step = self.dispatch.step(decision)
         pages = apply(self.ledgers[step.node], step.change) if step else NO_PAGES
-        if not isinstance(decision, decisions.Admit):
+        if not isinstance(decision, decisions.AdmitDecision):
             tell = self.dispatch.told(decision, pages)
             return self.tell(tell.request_index, tell.event)
         entry, live = decision.entry, self.live[decision.entry.request_index]
@@ -251,7 +259,7 @@ class FakeCluster:
         """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
         waiting = [self.dispatch.placement_table.by_rank[rank] for rank in self.dispatch.placement_table.waiting]
         for decision in plan:
-            if isinstance(decision, decisions.Admit):
+            if isinstance(decision, decisions.AdmitDecision):
                 worker = decision.worker
                 for entry in waiting:
                     could = not entry.pages or entry.node == worker.node
@@ -260,7 +268,7 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- to the end
 
-    def drain_worker(self, name: str, drain: Drain | None) -> None:
+    def drain_worker(self, name: str, drain: WorkerDrain | None) -> None:
         self.dispatch.drain(self.dispatch.placement_table.workers[name], drain)
 
     def round(self) -> None:

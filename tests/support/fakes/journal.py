@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import trio
 
 from coordinator.journal.journal import JournalError
-from coordinator.journal.records import LASTING, Forgotten, Record, SummaryBegun, SummaryEnded, decode, encode
+from coordinator.journal.records import LASTING, Record, RequestsForgotten, SummaryBegun, SummaryEnded, decode, encode
 from protocol.arrays import unpack_int32
 
 
@@ -17,7 +17,7 @@ def kept_of(records: Sequence[Record]) -> list[Record]:
     kept: list[Record] = []
     begun = 0
     for record in records:
-        if isinstance(record, Forgotten):
+        if isinstance(record, RequestsForgotten):
             request_indices = set(unpack_int32(record.request_indices, "request_indices").tolist())
             before, since = (
                 [it for it in part if not (isinstance(it, LASTING) and it.request_index in request_indices)]

@@ -15,14 +15,14 @@ from protocol.config import pool_path
 from protocol.errors import ConfigError
 from tests import ROOT
 from worker.pool.file import HEADER_BYTES
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 
 GEOMETRY = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
 PAGES = 5
 
 
-def open_pool(path: Path, geometry: Geometry = GEOMETRY, pages: int = PAGES, model: str = "m") -> HostPool:
-    return HostPool.open(path, geometry, pages, model)
+def open_pool(path: Path, geometry: Geometry = GEOMETRY, pages: int = PAGES, model: str = "m") -> MappedPool:
+    return MappedPool.open(path, geometry, pages, model)
 
 
 def test_the_first_creates_and_the_second_sees_its_bytes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from protocol.settings import Config
 from tests import ROOT
 from worker.pool import file, registration
 from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, reclaim_stale, remove_pool
-from worker.pool.host_pool import HostPool
+from worker.pool.host_pool import MappedPool
 from worker.pool.registration import OS_PAGE_BYTES, FirstTouch, Piece, cut, in_threads, registration_bytes
 from worker.pool.start import open_pool, size_pool
 
@@ -115,7 +115,7 @@ def test_halted_stops_at_the_next_piece() -> None:
 @pytest.mark.usefixtures("small_pieces")
 def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -> None:
     """SGLang #36798: pinned and let go in pieces."""
-    pool, registrar = HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar()
+    pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar()
     pool.register(registrar, threading.Event())
     begin, end = pool.pages.data_ptr(), pool.pages.data_ptr() + pool.pages.numel()
     assert len(registrar.held) > 3
@@ -124,12 +124,12 @@ def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -
     pool.pages[PAGES - 1, 5] = 7
     pool.close()
     assert not registrar.held
-    assert HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES).pages[PAGES - 1, 5] == 7
+    assert MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES).pages[PAGES - 1, 5] == 7
 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_registration_undoes_the_others(tmp_path: Path) -> None:
-    pool, registrar = HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar(fail_at=4)
+    pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar(fail_at=4)
     with pytest.raises(ConfigError, match="refused"):
         pool.register(registrar, threading.Event())
     assert registrar.calls >= 4
@@ -145,7 +145,7 @@ def test_every_byte_is_allocated_at_creation(
     if old_kernel:
         monkeypatch.setattr(registration, "MADV_POPULATE_WRITE", 9_999)
     geometry = replace(GEOMETRY, row_bytes=row_bytes)
-    pool = HostPool.open(tmp_path / "n.pool", geometry, PAGES)
+    pool = MappedPool.open(tmp_path / "n.pool", geometry, PAGES)
     assert pool.pages.shape == (PAGES, geometry.page_bytes)
     assert pool.path.stat().st_blocks * 512 >= PAGES * geometry.page_bytes
 
@@ -158,9 +158,9 @@ def test_no_room_empties_the_file_and_says_what_to_do(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(FirstTouch, "__call__", full)
         with pytest.raises(CapacityError, match=r"host_mem=ENOSPC.*no room left.*lower worker\.host_mem"):
-            HostPool.open(path, GEOMETRY, PAGES)
+            MappedPool.open(path, GEOMETRY, PAGES)
     assert path.stat().st_size == 0
-    assert HostPool.open(path, GEOMETRY, PAGES).created
+    assert MappedPool.open(path, GEOMETRY, PAGES).created
 
 
 # ---------------------------------------------------------------- whose file it is
@@ -176,7 +176,7 @@ def config_for(pool_dir: Path, node: str = "n0", host_mem: str = "1MiB", runtime
     return build({}, {}, flags, HostFacts("host", 1, os.getuid()))
 
 
-def start(config: Config) -> HostPool:
+def start(config: Config) -> MappedPool:
     sized = size_pool(config, GEOMETRY, "m")
     pages = int(sized.worker.host_mem) // GEOMETRY.page_bytes
     return open_pool(sized, GEOMETRY, pages, "m", threading.Event())
@@ -304,7 +304,7 @@ def test_who_waits_for_a_creator_that_dies_creates_it(tmp_path: Path) -> None:
     assert creator.found is None
     threading.Timer(0.2, os.close, (creator.descriptor,)).start()
     began = time.monotonic()
-    assert HostPool.open(path, GEOMETRY, PAGES, "m").created
+    assert MappedPool.open(path, GEOMETRY, PAGES, "m").created
     assert time.monotonic() - began >= 0.2
 
 
@@ -329,14 +329,14 @@ def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
         real(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", note)
-    pool = HostPool.open(tmp_path / "n.pool", GEOMETRY, PAGES)
+    pool = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES)
     pool.pages[0, 0] = 3
     sizes.clear()
     remove_pool(pool.path)
     assert not pool.path.exists()
     assert sizes == []
     assert pool.pages[0, 0] == 3
-    other = HostPool.open(tmp_path / "m.pool", GEOMETRY, PAGES)
+    other = MappedPool.open(tmp_path / "m.pool", GEOMETRY, PAGES)
     other.close()
     sizes.clear()
     remove_pool(other.path)

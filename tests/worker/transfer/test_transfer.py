@@ -440,7 +440,7 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_loaded(
     monkeypatch.setattr(process, "load_runner", loaded.append)
     flags = {"worker.role": role, "worker.transfer": engine, "worker.transfer_address": "tcp://127.0.0.1:0"}
     with pytest.raises(ConfigError, match=rf"worker.transfer={engine}: .*hisparse\[{engine}\]"):
-        process.Worker(build({}, {}, flags, HostFacts("host", 1, 1)), threading.Event())
+        process.WorkerProcess(build({}, {}, flags, HostFacts("host", 1, 1)), threading.Event())
     assert loaded == []
 
 
