@@ -83,20 +83,6 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         lambda it: it.prompt_tokens,
     ),
     counter(
-        "hisparse_worker_hits_total",
-        "rows",
-        "Top-k rows found in hot buffers; layers that share a selection count once.",
-        "What is the hit rate?",
-        lambda it: it.hits,
-    ),
-    counter(
-        "hisparse_worker_misses_total",
-        "rows",
-        "Top-k rows missing from hot buffers; layers that share a selection count once.",
-        "What is the hit rate?",
-        lambda it: it.misses,
-    ),
-    counter(
         "hisparse_worker_copied_bytes_total",
         "bytes",
         "Bytes between host and device: stage, backup; swap, preload.",
@@ -204,6 +190,20 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
 )
 
 SWAP_METRICS: Final[tuple[Metric[SwapTotals], ...]] = (
+    counter(
+        "hisparse_worker_hits_total",
+        "rows",
+        "Top-k rows found in hot buffers; layers that share a selection count once.",
+        "What is the hit rate?",
+        lambda it: int(it.hits.sum()),
+    ),
+    counter(
+        "hisparse_worker_misses_total",
+        "rows",
+        "Top-k rows missing from hot buffers; layers that share a selection count once.",
+        "What is the hit rate?",
+        lambda it: int(it.misses.sum()),
+    ),
     counter(
         "hisparse_swap_hits_total",
         "rows",

@@ -124,6 +124,11 @@ class SwapTotals:
         self.seconds = [0.0] * len(self.group_of_layer)
 
     @property
+    def totals(self) -> tuple[int, int, int]:
+        """Hits, misses and bytes loaded by all layers."""
+        return int(self.hits.sum()), int(self.misses.sum()), self.loaded_bytes
+
+    @property
     def loaded_bytes(self) -> int:
         """Of all layers, from the host."""
         return self.row_bytes * int(self.misses[list(self.group_of_layer)].sum())
@@ -157,8 +162,6 @@ class WorkerCounters:
     prompt_tokens: int = 0
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
-    hits: int = 0
-    misses: int = 0
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests

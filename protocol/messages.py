@@ -743,21 +743,23 @@ class Faulted(Part, frozen=True, tag="faulted"):
 
 class Released(Part, frozen=True, tag="released"):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
-    are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
+    are in host memory. `first_token` was drawn and, though nothing of the
     output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
     placement: int
     durable_tokens: int
-    hits: int
-    misses: int
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests that were counted
+    since the last report that had any. They are counted about once a second, and when they leave: before Released."""
 
+    total_hits: int
+    total_misses: int
+    total_bytes: int
     placements: bytes
     hits: bytes
     misses: bytes
@@ -803,12 +805,6 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     executor_beats: int
     steps: int
     step_us: float  # moving average of recent decode steps
-    running: int
-    hits: int
-    misses: int
-    staged_bytes: int
-    swapped_bytes: int
-    backed_up_bytes: int
     leaving: bool = False
 
 

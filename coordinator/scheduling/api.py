@@ -17,7 +17,7 @@ from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_table import RequestTable, Swaps
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -207,8 +207,6 @@ class SchedulerApi(Actor[Message]):
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
-        if isinstance(event, messages.Released):
-            live.swaps = Swaps(event.hits, event.misses)
         live.request.tell(event)
 
     def starving(self, request_indices: Int32Array) -> None:

@@ -292,6 +292,8 @@ class WorkerLinks:
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
         for event in report.events:
+            if isinstance(event, messages.Counters):
+                link.state.count_swaps(event)
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
     def _refuse(self, peer: bytes, error: HiSparseError) -> None:

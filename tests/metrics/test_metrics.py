@@ -54,8 +54,9 @@ class World:
     """A worker's numbers and whatever the probes ask for."""
 
     def __init__(self) -> None:
-        self.counters = WorkerCounters(hits=30, misses=10, staged_bytes=1, backed_up_bytes=2, tokens=7)
+        self.counters = WorkerCounters(staged_bytes=1, backed_up_bytes=2, tokens=7)
         self.counters.swap = SwapTotals((0, 0, 1), row_bytes=100)
+        self.counters.swap.hits += (10, 20)
         self.counters.swap.misses += (4, 6)
         self.counters.swap.spent(64, 1, 0.002)
         self.link = LinkCounters(welcomed=1, commands=4)
@@ -177,7 +178,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     world = World()
     with served(WorkerCollector(world.sources)) as exporter:
         before = scrape(exporter)
-        world.counters.hits += 5
+        world.counters.swap.hits[0] += 5
         world.counters.stepped(0.004)
         after = scrape(exporter)
     assert values(before["hisparse_worker_hits_total"]) == {(): 30}

@@ -364,7 +364,7 @@ class FakeExecutor:
         output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
         if output.finished:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
-            self._reports.add_event(Released(admit.placement, admit.durable_tokens, 0, 0))
+            self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
         durable = admit.durable_tokens
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
@@ -400,7 +400,7 @@ class FakeExecutor:
         self._admit_once(command.placement)
         if self._wire.refuse:
             self._wire.refuse -= 1
-            self._reports.add_event(Released(command.placement, 0, 0, 0))
+            self._reports.add_event(Released(command.placement, 0))
             return
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
         self.tickets[command.placement] = Ticket(command, incoming)
@@ -414,7 +414,7 @@ class FakeExecutor:
     def _turn_transfers(self) -> None:
         for ticket in self._receiver.poll():
             durable = self.tickets.pop(ticket).incoming.durable_tokens
-            self._reports.add_event(Released(ticket, durable, 0, 0))
+            self._reports.add_event(Released(ticket, durable))
         for run in self.runs.values():
             if run.sending is not None:
                 self._send(run, run.sending)
@@ -524,7 +524,7 @@ class FakeExecutor:
         del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
-        self._reports.add_event(Released(run.placement, durable, 0, 0, first_token, warm_start))
+        self._reports.add_event(Released(run.placement, durable, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))

@@ -256,6 +256,8 @@ class LinkState:
             self.counters.welcomes += 1
             if message.want_tokenizer:
                 yield SendTokenizer()
+            if message.adopted:
+                self.outbox.repeat_swap_totals()
             yield from self._replay(message.report_ack + 1, now)
             yield from self.reports(now)
 
@@ -361,12 +363,6 @@ class LinkState:
             executor_beats=executor.beats,
             steps=executor.steps,
             step_us=executor.step_us,
-            running=len(self.outbox.held()),
-            hits=executor.hits,
-            misses=executor.misses,
-            staged_bytes=executor.staged_bytes,
-            swapped_bytes=executor.swapped_bytes,
-            backed_up_bytes=executor.backed_up_bytes,
             leaving=self.stopping,
         )
         return [Send(beat)]

@@ -2,7 +2,7 @@
 
 The executor thread writes, the link reads; every method holds one lock for a bounded time and none waits. Progress is
 state, not a queue: tokens of one request coalesce until a report takes them, a durable length replaces the one before,
-Counters replace Counters. A coordinator that is away therefore costs no more than the tokens of the pages it granted,
+and so do hits and misses. A coordinator that is away therefore costs no more than the tokens of the pages it granted,
 and a slow one gets fewer, larger reports.
 
     dirty ── take ──► in flight (numbered, kept) ── ack ──► forgotten
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -108,7 +108,9 @@ class Outbox:
     def _clear(self) -> None:
         self._dirt: dict[int, _Dirt] = {}
         self._events: deque[Event] = deque()
-        self._counters: Counters | None = None
+        self._swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, in no report yet
+        self._swap_totals = (0, 0, 0)
+        self._has_swaps = False
         self._in_flight: deque[_InFlight] = deque()
         self._rows: dict[int, _HeldRow] = {}
         self._next_number = 1
@@ -149,16 +151,20 @@ class Outbox:
         self._signal()
 
     def add_event(self, event: Event) -> None:
-        """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
+        """Append `event`. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
             if isinstance(event, Released) and (row := self._rows.get(event.placement)) is not None:
                 row.is_released = True
-            if isinstance(event, Counters):
-                self._counters = event
-            elif len(self._events) < EVENTS_PENDING_MAX:
-                self._events.append(event)
-            else:
+            if len(self._events) >= EVENTS_PENDING_MAX:
                 raise InternalError("events that no report took", field="EVENTS_PENDING_MAX", value=EVENTS_PENDING_MAX)
+            self._events.append(event)
+        self._signal()
+
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+        """Hits and misses so far of `requests`, by placement; hits, misses and bytes of the worker."""
+        with self._lock:
+            self._swaps.update(requests)
+            self._swap_totals, self._has_swaps = totals, True
         self._signal()
 
     def _signal(self) -> None:
@@ -204,6 +210,11 @@ class Outbox:
         """The rows of those, and of the ones whose Released was not acknowledged."""
         with self._lock:
             return pack_rows(self._rows.values())
+
+    def repeat_swap_totals(self) -> None:
+        """Another coordinator listens: say the totals of swap-in again, in the next report."""
+        with self._lock:
+            self._has_swaps = True
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -300,7 +311,7 @@ class Outbox:
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        row = None if isinstance(event, Counters | Inventory) else self._rows.get(event.placement)
+        row = None if isinstance(event, Inventory | Counters) else self._rows.get(event.placement)
         match event:
             case Released(placement):
                 self._rows.pop(placement, None)
@@ -315,7 +326,7 @@ class Outbox:
                 row.resize_slots, row.resize_chunks = NO_RESIZE, 0
 
     def _is_dirty(self, command_ack: int) -> bool:
-        return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)
+        return bool(self._dirt or self._events or self._has_swaps or command_ack > self._command_ack)
 
     def _cut_progress(self) -> Progress | None:
         """Take dirt up to the report's bounds, splitting the token list of the request that crosses them."""
@@ -333,6 +344,9 @@ class Outbox:
         return _pack(cut) if cut else None
 
     def _cut_events(self) -> Iterator[Event]:
+        """Counts of swap-in come before the Released of their requests."""
+        if self._has_swaps:
+            yield self._cut_swaps()
         topk_bytes = 0
         for _ in range(min(len(self._events), REPORT_EVENTS_MAX)):
             if topk_bytes > REPORT_TOPK_BYTES_MAX:
@@ -340,9 +354,11 @@ class Outbox:
             event = self._events.popleft()
             topk_bytes += len(event.warm_start) if isinstance(event, Released) else 0
             yield event
-        if self._counters is not None and not self._events:
-            yield self._counters
-            self._counters = None
+
+    def _cut_swaps(self) -> Counters:
+        swaps, self._swaps, self._has_swaps = self._swaps, {}, False
+        hits, misses = zip(*swaps.values(), strict=True) if swaps else ((), ())
+        return Counters(*self._swap_totals, pack_int64(list(swaps)), pack_int64(hits), pack_int64(misses))
 
 
 def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:

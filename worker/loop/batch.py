@@ -72,8 +72,6 @@ class RunningRequest:
     topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0
-    hits: int = 0
-    misses: int = 0
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

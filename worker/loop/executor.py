@@ -64,7 +64,7 @@ COMMANDS_MAX: Final = 1_048_576
 IDLE_S: Final = 0.05
 #: How long it sleeps when only fences are outstanding.
 POLL_S: Final = 0.0005
-#: Between two Counters events.
+#: Between two counts of hits and misses.
 COUNTERS_INTERVAL_S: Final = 1.0
 
 P = ParamSpec("P")
@@ -533,8 +533,7 @@ class Executor:
         del self._requests[request.placement], self._waiting[request.placement]
         durable, first_token = request.left_behind(rows)
         warm_start = self._seats.warm_start(request)
-        swaps = request.hits, request.misses
-        self._report.released(request.placement, durable, *swaps, first_token, warm_start if durable else b"")
+        self._report.released(request.placement, durable, first_token, warm_start if durable else b"")
 
     # ---------------------------------------------------------------- where a request is
 

@@ -32,7 +32,7 @@ def report(number: int, command_ack: int = 0) -> Report:
 
 
 def beat(beats: int, command_ack: int = 0) -> Heartbeat:
-    return Heartbeat(1, command_ack, beats, 1, 1.0, 0, 0, 0, 0, 0, 0)
+    return Heartbeat(1, command_ack, beats, 1, 1.0)
 
 
 def test_reports_are_placed_by_number(epoch: WorkerEpoch) -> None:

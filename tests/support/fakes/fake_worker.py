@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from protocol import messages
-from protocol.arrays import unpack_int32
+from protocol.arrays import pack_int64, unpack_int32
 from protocol.inventory import InventoryRow
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.inventory import FreeMemory, take_inventory
@@ -189,7 +189,9 @@ class FakeWorker:
             case "leaving":
                 del self.runs[placement]
                 warm_start = run.admit.request_id.encode()
-                self.emit(messages.Released(placement, run.durable, 1, 1, warm_start=warm_start))
+                one = pack_int64([1])
+                self.emit(messages.Counters(1, 1, 0, pack_int64([placement]), one, one))
+                self.emit(messages.Released(placement, run.durable, warm_start=warm_start))
         return None
 
     def _decode(self, run: FakeRun) -> None:

@@ -171,10 +171,10 @@ def test_a_higher_incarnation_empties_the_worker_before_a_new_epoch() -> None:
     assert applied(actions) == [Withdraw(1), Withdraw(2)]
     assert isinstance(actions[-1], Drop)
     state.disconnected()
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     assert not state.may_connect()
     assert state.reports(0.0) == []
-    state.outbox.add_event(Released(2, 0, 0, 0))
+    state.outbox.add_event(Released(2, 0))
     assert state.may_connect()
     (action,) = state.connected(0.0)
     assert isinstance(action, Send)
@@ -202,7 +202,7 @@ def test_a_coordinator_that_forgot_this_epoch_gets_a_new_one() -> None:
     state.received(ReportAck(1, 1), 0.0)
     actions = reconnect(state, incarnation=1, report_ack=0)
     assert applied(actions) == [Withdraw(1)]
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     state.disconnected()
     assert state.may_connect()
     assert state.outbox.epoch == 11
@@ -253,7 +253,7 @@ def test_an_epoch_that_was_declared_down_is_emptied_and_followed_by_another() ->
     state.check_invariants()
     state.disconnected()
     assert not state.may_connect()
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     assert state.may_connect()
     assert (state.outbox.epoch, state.incarnation) == (11, 1)
 
@@ -348,13 +348,13 @@ def test_stopping_says_so_and_withdraws_what_is_held_and_what_still_comes() -> N
 
 
 def test_heartbeats_carry_the_executor_and_need_a_welcome() -> None:
-    counters = WorkerCounters(beats=4, hits=9)
+    counters = WorkerCounters(beats=4, steps=9)
     assert make().heartbeat(counters) == []
     (action,) = welcomed().heartbeat(counters)
     assert isinstance(action, Send)
     assert isinstance(action.message, Heartbeat)
     beat = action.message
-    assert (beat.executor_beats, beat.hits, beat.epoch, beat.leaving) == (4, 9, 10, False)
+    assert (beat.executor_beats, beat.steps, beat.epoch, beat.leaving) == (4, 9, 10, False)
 
 
 def test_connecting_twice_is_our_own_fault() -> None:
@@ -483,7 +483,7 @@ class HostileNetwork(RuleBasedStateMachine):
                 case Apply(Admit() as command):
                     self.executed.setdefault(self.worker_life, []).append(command.placement)
                 case Apply(Withdraw() as command):
-                    self.worker.outbox.add_event(Released(command.placement, 0, 0, 0))
+                    self.worker.outbox.add_event(Released(command.placement, 0))
                 case Drop():
                     self.cut()
                 case _:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.arrays import unpack_int32, unpack_int64
+from protocol.arrays import pack_int64, unpack_int32, unpack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.inventory import InventoryRow, unpack_rows
 from protocol.messages import (
@@ -143,12 +143,20 @@ def test_overdue_names_the_oldest_and_touch_renews_it() -> None:
     assert outbox.overdue(14.0, limit_s=2.0) is None
 
 
-def test_only_the_newest_counters_are_kept() -> None:
+def counters(totals: tuple[int, int, int], **columns: list[int]) -> Counters:
+    return Counters(*totals, **{name: pack_int64(values) for name, values in columns.items()})
+
+
+def test_counts_coalesce_and_come_before_the_release_of_their_request() -> None:
     outbox = Outbox(epoch=1)
-    for hits in (b"a", b"b"):
-        outbox.add_event(Counters(b"", hits, b""))
-    outbox.add_event(Started(1))
-    assert taken(outbox).events == (Started(1), Counters(b"", b"b", b""))
+    outbox.count_swaps({1: (5, 1), 2: (8, 0)}, (13, 1, 100))
+    outbox.count_swaps({1: (6, 2)}, (14, 2, 200))
+    outbox.add_event(Released(1, 64))
+    counts = counters((14, 2, 200), placements=[1, 2], hits=[6, 8], misses=[2, 0])
+    assert taken(outbox).events == (counts, Released(1, 64))
+    assert outbox.take(0, 0.0) is None, "each count is said once"
+    outbox.repeat_swap_totals()
+    assert taken(outbox).events == (counters((14, 2, 200), placements=[], hits=[], misses=[]),)
 
 
 def test_on_dirty_is_called_once_until_a_report_is_taken() -> None:
@@ -203,11 +211,11 @@ def test_inventory_follows_progress_until_released() -> None:
     outbox.set_durable(0, 1, 64)
     outbox.add_tokens(0, 1, 2, [4, 5], 60)
     assert [(it.placement, it.generated_tokens, it.durable_tokens) for it in rows(outbox)] == [(1, 4, 64), (2, 0, 0)]
-    outbox.add_event(Released(1, 64, 0, 0))
+    outbox.add_event(Released(1, 64))
     assert outbox.held() == [2]
     with pytest.raises(InternalError, match="held=1"):
         outbox.restart(2)
-    outbox.add_event(Released(2, 0, 0, 0))
+    outbox.add_event(Released(2, 0))
     outbox.restart(2)
     assert (outbox.epoch, outbox.next_number, outbox.take(0, 0.0), outbox.held()) == (2, 1, None, [])
 
@@ -239,7 +247,7 @@ def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told(
 def test_a_release_stays_in_the_inventory_until_it_is_acknowledged() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1, durable=100))
-    outbox.add_event(Released(1, 100, 0, 0))
+    outbox.add_event(Released(1, 100))
     report = taken(outbox)
     assert (outbox.held(), [it.placement for it in rows(outbox)]) == ([], [1])
     assert outbox.first_number == report.number
