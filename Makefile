@@ -7,7 +7,7 @@ PYTEST_FLAGS ?=
 SEEDS ?= 10000
 START ?= 0
 
-.PHONY: demo test transfer-test sim lint bench install prometheus clean
+.PHONY: demo test transfer-test sim format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -38,10 +38,18 @@ prometheus:
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
+format: $(STAMP)
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# benchmarks/TABLES.md from benchmarks/results.
+report: $(STAMP)
+	$(BIN)/python -m benchmarks.report
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.coordinator

@@ -312,7 +312,7 @@ def profile(executor: Executor, clock: Clock) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         turn_until(executor, clock, len(clock.steps) + PROFILED)
         torch.cuda.synchronize()
-    ran = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
     return share_out(
         [(e.name, e.time_range.start, e.time_range.end) for e in ran], clock.steps[-1] - clock.steps[-1 - PROFILED]
     )

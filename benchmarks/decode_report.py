@@ -1,21 +1,12 @@
-"""Rewrite decode's tables in RESULTS.md and its plot from a result: `python -m benchmarks.decode_report FILE`
-
-The tables lie between the two marks in RESULTS.md; text around them is written by hand. The plot is beside the file,
-with its name.
-"""
+"""The tables and the plot of decode, from a result of its benchmark. Pure."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.plots import Row, Series, marks
 
-RESULTS: Final = Path(__file__).parent / "RESULTS.md"
-BEGIN, END = "<!-- decode: table -->", "<!-- decode: end -->"
 SERIES: Final = (
     Series("everything resident", "#c0392b", "ring"),
     Series("HiSparse", "#1668b8", "dot"),
@@ -118,18 +109,3 @@ def plot(rows: list[dict[str, Any]]) -> str:
             cases.setdefault((row["context"], row["concurrency"]), {})[NAMES[row["mode"]]] = row["tokens_per_s"]
     drawn = [Row(f"{context:,} tokens, {n} requests", values) for (context, n), values in sorted(cases.items())]
     return marks(f"Decode within one KV budget, overlap {first:g}", "tokens per second", SERIES, drawn)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode_report")
-    parser.add_argument("file", type=Path)
-    file = parser.parse_args().file
-    result = json.loads(file.read_text())
-    file.with_suffix(".svg").write_text(plot(result["rows"]))
-    text = RESULTS.read_text()
-    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
-    RESULTS.write_text(f"{text[:before]}\n\n{section(result)}{text[after:]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -57,7 +57,7 @@ class Stays(Clock):
 
 def median_s(work: Callable[[], object]) -> float:
     """Seconds on the device, median of REPEATS after one more. All launches are queued when the first may begin."""
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS + 1):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HELD_CYCLES)
@@ -166,7 +166,8 @@ def prefill_operations(config: Any, context: int) -> float:
     token = attention + index + 3 * c.hidden_size * c.intermediate_size
     selected = sum(min(position + 1, c.index_topk) for position in range(context)) * heads * (2 * latent + rope)
     scores = context * (context + 1) / 2 * c.index_n_heads * c.index_head_dim
-    return 2.0 * c.num_hidden_layers * (token * context + selected + scores)
+    operations: float = 2.0 * c.num_hidden_layers * (token * context + selected + scores)
+    return operations
 
 
 def product_rate() -> float:

@@ -19,7 +19,7 @@ median of replays may hide: mean_us and overlapped_mean_us are means of the same
 the hot buffer is full and WARM_UP replays have gone ahead, so that no list is empty for being new. A replay's clock
 starts behind a kernel that holds the GPU until the host has queued all of it.
 
-How much host memory the rows of a step are scattered over decides the link's rate (RESULTS.md), so that --pool-gib
+How much host memory the rows of a step are scattered over decides the link's rate (NOTES.md), so that --pool-gib
 belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. A run goes on
 where the one before it that wrote --out was out of budget: a cell that lacks passes keeps its replays there.
 """

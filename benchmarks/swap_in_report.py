@@ -1,21 +1,12 @@
-"""Rewrite swap_in's table in RESULTS.md and its plot from results: `python -m benchmarks.swap_in_report FILE...`
-
-The table lies between the two marks in RESULTS.md; text around it is written by hand. The plot is beside the first
-file, with its name. Files are outputs of benchmarks.swap_in, in the order in which their cells are to be shown.
-"""
+"""The table and the plot of swap_in, from results of its benchmark. Pure."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, spread, verdict, verdicts
 
-RESULTS: Final = Path(__file__).parent / "RESULTS.md"
-BEGIN, END = "<!-- swap_in: table -->", "<!-- swap_in: end -->"
 SERIES: Final = (
     Series("swap_in", "#1668b8", "dot"),
     Series("overlapped", "#e08a00", "ring"),
@@ -63,17 +54,14 @@ def _counts(found: list[str]) -> str:
     return f"{met} meet both conditions, {over} are over the target only, {slower} are slower than SGLang"
 
 
-def section(results: list[dict[str, Any]]) -> str:
-    parts = []
-    for result in results:
-        at = result["machine"]
-        parts.append(
-            f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, "
-            f"torch {at['torch']}, Python {at['python']}; host rows scattered over {result['pool_gib']:g} GiB.\n\n"
-            f"{summary(result['rows'])}\n\n"
-            f"{HEAD}{''.join(map(line, result['rows']))}\n"
-        )
-    return "".join(parts)
+def section(result: dict[str, Any]) -> str:
+    at = result["machine"]
+    return (
+        f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, "
+        f"torch {at['torch']}, Python {at['python']}; host rows scattered over {result['pool_gib']:g} GiB.\n\n"
+        f"{summary(result['rows'])}\n\n"
+        f"{HEAD}{''.join(map(line, result['rows']))}\n"
+    )
 
 
 def plot(cells: list[dict[str, Any]]) -> str:
@@ -93,18 +81,3 @@ def plot(cells: list[dict[str, Any]]) -> str:
     ]
     drawn = [series for series in SERIES if any(series.name in row.values for row in rows)]
     return marks("swap_in: one launch", "µs", drawn, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap_in_report")
-    parser.add_argument("files", type=Path, nargs="+")
-    files = parser.parse_args().files
-    results = [json.loads(file.read_text()) for file in files]
-    files[0].with_suffix(".svg").write_text(plot(results[0]["rows"]))
-    text = RESULTS.read_text()
-    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
-    RESULTS.write_text(f"{text[:before]}\n\n{section(results)}{text[after:]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ their turn, so that all see the same neighbours; shares are of the limit of the 
 
 An engine's time runs from the first `send` to the last `Delivered`: written, verified by the receiver and acknowledged.
 CPU seconds are those of both processes. Writes benchmarks/results/transfer-NAME.json, which
-benchmarks.transfer_report puts into RESULTS.md.
+benchmarks.report shows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
-"""Rewrite tables of page transfer and of first tokens in RESULTS.md: `python -m benchmarks.transfer_report FILE...`
-
-Files are outputs of benchmarks.transfer, benchmarks.two_gpus and benchmarks.ttft, in the order in which they are to be
-shown. The tables lie between marks in RESULTS.md; text around them is written by hand.
-"""
+"""Tables of page transfer and of first tokens, from results of benchmarks.transfer, two_gpus and ttft. Pure."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from statistics import median
 from typing import Any, Final
 
 from benchmarks.decode_report import table
 
-RESULTS: Final = Path(__file__).parent / "RESULTS.md"
 MEMORY: Final = ("memcpy", "checksum", "copy_with_checksum")
 #: What the first and the second GPU do at once, and what is their limit.
 PAIRS: Final = (("stage", "load"), ("plain_to_host", "plain_to_device"))
@@ -90,36 +82,3 @@ def rates(row: Result, limits: dict[str, dict[str, float]]) -> Iterable[str]:
     for name, rate in row["gb_per_s"].items():
         limit = max(found[COPIES[name]] for found in limits.values()) if name in COPIES else 0.0
         yield f"{name} {rate:.1f}" + (f" ({rate / limit:.0%})" if limit else "")
-
-
-# ---------------------------------------------------------------- all
-
-
-#: Marks in RESULTS.md, and what lies between them by a key that only results of that benchmark have.
-SECTIONS: Final[dict[str, dict[str, Callable[[Result], str]]]] = {
-    "transfer": {"between": transfer},
-    "ttft": {"gb_per_s": links, "plain_copies": first_tokens},
-}
-
-
-def rewrite(text: str, name: str, parts: list[str]) -> str:
-    """`text` with `parts` between the marks of `name`."""
-    begin, end = f"<!-- {name}: table -->", f"<!-- {name}: end -->"
-    before, after = text.index(begin) + len(begin), text.index(end)
-    return f"{text[:before]}\n\n{''.join(parts)}{text[after:]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer_report")
-    parser.add_argument("files", type=Path, nargs="+")
-    results: list[Result] = [json.loads(file.read_text()) for file in parser.parse_args().files]
-    text = RESULTS.read_text()
-    for name, sections in SECTIONS.items():
-        parts = [section(result) for result in results for key, section in sections.items() if key in result]
-        if parts:
-            text = rewrite(text, name, parts)
-    RESULTS.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ Copies are rated by the workers' own counters (bytes over seconds of the copying
 
 `--model tiny` is the checkpoint of the demo; deepseek-v3.2 has the real dimensions of attention, indexer and (dense)
 MLPs, random weights, a vocabulary of bytes. Writes benchmarks/results/ttft-NAME.json,
-which benchmarks.transfer_report puts into RESULTS.md.
+which benchmarks.report shows.
 """
 
 from __future__ import annotations

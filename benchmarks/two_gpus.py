@@ -9,7 +9,7 @@ context of --pages pages of DeepSeek-V3.2 (bf16 rows, all layers) lies in the me
 
 Each alone, then stage and load (and the plain copies) at the same time. GB/s by the clock, medians of --rounds; between
 the first launch and the end of the last copy nothing else happens. Writes benchmarks/results/two_gpus-NAME.json, which
-benchmarks.transfer_report puts into RESULTS.md.
+benchmarks.report shows.
 """
 
 from __future__ import annotations

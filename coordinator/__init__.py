@@ -1,0 +1,1 @@
+"""The coordinator process. Internal to hisparse: programs import `hisparse` alone."""

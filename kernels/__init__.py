@@ -1,5 +1,7 @@
 """The swap-in runtime's device side: data layout, and each kernel as one function over preallocated tensors.
 
+Internal to hisparse: programs import `hisparse.kernels`, which offers the contracts below.
+
     layout        where every byte lies; imports neither torch nor CUDA
     state         DeviceState, StepBatch, BackupPlan, MissPlan
     seat          set up, resize and clear the hot buffer of a seat

@@ -1,0 +1,1 @@
+"""Metrics, alerts and dashboards. Internal to hisparse: programs import `hisparse` alone."""

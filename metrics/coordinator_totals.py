@@ -38,7 +38,7 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         "requests",
         "Stays on workers begun.",
         "How often is one admitted?",
-        lambda it: it.placements,
+        lambda it: it.admissions,
     ),
     counter(
         "hisparse_retractions_total",

@@ -286,7 +286,7 @@ class CoordinatorCounters:
     refused: Counter[str] = field(default_factory=Counter)  # by error code
     ended: Counter[str] = field(default_factory=Counter)  # by outcome
     failed: Counter[str] = field(default_factory=Counter)  # by cause
-    placements: int = 0
+    admissions: int = 0
     retractions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (mode keep or drop, reason)
     tokens: int = 0
     repeated_tokens: int = 0  # positions already known, dropped (I5)

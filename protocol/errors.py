@@ -38,38 +38,56 @@ class HiSparseError(Exception):
 
 
 class BadInput(HiSparseError):
+    """A value that can never work."""
+
     code = "bad_input"
 
 
 class ConfigError(BadInput):
+    """A setting, a key file or an installation that can never work."""
+
     code = "config"
 
 
 class NotFound(BadInput):
+    """An id that the coordinator does not know."""
+
     code = "not_found"
 
 
 class WrongState(HiSparseError):
+    """The right call at the wrong moment: retracting a finished request."""
+
     code = "wrong_state"
 
 
 class NotAllowed(HiSparseError):
+    """A call that the key or the role does not allow."""
+
     code = "not_allowed"
 
 
 class CapacityError(HiSparseError):
+    """It does not fit, now or ever; the message says which."""
+
     code = "capacity"
 
 
 class ProtocolError(HiSparseError):
+    """The peer sent what cannot be read, out of order, or in another version."""
+
     code = "protocol"
 
 
 class Unavailable(HiSparseError):
+    """The peer is gone, draining or closed; later it may work."""
+
     code = "unavailable"
 
 
 class InternalError(HiSparseError):
+    """A defect of ours: an invariant does not hold."""
+
     code = "internal"
 
 

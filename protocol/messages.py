@@ -376,6 +376,8 @@ class Ended(Message, frozen=True, tag="ended"):
 
 
 class RequestRow(Part, frozen=True):
+    """A request and where it stands. `worker` is empty while none has it; `reason` says why it stands there."""
+
     request_id: str
     state: str
     priority: int
@@ -396,6 +398,8 @@ class RequestRow(Part, frozen=True):
 
 
 class HistoryLine(Part, frozen=True):
+    """A transition of a request."""
+
     at_s: float  # seconds since the epoch
     event: str
     state: str
@@ -403,6 +407,8 @@ class HistoryLine(Part, frozen=True):
 
 
 class WorkerRow(Part, frozen=True):
+    """A worker, what it is given and what of it is free. Counters are those of its `epoch`."""
+
     worker: str
     node: str
     state: str  # connected, draining, drained, disconnected
@@ -423,6 +429,8 @@ class WorkerRow(Part, frozen=True):
 
 
 class PoolRow(Part, frozen=True):
+    """The host pool of a node, in pages; `reservations` counts requests that hold some."""
+
     node: str
     host_pages: int
     free: int
@@ -458,12 +466,16 @@ class DifferenceRow(Part, frozen=True):
 
 
 class RequestRows(Message, frozen=True, tag="request_rows"):
+    """Live and recently ended requests. `truncated`: there are more."""
+
     tag: int
     rows: tuple[RequestRow, ...]
     truncated: bool = False
 
 
 class RequestDetail(Message, frozen=True, tag="request_detail"):
+    """A request, and its transitions from the first one on."""
+
     tag: int
     row: RequestRow
     history: tuple[HistoryLine, ...]
@@ -480,6 +492,8 @@ class PoolRows(Message, frozen=True, tag="pool_rows"):
 
 
 class AuditRows(Message, frozen=True, tag="audit_rows"):
+    """Who was audited, and where a ledger and a worker disagree."""
+
     tag: int
     audited: tuple[AuditedRow, ...]
     differences: tuple[DifferenceRow, ...]

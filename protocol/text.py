@@ -87,6 +87,8 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
+    """Text to the token ids of a model, and back."""
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a prompt, with the special tokens that the model puts around one; those that `text` spells out are
         read as such either way."""

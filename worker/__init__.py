@@ -1,0 +1,1 @@
+"""The worker process. Internal to hisparse: programs import `hisparse` alone."""

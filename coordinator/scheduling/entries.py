@@ -69,6 +69,7 @@ class RequestEntry:
     ending: bool = False  # leaving: its end was asked for, so it will not wait again
     came_with: int = 0  # generated tokens when it was admitted
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
+    reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already
 
     @property
     def length(self) -> Length:

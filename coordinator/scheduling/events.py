@@ -306,6 +306,12 @@ class RowsGivenUp(msgspec.Struct, frozen=True):
     reason: str
 
 
+class StillWaits(msgspec.Struct, frozen=True):
+    """What it waits for is of a kind that its history does not name yet."""
+
+    reason: str
+
+
 class EndOrder(msgspec.Struct, frozen=True):
     """`outcome` ABORTED or FAILED, whatever the request is doing; `cause`, in one word, of a failure."""
 
@@ -335,5 +341,13 @@ class PlacementAdopted(msgspec.Struct, frozen=True):
 
 
 RequestOrder: TypeAlias = (
-    Admitted | MemoryGiven | RetractOrder | ResumeOrder | RowsGivenUp | EndOrder | WorkerLost | PlacementAdopted
+    Admitted
+    | MemoryGiven
+    | RetractOrder
+    | ResumeOrder
+    | RowsGivenUp
+    | StillWaits
+    | EndOrder
+    | WorkerLost
+    | PlacementAdopted
 )

@@ -1,9 +1,53 @@
-"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far. Pure."""
+"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far; and what
+requests ask of it. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
 from coordinator.memory.ledger import Ledger
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.preemption import Needs
+from protocol.sizing import HotSize
+
+
+class PlacementAsk(NamedTuple):
+    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
+    its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
+    prefills; the host pages are in that."""
+
+    worker: WorkerEntry
+    pages: int
+    hot_sizes: list[HotSize]
+    need: Needs
+    spare_chunks: int = 0
+    decoder: PlacementAsk | None = None
+
+    @property
+    def parts(self) -> tuple[PlacementAsk, ...]:
+        return (self,) if self.decoder is None else (self, self.decoder)
+
+
+class Refusal(NamedTuple):
+    """A plan considered a waiting request and did not admit it. `asks`: how workers could take it on if they had room.
+    `is_barred`: suspicion leaves none of them. `is_coming`: room is being made for it."""
+
+    asks: list[PlacementAsk]
+    is_barred: bool = False
+    is_coming: bool = False
+
+
+class PlanOutcome(NamedTuple):
+    """What a plan leaves beside its decisions: what is free after it by worker, the refused by slot, and by node the
+    request that blocks it for those of lower rank."""
+
+    spaces: Mapping[str, Space]
+    refused: Mapping[int, Refusal]
+    blocked: Mapping[str, RequestEntry]
+
+
+NO_PLAN_OUTCOME: Final = PlanOutcome({}, {}, {})
 
 
 class HostSpace:

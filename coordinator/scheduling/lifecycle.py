@@ -68,6 +68,7 @@ class EventKind(StrEnum):
     RETRACT = "retract"
     RESUME = "resume"
     DEMOTED = "demoted"
+    WAITS = "waits"  # why it is not admitted yet
     END = "end"  # abort, or the coordinator stops
     LOST = "lost"
     ADOPTED = "adopted"  # a coordinator that restarted has heard from its worker
@@ -116,6 +117,7 @@ _WAITING: Final[dict[EventKind, Target]] = {
     EventKind.RETRACT: WAIT,
     EventKind.RESUME: WAIT,
     EventKind.DEMOTED: WAIT,
+    EventKind.WAITS: SAME,
     EventKind.END: OUTCOME,
 }
 _OVER: Final[dict[EventKind, Target]] = {

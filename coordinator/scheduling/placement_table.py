@@ -34,6 +34,7 @@ class PlacementTable:
         self.by_rank: dict[Rank, RequestEntry] = {}
         self.waiting: list[Rank] = []
         self.workers: dict[str, WorkerEntry] = {}
+        self.unexplained: dict[int, RequestEntry] = {}  # waiting, and no reason is in the history yet
         self.starving: dict[int, RequestEntry] = {}
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
         self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
@@ -55,7 +56,7 @@ class PlacementTable:
         entry = RequestEntry(
             request_index, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode
         )
-        self.entries[request_index] = self.by_rank[entry.rank] = entry
+        self.entries[request_index] = self.by_rank[entry.rank] = self.unexplained[request_index] = entry
         insort(self.waiting, entry.rank)
         return entry
 
@@ -76,7 +77,7 @@ class PlacementTable:
         self._placements += 1
         entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
         entry.placement, entry.kept_tokens, entry.stranded_at = self._placements, 0, None
-        entry.first_token, entry.decoder = NO_TOKEN, decoder
+        entry.first_token, entry.decoder, entry.reasons_told = NO_TOKEN, decoder, frozenset()
         if decoder:
             self.promised[entry.request_index] = entry
         entry.came_with = entry.generated
@@ -166,6 +167,7 @@ class PlacementTable:
             entry.placement, entry.node = 0, ""
         if not entry.held:
             insort(self.waiting, entry.rank)
+            self.unexplained[entry.request_index] = entry
 
     def demote(self, entry: RequestEntry) -> None:
         """A waiting request gives its kept pages up."""
@@ -177,8 +179,10 @@ class PlacementTable:
         if entry.phase is EntryPhase.WAITING and held != entry.held:
             if held:
                 _discard(self.waiting, entry.rank)
+                self.unexplained.pop(entry.request_index, None)
             else:
                 insort(self.waiting, entry.rank)
+                self.unexplained[entry.request_index] = entry
         entry.held = held
 
     def force(self, entry: RequestEntry, hot_slots: int) -> None:
@@ -196,6 +200,7 @@ class PlacementTable:
     def _unlist(self, entry: RequestEntry) -> None:
         """Take it out of every list that its phase had put it in."""
         self.starving.pop(entry.request_index, None)
+        self.unexplained.pop(entry.request_index, None)
         self.kept.pop(entry.request_index, None)
         if entry.phase is EntryPhase.WAITING:
             _discard(self.waiting, entry.rank)

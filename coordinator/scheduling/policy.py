@@ -59,7 +59,7 @@ from coordinator.scheduling.decisions import (
     Transfer,
 )
 from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
-from coordinator.scheduling.free_memory import HostSpace, Space
+from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, HostSpace, PlacementAsk, PlanOutcome, Refusal, Space
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Needs, Preemption, find_preemption, is_pinned, next_lower
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
@@ -97,23 +97,6 @@ STRANDED_LIMIT_S: Final = 60.0
 assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 
-class _Ask(NamedTuple):
-    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
-    its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
-    prefills; the host pages are in that."""
-
-    worker: WorkerEntry
-    pages: int
-    hot_sizes: list[HotSize]
-    need: Needs
-    spare_chunks: int = 0
-    decoder: _Ask | None = None
-
-    @property
-    def parts(self) -> tuple[_Ask, ...]:
-        return (self,) if self.decoder is None else (self, self.decoder)
-
-
 class _Shape(NamedTuple):
     """What a request asks of any worker of one capacity."""
 
@@ -130,6 +113,7 @@ class Policy:
         self.placement_table = placement_table
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
+        self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """What to do now; applied to the placement table, yet to be applied to the ledgers. `tick`: do what can wait,
@@ -144,6 +128,7 @@ class Policy:
         plan.apply_forced()
         if tick and not self.placement_table.waiting and not self.placement_table.starving:
             plan.enlarge()
+        self.outcome = PlanOutcome(plan.spaces, plan.refused, plan.blocked)
         return plan.decisions
 
 
@@ -156,7 +141,8 @@ class _Plan:
         self.ledgers = policy.ledgers
         self.now = now
         self.decisions: list[Decision] = []
-        self.blocked: set[str] = set()
+        self.blocked: dict[str, RequestEntry] = {}  # nodes, and who blocks them
+        self.refused: dict[int, Refusal] = {}
         self.takers = [worker for worker in policy.placement_table.workers.values() if worker.takes]
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
@@ -186,7 +172,7 @@ class _Plan:
         """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
         waiting = self.placement_table.waiting
         nodes = {worker.node for worker in self.placement_table.workers.values()}
-        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked:
+        while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked.keys():
             at += not self._consider(self.placement_table.by_rank[waiting[at]])
         return at
 
@@ -194,6 +180,7 @@ class _Plan:
         """Admit a waiting request, or block the nodes it waits for. One that nobody can take on, or that is not to be
         tried again yet, blocks none."""
         if self.now < entry.paused_until:
+            self.refused[entry.request_index] = Refusal([])
             return False
         all_asks = self._asks(entry)
         poison_detector = self.placement_table.poison_detector
@@ -203,14 +190,16 @@ class _Plan:
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True
-        self.blocked.update(ask.worker.node for ask in all_asks)
+        self.refused[entry.request_index] = Refusal(all_asks, bool(all_asks) and not asks, made is not None)
+        for ask in all_asks:
+            self.blocked.setdefault(ask.worker.node, entry)
         return False
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
         return self.placement_table.poison_detector.may_join(entry, self.placement_table.on(worker.name))
 
-    def _asks(self, entry: RequestEntry) -> list[_Ask]:
+    def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
@@ -219,10 +208,10 @@ class _Plan:
             return asks
         return asks + self._pairs(entry)
 
-    def _asks_of(self, entry: RequestEntry, part: str) -> list[_Ask]:
+    def _asks_of(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
         shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
-        asks: list[_Ask] = []
+        asks: list[PlacementAsk] = []
         for worker in self.takers:
             if worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
@@ -232,11 +221,11 @@ class _Plan:
             if key not in shapes:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
-                ask = _Ask(worker, *shape)
+                ask = PlacementAsk(worker, *shape)
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
 
-    def _pairs(self, entry: RequestEntry) -> list[_Ask]:
+    def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
         first = [ask for ask in self._asks_of(entry, PREFILL) if entry.prefill_mode == DIRECT or not ask.worker.decodes]
@@ -244,7 +233,7 @@ class _Plan:
             return []
         second = self._asks_of(entry, DECODE)
         second.sort(key=lambda ask: (self._fits(ask), self._preference(ask)), reverse=True)
-        pairs: list[_Ask] = []
+        pairs: list[PlacementAsk] = []
         for ask in first:
             worker = ask.worker
             able = [it for it in second if worker.hands_to(it.worker)]
@@ -253,7 +242,7 @@ class _Plan:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.prompt_tokens)
                 need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
-                pairs.append(_Ask(worker, pages, [NO_HOT_SIZE], need, 0, other))
+                pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, other))
         return pairs
 
     def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
@@ -264,7 +253,7 @@ class _Plan:
         memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
         return _Shape(pages, hot_sizes, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
 
-    def _fits(self, ask: _Ask) -> bool:
+    def _fits(self, ask: PlacementAsk) -> bool:
         fits = self.spaces[ask.worker.name].covers(ask.need)
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
@@ -282,7 +271,7 @@ class _Plan:
             return [forced_hot_size(entry.forced_slots, pages)]
         return hot_sizes_for(pages, worker.capacity)
 
-    def _with_margin(self, entry: RequestEntry, ask: _Ask) -> _Ask:
+    def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
         target = ask.worker
         chunks = index_pages = host_pages = 0
@@ -297,7 +286,7 @@ class _Plan:
         margin = Needs(0, chunks, index_pages, 0, host_pages)
         return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
 
-    def _preference(self, ask: _Ask) -> tuple[bool, bool, bool, int, int, int]:
+    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, bool, int, int, int]:
         """Rather directly, and within a node; rather where it can be resident, then where chunks are plenty, then where
         seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
@@ -306,7 +295,7 @@ class _Plan:
         is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
         return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
 
-    def _admit(self, entry: RequestEntry, ask: _Ask) -> None:
+    def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
         worker = ask.worker
         chunks = self.spaces[worker.name].chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
@@ -324,7 +313,7 @@ class _Plan:
             )
         )
 
-    def _open_transfer(self, entry: RequestEntry, ask: _Ask) -> Transfer | None:
+    def _open_transfer(self, entry: RequestEntry, ask: PlacementAsk) -> Transfer | None:
         """To a worker of another node."""
         if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
             return None
@@ -353,7 +342,7 @@ class _Plan:
         return None
 
     def _feed_urgently(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
-        ask = _Ask(worker, pages, [], _growth(entry, pages))
+        ask = PlacementAsk(worker, pages, [], _growth(entry, pages))
         if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self._fits(ask):
@@ -383,7 +372,7 @@ class _Plan:
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: RequestEntry, asks: list[_Ask]) -> _Ask | None:
+    def _make_room(self, entry: RequestEntry, asks: list[PlacementAsk]) -> PlacementAsk | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
         found = [
             (_cost(remedies), at, remedies) for at, ask in enumerate(asks) if (remedies := self._remedies(entry, ask))
@@ -395,7 +384,7 @@ class _Plan:
             self._carry_out(entry, part, remedy)
         return asks[at]
 
-    def _remedies(self, entry: RequestEntry, ask: _Ask) -> list[Preemption]:
+    def _remedies(self, entry: RequestEntry, ask: PlacementAsk) -> list[Preemption]:
         """One for each worker concerned; none when one of them has none."""
         remedies: list[Preemption] = []
         for part in ask.parts:
@@ -406,7 +395,7 @@ class _Plan:
             remedies.append(remedy)
         return remedies
 
-    def _carry_out(self, entry: RequestEntry, ask: _Ask, remedy: Preemption) -> None:
+    def _carry_out(self, entry: RequestEntry, ask: PlacementAsk, remedy: Preemption) -> None:
         worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")

@@ -23,6 +23,7 @@ from coordinator.scheduling.events import (
     RetractOrder,
     RowsGivenUp,
     Stage,
+    StillWaits,
     WorkerLost,
 )
 from coordinator.scheduling.lifecycle import (
@@ -357,6 +358,10 @@ class RequestState:
             self._move(target, now, EventKind.DEMOTED, event.reason)
         return []
 
+    def _still_waits(self, event: StillWaits, _: Target, __: Rows, now: float) -> list[Action]:
+        self._note(now, EventKind.WAITS, event.reason)
+        return []
+
     def _ended(self, event: EndOrder, target: Target, rows: Rows, now: float) -> list[Action]:
         if target is SAME:
             return []
@@ -447,6 +452,7 @@ _HANDLERS: Final[dict[type, tuple[EventKind, Handler]]] = {
     RetractOrder: (EventKind.RETRACT, RequestState._retract),
     ResumeOrder: (EventKind.RESUME, RequestState._resume),
     RowsGivenUp: (EventKind.DEMOTED, RequestState._demoted),
+    StillWaits: (EventKind.WAITS, RequestState._still_waits),
     EndOrder: (EventKind.END, RequestState._ended),
     WorkerLost: (EventKind.LOST, RequestState._lost),
     PlacementAdopted: (EventKind.ADOPTED, RequestState._adopted),

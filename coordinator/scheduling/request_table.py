@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from coordinator.journal.records import digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import RequestOrder
+from coordinator.scheduling.lifecycle import WAITING, State
+from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.request_state import RequestState, WorkerEvent
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -16,6 +18,7 @@ from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
 from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
+    from coordinator.scheduling.dispatch import Dispatch
     from protocol.settings import CoordinatorSettings
 
 
@@ -63,11 +66,14 @@ class EndedRequest(NamedTuple):
 class RequestTable:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
-    def __init__(self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float) -> None:
+    def __init__(
+        self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float, dispatch: Dispatch
+    ) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.by_index: dict[int, LiveRequest] = {}
         self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
@@ -223,8 +229,18 @@ class RequestTable:
             retractions=state.retractions,
             age_s=now - live.submitted_at,
             held=state.held,
-            reason=state.reason,
+            reason=self._reason(live, now),
         )
+
+    def _reason(self, live: LiveRequest, now: float) -> str:
+        """Of a request that waits: for what, as of now; else that of the last line of its history that has one."""
+        state, entry = live.state, live.entry
+        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.ticket):
+            return self.pending.explain(entry, now).text
+        return state.reason
+
+    def _request_id(self, request_index: int) -> str:
+        return self.by_index[request_index].state.request_id
 
     def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""

@@ -125,7 +125,7 @@ class Scheduler(SchedulerApi):
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
-        self._requests = RequestTable(token_log, settings, wall_offset_s)
+        self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
         self._warm_starts = WarmStarts()
         self._auditor = Auditor(
             self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
@@ -389,6 +389,9 @@ class Scheduler(SchedulerApi):
             if isinstance(decision, decisions.AdmitDecision) and decision.transfer is not None:
                 self._receive(decision.entry, decision.transfer, taken)
             self._announce(decision, pages)
+        if tick:
+            for entry, reason in self._requests.pending.due(now):
+                self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
 
     async def _transact(self, steps: Sequence[LedgerStep]) -> list[Int32Array]:
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something

@@ -478,7 +478,7 @@ class WorkerLinks:
             return
         if isinstance(command, messages.Admit):
             self._log.bind(command.request_index, link.number)
-            self._counters.placements += 1
+            self._counters.admissions += 1
         try:
             link.state.commands.append(command)
         except CapacityError as error:

@@ -129,7 +129,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     if value is None:
         return None
     host, _, port = value.rpartition(":")
-    if not (host and port.isdecimal() and int(port)):
+    if not (host and port.isdecimal()):
         raise click.BadParameter(f"{value!r} is not HOST:PORT", ctx=context, param=parameter)
     return host.strip("[]"), int(port)
 
@@ -157,7 +157,12 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     metavar="FILE",
     help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
 )
-@click.option("--http", metavar="HOST:PORT", callback=_address, help="Serve OpenAI's API there, too.")
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    callback=_address,
+    help="Serve OpenAI's API there, too; port 0: any free one, printed at start.",
+)
 @with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
 def up(
     config: Config,

@@ -1,5 +1,7 @@
 """The Python client: every command of the service, and token streams that survive a lost connection.
 
+Inside trio.run:
+
     async with open_client(endpoint) as client:
         stream = await client.submit(prompt_ids, Sampling(max_tokens=100))
         async for tokens in stream:          # int32 arrays, each position once and in order (I5)
@@ -29,7 +31,7 @@ from hisparse.client.replies import M, expect, ids
 from hisparse.client.token_stream import TokenStream
 from protocol import messages
 from protocol.arrays import pack_tokens
-from protocol.errors import Unavailable
+from protocol.errors import Unavailable, WrongState
 from protocol.messages import ModelInfo, Sampling
 from protocol.transport.keys import Insecure, PeerKey
 
@@ -40,7 +42,12 @@ T = TypeVar("T")
 
 
 class Client:
-    """Made by `open_client`. Any number of tasks of one trio run may call it at once."""
+    """Made by `open_client`. Any number of tasks of one trio run may call it at once.
+
+    Every call may raise, besides what it names: ConnectionLost when the connection goes while it waits for its reply,
+    Unavailable once the coordinator has stayed away for `reconnect_limit_s`, BadInput for a value that cannot be sent.
+    Cancelled while it waits, a call that changes something may still be carried out; the client remains usable.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -68,7 +75,8 @@ class Client:
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
     ) -> TokenStream:
-        """Submit `prompt`, token ids of the served model, and subscribe; returns once it is in the journal.
+        """Submit `prompt`, token ids of the served model (a sequence, or an integer array [n]), and subscribe; returns
+        once it is in the journal.
 
         With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
         1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker
@@ -221,12 +229,18 @@ async def open_client(
     reconnect_limit_s: float = RECONNECT_LIMIT_S,
     key: PeerKey | Insecure | None = None,
 ) -> AsyncIterator[Client]:
-    """A connected Client; closed on leaving. `reconnect_limit_s` 0: a lost connection is final. `key`: over tcp
-    (protocol.transport.keys.access finds it by the settings).
+    """A connected Client, for code that runs under trio; closed on leaving. Other code calls `run_client`.
 
-    Raises Unavailable when nobody answers, NotAllowed when the key is not let in. What the block raises comes out as it
-    is, not in a group.
+    `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to
+    operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp what `read_peer_key`
+    reads, or Insecure().
+
+    Raises Unavailable when no coordinator answers, NotAllowed when the key is not let in, WrongState outside trio. What
+    the block raises comes out as it is, not in a group. Cancelled: the connection is closed; submitted requests go on.
     """
+    if not trio.lowlevel.in_trio_task():
+        remedy = "call run_client, or run the caller by trio.run"
+        raise WrongState("opened outside trio", field="client", value=endpoint, remedy=remedy)
     connection = Connection(endpoint, role, name, reconnect_limit_s, key)
     await connection.connect()
     failure: Exception | None = None
@@ -253,8 +267,9 @@ def run_client(
     name: str = "",
     key: PeerKey | Insecure | None = None,
 ) -> T:
-    """Connect, await `action(client)`, disconnect: the client for code without trio. Raises what the action raises.
+    """Connect, await `action(client)`, disconnect: the client for code without trio. Returns what the action returns.
 
+    Arguments are those of `open_client`. Raises what connecting or the action raises; RuntimeError inside a trio run.
     Ctrl-C arrives as KeyboardInterrupt; the action's own cleanup has run by then.
     """
 

@@ -30,7 +30,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> Int32Array:
-        """The next tokens, at least one. Cancelled: none were taken.
+        """The next tokens, int32[n], at least one. Cancelled: none were taken.
 
         Raises Unavailable (the coordinator did not come back) or NotFound (it no longer knows the request).
         """
@@ -48,7 +48,7 @@ class TokenStream:
         return tokens
 
     async def collect(self) -> Int32Array:
-        """All tokens from here to the end."""
+        """All tokens from here to the end, int32[n]. Raises as iterating does. Cancelled: what it had read is lost."""
         chunks = [chunk async for chunk in self]
         return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
 

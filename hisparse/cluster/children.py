@@ -45,10 +45,14 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def child_environ() -> dict[str, str]:
-    """Our environment without settings, so that a child runs the code that we run with the settings it is given."""
+    """Our environment without settings, so that a child runs the code that we run with the settings it is given.
+
+    The working directory is not on its path: a `kernels/` there would hide ours.
+    """
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     root = str(Path(coordinator.__file__).resolve().parents[1])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
+    environ["PYTHONSAFEPATH"] = "1"
     return environ
 
 

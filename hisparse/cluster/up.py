@@ -20,9 +20,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -36,7 +37,7 @@ from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
 from hisparse.http.tls import tls_of
-from protocol.config import pool_path, to_environ
+from protocol.config import listening_at, pool_path, to_environ
 from protocol.errors import ConfigError, HiSparseError, Unavailable, WrongState
 from protocol.settings import Config
 from worker.pool.file import keep_pool, remove_pool
@@ -137,7 +138,8 @@ async def running_cluster(
     """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool. Workers
     take `roles` in turn, the others that of `config`.
 
-    With `http` there is a front at config.http, too, and it listens.
+    With `http` there is a front at config.http, too, and it listens. Port 0 becomes a free one that the cluster keeps:
+    `Cluster.config` names it, and a front that is restarted listens there again.
 
     Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
     WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
@@ -153,16 +155,16 @@ async def running_cluster(
             remedy="stop it, or choose another --runtime-dir",
         )
     if http:
-        # Refused now, not by the front, which starts when the workers have loaded their checkpoint.
-        tls_of(config.http)
-        read_keys(config.http.api_keys_file)
-        if await _listens(config):
-            raise WrongState(
-                "somebody listens there already",
-                field="http.port",
-                value=config.http.port,
-                remedy="choose another port",
-            )
+        await _check_front(config)
+    with _with_port(config) if http else nullcontext(config) as placed:
+        async with _running(placed, workers, roles, http, log_dir, start_limit_s) as cluster:
+            yield cluster
+
+
+@asynccontextmanager
+async def _running(
+    config: Config, workers: int, roles: Sequence[str], http: bool, log_dir: Path | None, start_limit_s: float
+) -> AsyncIterator[Cluster]:
     cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
@@ -184,6 +186,51 @@ async def running_cluster(
             if kept is not None:
                 os.close(kept)
             remove_pool(cluster.pool)
+
+
+async def _check_front(config: Config) -> None:
+    """What the front would refuse is refused now: it starts when the workers have loaded their checkpoint."""
+    tls_of(config.http)
+    read_keys(config.http.api_keys_file)
+    if config.http.port and await _listens(config):
+        raise WrongState(
+            "another process listens there", field="http.port", value=config.http.port, remedy="choose another port"
+        )
+
+
+@contextmanager
+def _with_port(config: Config) -> Iterator[Config]:
+    """`config` with a free port in place of port 0. This process keeps it bound, without listening, so that no other is
+    given it while the front starts, or starts again. Raises ConfigError."""
+    if config.http.port:
+        yield config
+        return
+    with _bind_any(config.http.host) as holder:
+        yield listening_at(config, config.http.host, holder.getsockname()[1])
+
+
+def _bind_any(host: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _unbound(host, error) from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the front does, so that it may bind it, too
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise _unbound(host, error) from error
+    return bound
+
+
+def _unbound(host: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen there: {error.strerror}",
+        field="http.host",
+        value=host,
+        remedy="name an address of this machine",
+    )
 
 
 def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
@@ -299,7 +346,7 @@ async def _serve(
         interrupts.is_up = True
         _say(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
         if http:
-            _say(f"OpenAI's API at {config.http.url}/v1")
+            _say(f"OpenAI's API at {cluster.config.http.url}/v1")
         _say("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, ready_file) as publish:
             ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)

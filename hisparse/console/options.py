@@ -1,4 +1,7 @@
-"""What every command shares: settings options, exit codes, errors in one line on stderr. Imports click alone."""
+"""What every command shares: settings options, exit codes, errors in one line on stderr.
+
+Imports click and `hisparse.clashes` alone: a clash is reported without `protocol`, which may be another one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
+
+from hisparse.clashes import NameClash, check_packages
 
 if TYPE_CHECKING:
     from protocol.errors import HiSparseError
@@ -60,6 +65,7 @@ class RootGroup(click.Group):
     ) -> Any:
         """As click has it. With `standalone_mode` off, errors are raised instead."""
         try:
+            check_packages()
             result = super().main(args, standalone_mode=False, **extra)
             sys.stdout.flush()
         except BaseException as error:
@@ -73,6 +79,9 @@ class RootGroup(click.Group):
 
 def fail(error: BaseException) -> NoReturn:
     """Exit the way `error` asks for. What is no report to a user is a defect, and shows its traceback."""
+    if isinstance(error, NameClash):  # `protocol` may be another one
+        _complain(str(error))
+        sys.exit(EXIT_CODES["config"])
     from protocol.errors import HiSparseError
 
     error = _innermost(error)

@@ -84,7 +84,7 @@ PRESSURE: Final = Row(
                 Query(
                     "sum by (mode, reason) (rate(hisparse_retractions_total[$__rate_interval]))", "{{mode}} {{reason}}"
                 ),
-                Query("sum(rate(hisparse_admissions_total[$__rate_interval]))", "placements"),
+                Query("sum(rate(hisparse_admissions_total[$__rate_interval]))", "admissions"),
             ),
         ),
         Panel(

@@ -112,7 +112,8 @@ def read_server_key(directory: Path) -> ServerKey:
 
 
 def read_peer_key(directory: Path, role: str) -> PeerKey:
-    """The key of a peer with `role`. Raises ConfigError when it is missing, open to others, or for another role."""
+    """The key of a peer with `role`, from `directory`/ROLE.key. Raises ConfigError when it is missing, open to others,
+    or for another role."""
     path = directory / f"{role}.key"
     table = _read_table(path)
     if table.get("role") != role:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import decode_report, swap_in_report, transfer_report
+from benchmarks import decode_report, report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
@@ -86,13 +87,13 @@ def test_a_mean_is_shown_where_it_says_something_else_than_the_median() -> None:
     assert spread(row, OVERLAPPED) == ""
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def swap_in_table(rows: list[dict[str, Any]]) -> str:
     machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
-    return swap_in_report.section([{"machine": machine, "pool_gib": 1, "rows": rows}])
+    return swap_in_report.section({"machine": machine, "pool_gib": 1, "rows": rows})
 
 
 def test_a_table_counts_every_cell_with_figures() -> None:
-    text = report([cell(5.6), cell(5.8), cell(17.0), cell(5.0, row_bytes=640)])
+    text = swap_in_table([cell(5.6), cell(5.8), cell(17.0), cell(5.0, row_bytes=640)])
     counts = "1 meet both conditions, 1 are over the target only, 1 are slower than SGLang"
     assert f"Of 3 cells with figures to compare with, {counts}: launches that do not overlap." in text
     assert "Launches that overlap were not measured." in text
@@ -100,7 +101,7 @@ def test_a_table_counts_every_cell_with_figures() -> None:
 
 
 def test_a_table_counts_both_ways_and_says_which() -> None:
-    text = report([both_ways(5.8, 5.6), both_ways(5.8, 5.8), both_ways(17.0, 5.6)])
+    text = swap_in_table([both_ways(5.8, 5.6), both_ways(5.8, 5.8), both_ways(17.0, 5.6)])
     assert "0 meet both conditions, 2 are over the target only, 1 are slower than SGLang: launches that do not" in text
     counts = "2 meet both conditions, 1 are over the target only, 0 are slower than SGLang"
     assert f"Of launches that overlap, each let begin while the one before is at work, {counts};" in text
@@ -111,11 +112,6 @@ def test_a_table_counts_both_ways_and_says_which() -> None:
 def test_swap_in_is_drawn_both_ways_where_both_were_measured() -> None:
     assert "overlapped" not in swap_in_report.plot([cell(5.6)])
     assert ">overlapped<" in swap_in_report.plot([cell(5.6), both_ways(5.8, 5.6)])
-
-
-def test_the_results_page_has_the_place_that_the_report_writes_to() -> None:
-    text = swap_in_report.RESULTS.read_text()
-    assert 0 < text.index(swap_in_report.BEGIN) < text.index(swap_in_report.END)
 
 
 def decode_row(mode: str, concurrency: int, tokens_per_s: float) -> dict[str, Any]:
@@ -153,14 +149,6 @@ def test_transfers_are_held_against_the_limit_of_their_own_round() -> None:
     assert "| tcp | 2.00 |  | 0.50 |" in text
 
 
-def test_a_report_replaces_its_own_tables_and_nothing_else() -> None:
-    text = "a <!-- ttft: table -->old<!-- ttft: end --> b <!-- transfer: table -->kept<!-- transfer: end -->"
-    found = transfer_report.rewrite(text, "ttft", ["new"])
-    assert (
-        found == "a <!-- ttft: table -->\n\nnew<!-- ttft: end --> b <!-- transfer: table -->kept<!-- transfer: end -->"
-    )
-
-
 def test_copies_of_workers_are_held_against_plain_ones() -> None:
     limits = {"cuda:0": {"to_host": 50.0, "to_device": 40.0}, "cuda:1": {"to_host": 40.0, "to_device": 50.0}}
     row = {"gb_per_s": {"stage": 25.0, "preload": 50.0, "receive": 7.0}}
@@ -173,3 +161,63 @@ def test_what_two_gpus_do_is_held_against_plain_copies_alone_and_at_once() -> No
     text = transfer_report.links({"gb_per_s": rates, "devices": ["x", "y"], "pages": 2, "page_bytes": 10**9})
     assert "x and y, one host pool, 2.0 GB of 2 pages" in text
     assert "| stage | 40.0 | 50.0 | 80% |\n| load | 30.0 | 60.0 | 50% |\n| stage + load | 60.0 | 100.0 | 60% |" in text
+
+
+# ---------------------------------------------------------------- TABLES.md and RESULTS.md
+
+
+def test_tables_are_up_to_date() -> None:
+    assert report.TABLES.read_text() == report.text(), "run: python -m benchmarks.report"
+
+
+def test_plots_are_up_to_date() -> None:
+    for path, drawn in report.plots():
+        assert path.read_text() == drawn, f"{path.name}: run: python -m benchmarks.report"
+
+
+def test_every_result_has_a_table() -> None:
+    shown = {name for section in report.SECTIONS for name in section.parts}
+    assert shown == {path.name for path in report.RESULTS.glob("*.json")}
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report.result(name)["rows"]
+    return rows
+
+
+def find_cell(cells: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    return next(it for it in cells if wanted.items() <= it.items())
+
+
+def verdict_figures() -> Iterator[str]:
+    """What RESULTS.md says in words, from the results."""
+    cells = rows_of("swap_in-H200.json")
+    yield f"{sum(verdict(it) == 'met' for it in cells)} of {len(cells)} cells meet both"
+    yield f"{sum(verdict(it, OVERLAPPED) == 'met' for it in cells)} when launches overlap"
+    few = find_cell(cells, row_bytes=656, hot_slots=4096, batch=1, misses=20)
+    many = find_cell(cells, row_bytes=656, hot_slots=4096, batch=128, misses=410)
+    yield f"20 misses {few['us']:.1f} µs; batch 128, 410 misses {many['us']:.0f} µs"
+    yield f"{many['floor_us'] / many['us']:.0%} at batch 128".replace("%", " %")
+    rows = rows_of("decode-H200.json")
+    ratios = {(c, o): decode_report.ratio(rows, c, o) for c in (8_192, 32_768, 131_072) for o in (0.99, 0.8)}
+    best, best_long, worst = (ratios[it] for it in ((32_768, 0.99), (131_072, 0.99), (8_192, 0.8)))
+    assert best is not None
+    assert best_long is not None
+    assert worst is not None
+    yield f"hits 99 %: {best[4].strip('*')} × everything resident at 32k, {best_long[4].strip('*')} × at 128k"
+    yield f"8k at 80 % hits: {worst[4].strip('*')} ×"
+    long = rows_of("resume-H200.json")[1]
+    yield f"32k: {1e3 * long['managed_resumed_s']:.1f} ms, prefill {1e3 * long['managed_first_token_s']:,.0f} ms"
+    index = rows_of("index_topk-H200.json")
+    yield f"131,072 tokens × 64: {index[11]['us']:.0f} µs bfloat16, {index[23]['us']:.0f} fp8"
+    starts = report.result("warm_start-H200.json")["rows"]
+    yield f"{starts['cold']['misses']:,} to {starts['warm']['misses']:,}"
+
+
+def test_verdicts_quote_their_results() -> None:
+    page = (report.PLACE / "RESULTS.md").read_text()
+    assert [said for said in verdict_figures() if said not in page] == []
+
+
+def test_verdicts_are_one_page() -> None:
+    assert len((report.PLACE / "RESULTS.md").read_text().splitlines()) < 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 import trio
 import trio.testing
 
-from hisparse.client import Client, TokenStream, open_client, run_client
+from hisparse import Client, TokenStream, open_client, run_client
 from hisparse.client.connection import Connection
 from protocol.arrays import pack_int32
-from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable
+from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import Ended, Sampling, Submit
 from tests.support.fakes.dealer import FakeDealer
 from tests.support.gateway_rig import GatewayRig, running
@@ -37,6 +38,15 @@ def test_run_client_says_that_nobody_is_there(tmp_path: Path) -> None:
 
     with pytest.raises(Unavailable, match="nobody listens there"):
         run_client(endpoint_in(tmp_path), ask)
+
+
+def test_open_client_outside_trio_names_run_client() -> None:
+    async def ask() -> None:
+        async with open_client("ipc:///nowhere"):
+            pass
+
+    with pytest.raises(WrongState, match=r"outside trio \(call run_client"):
+        asyncio.run(ask())
 
 
 async def test_errors_come_out_of_the_block_as_they_are(rig: GatewayRig) -> None:

@@ -21,7 +21,7 @@ import pytest
 from hisparse.http.tls import Tls, tls_of
 from protocol.errors import ConfigError
 from protocol.settings import HttpSettings
-from tests.support.process_rig import ROOT
+from tests import ROOT
 
 LIMIT_S: Final = 30.0
 OLD_KEY: Final = "an-old-key-of-the-front"

@@ -15,7 +15,7 @@ import yaml
 from protocol.config import HostFacts, build, load
 from protocol.settings import Config
 from protocol.transport.keys import ALLOWED_FILE, SERVER_FILE
-from tests.support.process_rig import ROOT
+from tests import ROOT
 
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: Final[dict[str, dict[str, Any]]] = COMPOSE["services"]

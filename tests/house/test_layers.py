@@ -21,8 +21,12 @@ FLOORS: Final[list[set[str]]] = [
     {"metrics", "kernels"},
     {"coordinator", "worker"},
     {"hisparse"},
+    {"examples"},
     {"benchmarks", "tests"},
 ]
+
+#: Modules that a package may import, where that is fewer than all below it: examples import what users may.
+PUBLIC: Final[dict[str, set[str]]] = {"examples": {"hisparse", "hisparse.kernels"}}
 
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
@@ -43,7 +47,8 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"process"},
     ],
     "hisparse": [
-        {"client"},
+        {"clashes", "lazy"},
+        {"client", "kernels"},
         {"console"},
         {"http", "top"},
         {"cluster"},
@@ -102,6 +107,13 @@ def test_packages_import_downwards() -> None:
         if not points_down(source.split(".")[0], target.split(".")[0], FLOORS)
     ]
     assert up == []
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_users_import_the_public_modules_alone(package: str) -> None:
+    imported = {(source, target) for source, target in edges() if source.startswith(f"{package}.")}
+    assert {target for _, target in imported} >= PUBLIC[package]
+    assert [(source, target) for source, target in imported if target not in PUBLIC[package]] == []
 
 
 def within(package: str) -> Iterator[tuple[str, str]]:

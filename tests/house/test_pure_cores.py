@@ -28,6 +28,7 @@ PURE = [
     "coordinator/scheduling/lifecycle",
     "coordinator/scheduling/entries",
     "coordinator/scheduling/poison",
+    "coordinator/scheduling/pending",
     "coordinator/scheduling/policy",
     "coordinator/scheduling/preemption",
     "coordinator/scheduling/reconciliation",

@@ -47,7 +47,7 @@ def test_host_loads_of_swap_in_wait_for_none_of_each_other(
     row_bytes: int, index_row_bytes: int, split: int, ranks: int
 ) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
-    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/RESULTS.md: Inside a launch)."""
+    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
     layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
     defines = (*layout, ("RANKS", ranks))
     text = section(jit.compile_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")

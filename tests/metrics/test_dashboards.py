@@ -21,8 +21,9 @@ from metrics.dashboards.grafana import COLUMNS, Dashboard, Panel
 from metrics.names import BY_NAME
 from protocol.errors import BadInput, WrongState
 from protocol.messages import Sampling
+from tests import ROOT
 from tests.metrics.test_rules import alerts
-from tests.support.process_rig import ROOT, Place
+from tests.support.process_rig import Place
 from tests.support.prometheus_rig import Server, free_port, program, prometheus, unknown_in, until
 
 PANELS: Final = [(dashboard, panel) for dashboard in DASHBOARDS.values() for panel in dashboard.panels]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from tests.support.process_rig import ROOT
+from tests import ROOT
 from tests.support.prometheus_rig import program, unknown_in
 
 RULES: Final = ROOT / "metrics" / "rules"

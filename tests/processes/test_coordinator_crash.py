@@ -27,8 +27,8 @@ from protocol.config import pool_path, to_environ
 from protocol.errors import HiSparseError, NotFound, Unavailable, WrongState
 from protocol.messages import Sampling
 from protocol.settings import Config
+from tests import ROOT
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, write_model
-from tests.support.process_rig import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -23,10 +23,9 @@ import pytest
 from hisparse.client.client import Client, run_client
 from protocol.errors import NotFound
 from protocol.messages import RequestRow, Sampling
+from tests import ROOT
 from tests.processes.test_up import Up, eventually, running
 from tests.support.http_rig import KEY, TEMPLATE, write_chat_model
-from tests.support.process_rig import ROOT
-from tests.support.prometheus_rig import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -114,7 +113,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     keys = place / "keys"
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
-    front = ("--http", f"127.0.0.1:{free_port()}", "--api-keys", str(keys))
+    front = ("--http", "127.0.0.1:0", "--api-keys", str(keys))
     with running(model, place, *front, "--deterministic", "--seats", "8", "--log-level", "warning") as up:
         yield Site(up, keys)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -236,6 +237,15 @@ def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, t
         assert ask(port, cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
 
 
+def test_front_on_any_port_says_which(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--http", "127.0.0.1:0") as up:
+        url = up.ready["http"]["url"]
+        assert int(url.rpartition(":")[2]) > 0
+        with urlopen(f"{url}/v1/models", timeout=30) as answer:
+            assert json.load(answer)["object"] == "list"
+        up.until(f"OpenAI's API at {url}/v1")
+
+
 def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
     cert, other_key = write_pair(tmp_path)[0], write_pair(tmp_path, "other")[1]
     front = ("--http", f"127.0.0.1:{free_port()}", "--tls-cert", cert)
@@ -243,11 +253,13 @@ def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tm
         port = taken.getsockname()[1]
         for path, args, code, complaint in (
             (tmp_path / "none", (), 8, "no readable checkpoint"),
-            (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: somebody listens there already"),
+            (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: another process listens there"),
             (model, front, 8, "http.tls_key_file=: a certificate and its key are named together or not at all"),
             (model, (*front, "--tls-key", "none"), 8, "http.tls_key_file=none: cannot be read: No such file"),
             (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
             (model, (*front[:2], "--api-keys", "none"), 8, "http.api_keys_file=none: cannot be read: No such file"),
+            (model, ("--http", "127.0.0.1"), 2, "'127.0.0.1' is not HOST:PORT"),
+            (model, ("--http", "203.0.113.1:0", "--set", "cluster.insecure=true"), 8, "http.host=203.0.113.1: cannot"),
             (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):

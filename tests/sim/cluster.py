@@ -63,7 +63,7 @@ from worker.link.outbox import Outbox
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
 #: Modules that know how long a page is.
-PAGED: Final = ("coordinator.", "kernels.layout", "tests.sim.fake_worker")
+PAGED: Final = ("coordinator.", "protocol.", "tests.sim.fake_worker")
 #: Exit of a process shows on its pidfd within this time.
 EXIT_SEEN_S: Final = 0.02
 #: The parent starts what died after a pause of this length.

@@ -38,8 +38,9 @@ import yaml
 from hisparse.client.client import Client, open_client
 from protocol.errors import HiSparseError, WrongState
 from protocol.messages import Sampling
+from tests import ROOT
 from tests.support.planted import PLANTED_WHILE, SLOW_S
-from tests.support.process_rig import ROOT, Place, Process
+from tests.support.process_rig import Place, Process
 from tests.support.prometheus_rig import Server, free_port, prometheus, until
 from worker.runners.tiny import write_tiny_checkpoint
 

@@ -22,7 +22,7 @@ import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.client import Client, TokenStream, open_client
+from hisparse import Client, TokenStream, open_client
 from hisparse.cluster.children import Child, child_environ, stop_children
 from hisparse.cluster.up import STOP_GRACE_S, _answers
 from protocol.config import pool_path, to_environ

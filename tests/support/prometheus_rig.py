@@ -23,7 +23,7 @@ import trio
 
 from metrics.families import MetricType
 from metrics.names import BY_NAME
-from tests.support.process_rig import ROOT
+from tests import ROOT
 
 #: Where `.ci/prometheus` puts what is not on PATH.
 UNPACKED: Final = ROOT / "build" / "prometheus" / "usr" / "bin"

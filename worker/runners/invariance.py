@@ -20,18 +20,34 @@ from protocol.errors import ConfigError
 TRIALS: Final = 64
 
 
-def require_rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> None:
-    """`compute` maps [B, ...] to [B, n]. Raises ConfigError unless each row's output is the same in any company."""
-    if not rows_apart(compute, random_rows):
-        raise ConfigError(
-            "this machine's kernels let a row's result depend on its place in the batch",
-            field="worker.deterministic",
-            value=True,
-            remedy="set worker.threads = 1, change worker.seats or worker.dtype, or run without it",
-        )
+#: Batches that are tried when rows of a worker's are not apart: the next multiples of these.
+SEAT_MULTIPLES: Final = (8, 16, 32)
+
+
+def not_apart(remedies: list[str]) -> ConfigError:
+    return ConfigError(
+        "this machine's kernels let a row's result depend on its place in the batch",
+        field="worker.deterministic",
+        value=True,
+        remedy=", or ".join([*remedies, "run without it"]),
+    )
+
+
+def remedies(apart: Callable[[int], bool], rows: int, *, uses_threads: bool) -> list[str]:
+    """Settings under which rows are apart. Each was tried: `apart` answers for a batch of so many rows."""
+    found: list[str] = []
+    threads = torch.get_num_threads()
+    if uses_threads and threads > 1:
+        torch.set_num_threads(1)
+        found += ["set worker.threads = 1"] * apart(rows)
+        torch.set_num_threads(threads)
+    batches = dict.fromkeys(-(-(rows + 1) // multiple) * multiple for multiple in SEAT_MULTIPLES)
+    seats = next((batch for batch in batches if apart(batch)), None)
+    return found + [f"set worker.seats = {seats}"] * (seats is not None)
 
 
 def rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> bool:
+    """`compute` maps [B, ...] to [B, n]. Whether each row's output is the same in any company."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return all(_apart_once(compute, random_rows) for _ in range(TRIALS))

@@ -38,7 +38,7 @@ from kernels.state import DeviceState
 from protocol.units import pages_for
 from worker.runners import attention as mla
 from worker.runners.experts import experts_for, mixture
-from worker.runners.invariance import require_rows_apart
+from worker.runners.invariance import not_apart, remedies, rows_apart
 
 #: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
 INDEX_ROPE: Final = {
@@ -139,13 +139,16 @@ class Layers:
 
     @torch.inference_mode()
     def require_rows_apart(self, rows: int) -> None:
-        """Check one layer of each kind with batches of `rows`. Raises ConfigError."""
+        """Check one layer of each kind with batches of `rows`. Raises ConfigError with what was found to help."""
+        if not self._are_rows_apart(rows):
+            raise not_apart(remedies(self._are_rows_apart, rows, uses_threads=self.device.type == "cpu"))
+
+    def _are_rows_apart(self, rows: int) -> bool:
         kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
         hidden = self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)
-        for layer in kinds.values():
-            require_rows_apart(partial(self._dense, layer, state), random_rows)
+        return all(rows_apart(partial(self._dense, layer, state), random_rows) for layer in kinds.values())
 
     def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str) -> Tensor:
         rows = len(hidden)

@@ -117,7 +117,11 @@ async def test_tokens_go_before_the_records_that_were_decided_on_them(autojump_c
         await commit.wait()
         await trio.testing.wait_all_tasks_blocked()
         assert (desk.delivered, desk.wakes) == (3, 1)
-        assert [type(record).__name__ for record in desk.store.records] == ["Tokens", "Accepted", "Ordered"]
+        assert [type(record).__name__ for record in desk.store.records] == [
+            "TokensAppended",
+            "RequestAccepted",
+            "RequestOrdered",
+        ]
         await desk.journal.append(()).wait()
         assert len(desk.store.groups) == 1, "nothing is not written"
 
@@ -195,7 +199,15 @@ async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.t
         await desk.journal.append(()).wait()
         desk.store.wants_summary = False
         names = [type(record).__name__ for record in desk.store.groups[1]]
-        assert names == ["Tokens", "Ordered", "SummaryBegun", "Ordered", "Ordered", "Output", "SummaryEnded"]
+        assert names == [
+            "TokensAppended",
+            "RequestOrdered",
+            "SummaryBegun",
+            "RequestOrdered",
+            "RequestOrdered",
+            "RequestOutput",
+            "SummaryEnded",
+        ]
         assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
         book = replay(desk.store.records, log)
@@ -227,7 +239,11 @@ async def test_what_is_pending_is_written_before_the_end(autojump_clock: trio.te
     desk.journal.append([order(1)])
     desk.journal.close()
     await desk.journal.run()
-    assert [type(record).__name__ for record in desk.store.records] == ["Tokens", "Accepted", "Ordered"]
+    assert [type(record).__name__ for record in desk.store.records] == [
+        "TokensAppended",
+        "RequestAccepted",
+        "RequestOrdered",
+    ]
 
 
 async def test_records_that_nobody_waits_for_are_bounded() -> None:

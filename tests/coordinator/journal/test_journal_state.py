@@ -335,8 +335,8 @@ def test_a_summary_says_it_in_fewer_records() -> None:
     machine.summarize()
     kept = [type(record).__name__ for record in kept_of(machine.records)]
     assert len(machine.records) > 60
-    assert kept[:3] == ["Accepted", "SummaryBegun", "NodePart"]
-    assert (kept.count("NodePart"), kept.count("Admission"), kept[-1]) == (5, 13, "SummaryEnded")
+    assert kept[:3] == ["RequestAccepted", "SummaryBegun", "NodePart"]
+    assert (kept.count("NodePart"), kept.count("RequestPlaced"), kept[-1]) == (5, 13, "SummaryEnded")
 
 
 def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:

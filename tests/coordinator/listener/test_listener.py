@@ -19,7 +19,7 @@ from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLi
 from coordinator.listener.zap import AllowList, ZapAnswer, ZapHandler
 from protocol.errors import CapacityError
 from protocol.transport.keys import AllowedKey
-from tests.support.process_rig import ROOT
+from tests import ROOT
 
 PAIRS = [zmq.curve_keypair() for _ in range(3)]
 PUBLICS = [public.decode() for public, _ in PAIRS]

@@ -25,9 +25,9 @@ from protocol.transport import dealer as dealer_module
 from protocol.transport import keys as key_files
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure
+from tests import ROOT
 from tests.support.gateway_rig import hear, say
 from tests.support.guarded_rig import Guarded, guarded, new_keys, next_command
-from tests.support.process_rig import ROOT
 
 #: An answer that takes longer is an endless wait.
 SOON_S = 4.0

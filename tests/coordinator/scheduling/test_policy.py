@@ -257,7 +257,7 @@ def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
         for decision in fake.settle():
             if isinstance(decision, decisions.DemoteDecision | decisions.RetractDecision):
                 gone.append(f"{type(decision).__name__} {decision.entry.request_index}")
-    assert gone[:2] == ["Demote 1", "Demote 0"]
+    assert gone[:2] == ["DemoteDecision 1", "DemoteDecision 0"]
     assert fake.entry(0).held
     assert fake.entry(1).held
     fake.submit(5, 900, 60, priority=2)

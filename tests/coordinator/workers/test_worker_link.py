@@ -24,7 +24,15 @@ from protocol import messages
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import ConfigError, HiSparseError, ProtocolError
 from protocol.inventory import InventoryRow, pack_rows
-from protocol.messages import WORKER_MESSAGE_BYTES_MAX, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    WORKER_MESSAGE_BYTES_MAX,
+    Commands,
+    Refused,
+    ReportAck,
+    Withdraw,
+    WorkerWelcome,
+)
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.progress import RequestEntry, progress
@@ -360,7 +368,7 @@ async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> 
     rig.scheduler.ports["w0"].send(Withdraw(1))
     again = await rig.worker()
     await again.say(hello(command_ack=1, report_next=4))
-    assert await again.hear() == WorkerWelcome(1, INCARNATION, 1, want_tokenizer=False)
+    assert await again.hear() == WorkerWelcome(PROTOCOL_VERSION, INCARNATION, 1, want_tokenizer=False)
     assert await again.hear() == Commands(INCARNATION, 2, (Withdraw(1),))
     again.reports = 1
     await again.report(progress(RequestEntry(request_index, 1, 1, [6])), command_ack=2)
@@ -402,7 +410,7 @@ async def test_a_worker_that_never_acknowledges_counts_as_down(rig: Rig, monkeyp
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"protocol": 2}, "protocol"),
+        ({"protocol": PROTOCOL_VERSION + 1}, "protocol"),
         ({"worker": ""}, "bad_input"),
         ({"node": "x" * 200}, "bad_input"),
         ({"incarnation_seen": INCARNATION + 1}, "unavailable"),
@@ -448,7 +456,7 @@ async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:
 async def test_an_epoch_with_an_unknown_past_is_sent_away_to_empty_itself(rig: Rig) -> None:
     worker = await rig.worker()
     await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, inventory=pack_rows([InventoryRow(3)])))
-    assert await worker.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False)
+    assert await worker.hear() == WorkerWelcome(PROTOCOL_VERSION, INCARNATION, 0, want_tokenizer=False)
     assert rig.scheduler.told == [], "it is not taken in"
     await worker.say(hello(epoch=2))
     assert isinstance(await worker.hear(), WorkerWelcome)

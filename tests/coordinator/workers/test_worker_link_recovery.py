@@ -16,10 +16,9 @@ from coordinator.journal.records import TokensAppended, WorkerJoined
 from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
-from protocol import messages
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow, pack_rows
-from protocol.messages import Commands, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.messages import PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
@@ -63,7 +62,9 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
         await start(rig, nursery)
         worker = await rig.worker()
         await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, request_index=request_index)])))
-        assert await worker.hear() == WorkerWelcome(1, INCARNATION, 6, want_tokenizer=False, adopted=True)
+        assert await worker.hear() == WorkerWelcome(
+            PROTOCOL_VERSION, INCARNATION, 6, want_tokenizer=False, adopted=True
+        )
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
         await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)
         assert await worker.hear() == ReportAck(INCARNATION, 7)
@@ -183,7 +184,9 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
         assert (rig.log.length(request_index), rig.log.committed[request_index]) == (2, 0)
         again = await rig.worker()
         await again.say(hello(command_ack=1, report_next=2))
-        assert await again.hear() == WorkerWelcome(1, INCARNATION, 0, want_tokenizer=False), "say it again, if need be"
+        assert await again.hear() == WorkerWelcome(PROTOCOL_VERSION, INCARNATION, 0, want_tokenizer=False), (
+            "say it again, if need be"
+        )
         store.error = ""
         assert await again.hear() == ReportAck(INCARNATION, 1)
         assert any(isinstance(record, TokensAppended) for record in store.records)
@@ -191,8 +194,3 @@ async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) ->
         worker.close()
         nursery.cancel_scope.cancel()
     rig.socket.close()
-
-
-def test_messages_of_before_have_defaults_for_what_is_new() -> None:
-    assert not WorkerWelcome(1, 1, 0, want_tokenizer=False).adopted
-    assert messages.PROTOCOL_VERSION == 1

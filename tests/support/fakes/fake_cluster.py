@@ -27,8 +27,10 @@ from coordinator.scheduling.events import (
     PlacementEnded,
     PlacementProgressed,
     RequestOrder,
+    StillWaits,
 )
 from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.pending import PendingKind, PendingReasons
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
 from protocol.sizing import misfit
@@ -88,6 +90,10 @@ class FakeCluster:
         self.pools = {node: FakePool(host_pages) for node in nodes}
         self.dispatch = Dispatch(self.ledgers, AHEAD_TOKENS)
         self.live: dict[int, FakeLive] = {}
+        placement_table, policy = self.dispatch.placement_table, self.dispatch.policy
+        self.pending = PendingReasons(
+            placement_table, policy, lambda request_index: self.live[request_index].state.request_id
+        )
         self.workers: dict[str, FakeWorker] = {}
         self.ports: dict[str, FakePort] = {}
         self.uplinks: dict[str, deque[object]] = {}
@@ -225,7 +231,18 @@ class FakeCluster:
                 memory = decision.cause in decisions.DISPLACING
                 assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
         self._check_order(plan)
+        if tick:
+            self._check_reasons()
         return plan
+
+    def _check_reasons(self) -> None:
+        """After a plan, every request that waits does so for something that has a name."""
+        for rank in self.dispatch.placement_table.waiting:
+            entry = self.dispatch.placement_table.by_rank[rank]
+            reason = self.pending.explain(entry, self.now)
+            assert reason.kind is not PendingKind.TURN, (entry, reason)
+        for entry, reason in self.pending.due(self.now):
+            self.tell(entry.request_index, StillWaits(reason.text))
 
     def _carry_out(self, decision: decisions.Decision) -> None:
         step = self.dispatch.step(decision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from tests.support.runner_rig import Rig
 from worker.runners import layers, transformers_dsa
 from worker.runners.checkpoint import geometry_of
 from worker.runners.experts import experts_for
-from worker.runners.invariance import rows_apart
+from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
@@ -285,8 +286,30 @@ def test_rows_that_are_not_apart_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     model, runner = odd_model("glm-5", 32)
     assert layers.row_multiple(model.config) == 16
     monkeypatch.setattr(layers, "row_multiple", lambda config: 1)
-    with pytest.raises(ConfigError, match=r"worker\.deterministic"):
+    with pytest.raises(ConfigError, match=r"worker\.deterministic") as refused:
         TransformersRunner(model, runner.info, runner.geometry, deterministic_rows=BATCH_ROWS)
+    seats = re.search(r"worker\.seats = (\d+)", refused.value.remedy)
+    if seats:
+        TransformersRunner(model, runner.info, runner.geometry, deterministic_rows=int(seats[1]))
+
+
+@pytest.mark.parametrize(("threads", "helps"), [(1, "none"), (2, "threads"), (2, "seats"), (2, "none")])
+def test_remedy_of_rows_not_apart_was_tried(threads: int, helps: str) -> None:
+    """One thread is no remedy where there is one already, nor where it was tried in vain."""
+
+    def apart(rows: int) -> bool:
+        return (helps == "threads" and torch.get_num_threads() == 1) or (helps == "seats" and rows == 16)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = remedies(apart, 5, uses_threads=True)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    expected = {"threads": ["set worker.threads = 1"], "seats": ["set worker.seats = 16"], "none": []}
+    assert found == expected[helps]
+    assert not_apart(found).remedy == ", or ".join([*found, "run without it"])
 
 
 def test_rows_apart_tells_neighbours_from_their_absence() -> None:

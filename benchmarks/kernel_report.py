@@ -1,0 +1,43 @@
+"""Tables of index_topk and of attention over rows, from results of their benchmarks. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.decode_report import table
+from benchmarks.swap_in_cells import spread
+
+Result = dict[str, Any]
+
+
+def index_topk(result: Result) -> str:
+    columns = ("keys", "context", "batch", "index_topk", "scores", "selection", "memory", "products", "share", "torch")
+    return f"{_run(result)}\n\n{table(columns, map(_index_line, result['rows']))}"
+
+
+def _index_line(row: Result) -> tuple[str, ...]:
+    torch = f"{row['torch_us']:.0f} ({row['torch_topk_us']:.0f})" if "torch_us" in row else ""
+    what = row["kind"], f"{row['context']:,}", str(row["batch"]), spread(row)
+    parts = (f"{row[name]:.1f}" for name in ("scores_us", "select_us", "memory_us", "mma_us"))
+    return *what, *parts, f"{row['scores_share_of_floor']:.0%}", torch
+
+
+def attention(result: Result) -> str:
+    columns = ("rows", "queries", "attend_rows", "memory", "products", "TFLOP/s", "share")
+    return f"{_run(result)}\n\n{table(columns, map(_attention_line, result['rows']))}"
+
+
+def _attention_line(row: Result) -> tuple[str, ...]:
+    noun = "prompt tokens" if row["phase"] != "decode" else "request" if row["batch"] == 1 else "requests"
+    floors = f"{row['memory_us']:.1f}", f"{row['mma_us']:,.1f}", f"{row['tflop_per_s']:.0f}"
+    return row["kind"], f"{row['batch']:,} {noun}", spread(row), *floors, f"{row['share_of_floor']:.0%}"
+
+
+def _run(result: Result) -> str:
+    at = result["machine"]
+    driver = at["driver_pcie"].splitlines()[0].split(",")[0]
+    return (
+        f"Command: `{at['command']}`. Machine: {at['gpu']}, driver {driver}, torch {at['torch']}, "
+        f"Python {at['python']}; copy {at['copy_gb_per_s']:,.0f} GB/s, "
+        f"bfloat16 product {at['mma_tflop_per_s']:.0f} TFLOP/s."
+    )

@@ -1,0 +1,278 @@
+"""Why a waiting request is not admitted yet, with the arithmetic. Pure.
+
+`PendingReasons.explain` is the one owner of that text: rows of listings and lines of histories come from it. It decides
+nothing: it reads what the last plan left behind (`free_memory.PlanOutcome`), the placement table and the ledgers, when
+it is asked.
+
+    HELD        an operator holds it
+    TRANSFER    its rows are on their way to where it will be decoded
+    PAUSED      a transfer failed; the next attempt comes later
+    NO_WORKER   no worker is connected, or none of the node where its kept rows are
+    RECONNECT   every such worker is awaited after a restart of the coordinator
+    DRAINING    every such worker drains
+    ROLE        no worker that takes requests does its part
+    TOO_LARGE   no worker that takes requests could hold it at its longest
+    SUSPECT     a worker died with it, or with those it would join
+    SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
+    BEHIND      a better-ranked request waits for the same workers
+    TURN        nothing keeps it: the Scheduler's next turn will admit it
+
+History. `due` gives the requests whose history gains a line: asked once a tick, at most NOTES_MAX of them, each kind
+once per wait. A wait that is over within a tick gains none, and thousands of waiting requests cost nothing per turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
+from coordinator.scheduling.placement_table import PlacementTable
+from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
+from protocol.sizing import misfit
+
+if TYPE_CHECKING:
+    from coordinator.scheduling.policy import Policy
+
+#: Histories that gain a line in one tick.
+NOTES_MAX: Final = 256
+#: Workers named in one reason.
+NAMES_MAX: Final = 4
+
+
+class PendingKind(StrEnum):
+    HELD = "held"
+    TRANSFER = "transfer"
+    PAUSED = "paused"
+    NO_WORKER = "no_worker"
+    RECONNECT = "reconnect"
+    DRAINING = "draining"
+    ROLE = "role"
+    TOO_LARGE = "too_large"
+    SUSPECT = "suspect"
+    SEATS = "seats"
+    HOST_PAGES = "host_pages"
+    HOT_CHUNKS = "hot_chunks"
+    INDEX_PAGES = "index_pages"
+    SLAB_PAGES = "slab_pages"
+    BEHIND = "behind"
+    TURN = "turn"
+
+
+class PendingReason(NamedTuple):
+    kind: PendingKind
+    text: str
+
+
+class _Need(NamedTuple):
+    """One kind of memory: what is needed of it, what is free at `place` of how much, and how much of that is `left`
+    by better-ranked requests."""
+
+    place: str
+    kind: PendingKind
+    noun: str
+    needed: int
+    free: int
+    total: int
+    left: int
+
+    @property
+    def text(self) -> str:
+        noun = self.noun if self.needed != 1 else self.noun.removesuffix("s")
+        text = f"needs {self.needed} {noun}, {self.place} has {self.free} of {self.total} free"
+        return text if self.needed > self.free else f"{text}, {self.left} after requests ahead of it"
+
+
+class PendingReasons:
+    """`request_id` names the request of a slot."""
+
+    def __init__(self, placement_table: PlacementTable, policy: Policy, request_id: Callable[[int], str]) -> None:
+        self._placement_table = placement_table
+        self._policy = policy
+        self._request_id = request_id
+        self._last: tuple[PlanOutcome, float, int, str] = (NO_PLAN_OUTCOME, 0.0, -1, "")  # the reason of who is ahead
+
+    # ---------------------------------------------------------------- histories
+
+    def due(self, now: float) -> list[tuple[RequestEntry, PendingReason]]:
+        """Requests that wait for something of a kind that their history does not name; from now on it is named."""
+        found: list[tuple[RequestEntry, PendingReason]] = []
+        for entry in self._candidates():
+            if len(found) == NOTES_MAX:
+                break
+            reason = self.explain(entry, now)
+            self._placement_table.unexplained.pop(entry.request_index, None)
+            if reason.kind not in entry.reasons_told:
+                entry.reasons_told |= {reason.kind}
+                found.append((entry, reason))
+        return found
+
+    def _candidates(self) -> Iterator[RequestEntry]:
+        """Those whose wait has no reason yet, the first of all, and those that the last plan refused; each once, since
+        its kind is noted the first time."""
+        placement_table = self._placement_table
+        yield from list(islice(placement_table.unexplained.values(), NOTES_MAX))
+        if placement_table.waiting:
+            yield placement_table.by_rank[placement_table.waiting[0]]
+        for request_index in islice(self._policy.outcome.refused, NOTES_MAX):
+            entry = placement_table.entries.get(request_index)
+            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.held:
+                yield entry
+
+    # ---------------------------------------------------------------- one request
+
+    def explain(self, entry: RequestEntry, now: float) -> PendingReason:
+        """Of a request that waits, or whose rows are on their way to where it will."""
+        refusal = self._policy.outcome.refused.get(entry.request_index)
+        if entry.held:
+            kept = f", its {entry.kept_tokens} rows kept" if entry.kept_tokens else ""
+            return PendingReason(PendingKind.HELD, f"held by an operator{kept}: hisparse resume lets it go on")
+        if ticket := self._placement_table.ticket_of(entry):
+            where = f"{ticket.worker} on node {ticket.node}"
+            text = f"its {entry.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
+            return PendingReason(PendingKind.TRANSFER, text)
+        if now < entry.paused_until:
+            text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
+            return PendingReason(PendingKind.PAUSED, text)
+        if refusal is None or not refusal.asks:
+            return self._unasked(entry, now)
+        if refusal.is_barred:
+            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
+        return self._shortage(entry, refusal)
+
+    def _suspicion(self, entry: RequestEntry) -> str:
+        if entry in self._placement_table.poison_detector:
+            return f"{entry.strikes} workers died with it: joins one once all requests there have come further"
+        return "every worker that could take it has a request with which workers died, and which has not come further"
+
+    # ---------------------------------------------------------------- short of memory
+
+    def _shortage(self, entry: RequestEntry, refusal: Refusal) -> PendingReason:
+        """On the worker, or the pair, that lacks least."""
+        short = min((self._short(ask) for ask in refusal.asks), key=_lack)
+        if not short:
+            return PendingReason(PendingKind.TURN, "room is there: admitted in the next turn")
+        text = "; ".join(it.text + self._quarantined(it) for it in short)
+        if len(refusal.asks) > 1:
+            text += f" (the nearest of {len(refusal.asks)} choices)"
+        if entry.displaced:
+            text += "; counts what requests ahead of it may still need, since they displaced it before"
+        return PendingReason(short[0].kind, f"{text}; room is being made" if refusal.is_coming else text)
+
+    def _quarantined(self, need: _Need) -> str:
+        if need.kind is not PendingKind.HOST_PAGES:
+            return ""
+        pages = self._policy.ledgers[need.place].count_pages().quarantined
+        return f", {pages} in quarantine" if pages else ""
+
+    def _short(self, ask: PlacementAsk) -> list[_Need]:
+        """What the ledgers lack; if nothing, what better-ranked requests leave too little of."""
+        needs = [need for part in ask.parts for need in self._needs(part)]
+        lacking = [need for need in needs if need.needed > need.free]
+        return lacking or [need for need in needs if need.needed > need.left]
+
+    def _needs(self, ask: PlacementAsk) -> Iterator[_Need]:
+        worker, need, kind = ask.worker, ask.need, PendingKind
+        ledger, space = self._policy.ledgers[worker.node], self._policy.outcome.spaces.get(worker.name)
+        if space is None or not ledger.has_live(worker.name):
+            return  # it left after the plan
+        left, budget, total = space.free(), ledger.budget(worker.name), worker.capacity
+        rows = (
+            (kind.SEATS, "seats", need.seats, budget.seats_free, total.seats, left.seats),
+            (kind.HOST_PAGES, "host pages", need.host_pages, ledger.pages_free, ledger.pages_total, left.host_pages),
+            (kind.HOT_CHUNKS, "hot chunks", need.chunks, budget.hot_chunks_free, total.hot_chunks, left.chunks),
+            (
+                kind.INDEX_PAGES,
+                "index pages",
+                need.index_pages,
+                budget.index_pages_free,
+                total.index_pages,
+                left.index_pages,
+            ),
+            (kind.SLAB_PAGES, "slab pages", need.slab_pages, budget.slab_pages_free, total.slab_pages, left.slab_pages),
+        )
+        for row in rows:
+            yield _Need(worker.node if row[0] is kind.HOST_PAGES else worker.name, *row)
+
+    # ---------------------------------------------------------------- no worker to ask
+
+    def _unasked(self, entry: RequestEntry, now: float) -> PendingReason:
+        """No worker was asked for memory: none is there, none can take it, or others come first."""
+        where = f" of node {entry.node}, where its {entry.kept_tokens} rows are kept," if entry.pages else ""
+        workers = [it for it in self._placement_table.workers.values() if not entry.pages or it.node == entry.node]
+        takers = [it for it in workers if it.takes]
+        if not workers:
+            return PendingReason(PendingKind.NO_WORKER, f"no worker{where} is connected")
+        if not takers:
+            kind = PendingKind.DRAINING if any(it.drain for it in workers) else PendingKind.RECONNECT
+            return PendingReason(kind, f"no worker{where} takes requests: {_absent(workers)}")
+        unable = _unable(entry, takers)
+        if unable is not None:
+            others = [it for it in workers if not it.takes]
+            return unable._replace(text=unable.text + (f"; {_absent(others)}" if others else ""))
+        return self._behind(entry, takers, now)
+
+    def _behind(self, entry: RequestEntry, takers: Sequence[WorkerEntry], now: float) -> PendingReason:
+        blocked, nodes = self._policy.outcome.blocked, {it.node for it in takers}
+        blockers = [
+            it for node, it in blocked.items() if node in nodes and it.request_index in self._placement_table.entries
+        ]
+        ahead = min(blockers, key=lambda it: it.rank, default=None)
+        if ahead is None and entry.request_index in self._policy.outcome.refused:
+            return PendingReason(PendingKind.ROLE, "no worker that takes requests can hand its prompt to another")
+        if ahead is None or ahead is entry:
+            return PendingReason(PendingKind.TURN, "the Scheduler's next turn considers it")
+        count = bisect_left(self._placement_table.waiting, entry.rank)
+        return PendingReason(PendingKind.BEHIND, f"{count} waiting ahead of it, first {self._of_ahead(ahead, now)}")
+
+    def _of_ahead(self, ahead: RequestEntry, now: float) -> str:
+        """The name and the reason of one request, for many that wait behind it."""
+        outcome = self._policy.outcome
+        if self._last[0] is not outcome or self._last[1:3] != (now, ahead.request_index):
+            text = f"{self._request_id(ahead.request_index)}: {self.explain(ahead, now).text}"
+            self._last = outcome, now, ahead.request_index, text
+        return self._last[3]
+
+
+def _lack(short: list[_Need]) -> tuple[int, float]:
+    """How far a worker is from having room."""
+    return len(short), sum((it.needed - min(it.free, it.left)) / max(it.total, 1) for it in short)
+
+
+def _absent(workers: Sequence[WorkerEntry]) -> str:
+    """How many of them drain, and how many are awaited."""
+    draining = [it.name for it in workers if it.drain is not None]
+    awaited = [it.name for it in workers if it.drain is None]
+    return ", ".join(
+        f"{len(names)} {what} ({', '.join(names[:NAMES_MAX])}{', …' if len(names) > NAMES_MAX else ''})"
+        for names, what in ((draining, "draining"), (awaited, "awaited after a restart"))
+        if names
+    )
+
+
+def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:
+    """Why these workers could not take it on if they were empty; None: they could."""
+    alone, pair = (BOTH,), (PREFILL, DECODE)
+    ways = ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
+    reasons = [
+        next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in ways
+    ]
+    if None in reasons:
+        return None
+    return reasons[-1 if any(it.capacity.role == PREFILL for it in takers) else 0]
+
+
+_PARTS: Final = {BOTH: "prefills and decodes", PREFILL: "prefills", DECODE: "decodes"}
+
+
+def _lacking(entry: RequestEntry, takers: Sequence[WorkerEntry], part: str) -> PendingReason | None:
+    """Why none of them could do `part`, by the one that lacks least; None: one could."""
+    able = [it for it in takers if it.capacity.role in (part, BOTH)]
+    if not able:
+        return PendingReason(PendingKind.ROLE, f"no worker that takes requests {_PARTS[part]}")
+    misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in able), key=len)
+    return PendingReason(PendingKind.TOO_LARGE, "; ".join(misfits)) if misfits else None
