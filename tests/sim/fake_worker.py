@@ -22,7 +22,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
@@ -36,7 +36,6 @@ from protocol.messages import (
     Admit,
     Audit,
     Command,
-    Event,
     Exited,
     Finished,
     Grant,
@@ -59,6 +58,7 @@ from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, 
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
 from worker.device.inventory import FreeMemory, take_inventory
+from worker.link.outbox import Outbox
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
 
@@ -76,14 +76,6 @@ IDLE_S: Final = 0.2
 LOOKAHEAD: Final = 1
 
 _DETOKENIZER: Final = ByteTokenizer().detokenizer
-
-
-class Reports(Protocol):
-    """What worker.link.outbox.Outbox takes from an executor."""
-
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
-    def add_event(self, event: Event) -> None: ...
 
 
 # ---------------------------------------------------------------- host memory
@@ -268,7 +260,7 @@ class FakeExecutor:
         process: int,
         capacity: WorkerCapacity,
         pool: FakePool,
-        reports: Reports,
+        reports: Outbox,
         gate: Gate,
         rng: random.Random,
         on_decode: Callable[[str], None],

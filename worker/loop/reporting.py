@@ -34,7 +34,8 @@ log = logger("worker.loop.executor")
 
 
 class Reports(Protocol):
-    """Where results go; thread-safe and never waiting (worker/link/outbox.py)."""
+    """Where results go; thread-safe and never waiting. A port: worker.link.outbox.Outbox in a worker, others in
+    benchmarks and tests, which run an executor without a link."""
 
     def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
     def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...

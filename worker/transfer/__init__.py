@@ -23,7 +23,7 @@ own, and destroying it ends all its tickets. That its process is proved dead is 
 what the kernel holds in socket buffers still lands. In every engine what lands goes through the receiver's process or
 its registrations, so that nothing lands once that is gone.
 
-    interface.py                   layouts, descriptions, events, the two ends
+    interface.py                   layouts, descriptions, events
     ends.py                        how they are made
     sending.py, receiving.py       the protocol: pure (outgoing.py: its state, sender_actions.py: what it asks for)
     sender.py, receiver.py         threads and sockets round it (pump.py, control.py)
@@ -45,10 +45,8 @@ from worker.transfer.interface import (
     Failed,
     Layout,
     PoolMemory,
-    Receiver,
     ReceiverEvent,
     Revoked,
-    Sender,
     SenderEvent,
 )
 
@@ -64,10 +62,8 @@ __all__ = [
     "Failed",
     "Layout",
     "PoolMemory",
-    "Receiver",
     "ReceiverEvent",
     "Revoked",
-    "Sender",
     "SenderEvent",
     "check_engine",
     "open_receiver",

@@ -16,13 +16,9 @@ from typing import Final
 
 from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Action as ReceiverAction
-from worker.transfer.receiving import Admit, Check, Receiving, ShutOut
-from worker.transfer.receiving import Say as ReceiverSay
-from worker.transfer.receiving import Tell as ReceiverTell
+from worker.transfer.receiving import AdmitSender, Check, EmitReceiverEvent, Receiving, SendToSender, ShutOut
 from worker.transfer.sender_actions import Action as SenderAction
-from worker.transfer.sender_actions import Connect, Disconnect, Post
-from worker.transfer.sender_actions import Say as SenderSay
-from worker.transfer.sender_actions import Tell as SenderTell
+from worker.transfer.sender_actions import Connect, Disconnect, EmitSenderEvent, Post, SendToReceiver
 from worker.transfer.sending import Sending
 from worker.transfer.wire import Ready, ReceiverMessage, SenderMessage
 
@@ -262,7 +258,7 @@ class FakeTransferWorld:
     def _act(self, sender: FakeSender, actions: Sequence[SenderAction]) -> None:
         for action in actions:
             match action:
-                case SenderSay(_, message):
+                case SendToReceiver(_, message):
                     if self.random.random() >= self.loss:
                         self.to_receiver.append((sender.name, message))
                 case Post():
@@ -271,11 +267,11 @@ class FakeTransferWorld:
                 case Disconnect():
                     for write in self.writes:  # the engine forgets them; their bytes are on the way all the same
                         write.has_ended |= write.sender is sender and write.post.endpoint == action.endpoint
-                case SenderTell(Delivered(ticket, index)):
+                case EmitSenderEvent(Delivered(ticket, index)):
                     assert (ticket, index) not in sender.delivered
                     assert index in self.arrived[ticket]
                     sender.delivered.add((ticket, index))
-                case SenderTell(Failed(ticket, _)):
+                case EmitSenderEvent(Failed(ticket, _)):
                     assert ticket not in sender.failed
                     sender.failed.add(ticket)
                 case Connect():
@@ -284,12 +280,12 @@ class FakeTransferWorld:
     def _perform(self, actions: Sequence[ReceiverAction]) -> None:
         for action in actions:
             match action:
-                case ReceiverSay(sender, message):
+                case SendToSender(sender, message):
                     if isinstance(message, Ready):
                         self.lives[message.endpoint] = self.endpoints[sender]
                     if self.random.random() >= self.loss:
                         self.to_senders.append((sender, message))
-                case Admit(sender, place):
+                case AdmitSender(sender, place):
                     assert place == b"here"
                     self.endpoints[sender] = object()
                     self._perform(self.receiver.admitted(sender, b"blob"))
@@ -302,7 +298,7 @@ class FakeTransferWorld:
                     self._perform(self.receiver.shut_out(sender))
                 case Check():
                     self.checks.append(action)
-                case ReceiverTell(event):
+                case EmitReceiverEvent(event):
                     self._told(event)
 
     def _told(self, event: Arrived | Revoked) -> None:

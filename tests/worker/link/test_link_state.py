@@ -58,8 +58,8 @@ from worker.link.link_state import (
     Drop,
     GiveUp,
     Identity,
+    LinkPhase,
     LinkState,
-    Phase,
     Send,
     SendTokenizer,
     StopAsked,
@@ -82,7 +82,7 @@ def welcomed(incarnation: int = 1) -> LinkState:
     state = make()
     state.connected(0.0)
     state.received(WorkerWelcome(PROTOCOL_VERSION, incarnation, 0, want_tokenizer=False), 0.0)
-    assert state.phase is Phase.WELCOMED
+    assert state.phase is LinkPhase.WELCOMED
     return state
 
 
@@ -152,7 +152,7 @@ def test_a_lower_incarnation_is_not_obeyed() -> None:
     (action,) = reconnect(state, incarnation=3, report_ack=0)
     assert isinstance(action, Drop)
     assert action.reason == "lower_incarnation"
-    assert state.phase is not Phase.WELCOMED
+    assert state.phase is not LinkPhase.WELCOMED
 
 
 def test_incarnations_begin_at_one() -> None:
@@ -192,7 +192,7 @@ def test_a_higher_incarnation_empties_the_worker_before_a_new_epoch() -> None:
 def test_a_blank_epoch_adopts_a_higher_incarnation() -> None:
     state = welcomed(incarnation=1)
     reconnect(state, incarnation=5, report_ack=0)
-    assert (state.phase, state.incarnation, state.outbox.epoch) == (Phase.WELCOMED, 5, 10)
+    assert (state.phase, state.incarnation, state.outbox.epoch) == (LinkPhase.WELCOMED, 5, 10)
 
 
 def test_a_coordinator_that_forgot_this_epoch_gets_a_new_one() -> None:
@@ -600,7 +600,7 @@ class HostileNetwork(RuleBasedStateMachine):
                 if self.to_worker:
                     self.deliver_to_worker(self.to_worker.pop(0))
         epoch = self.worker.outbox.epoch
-        assert self.worker.phase is Phase.WELCOMED
+        assert self.worker.phase is LinkPhase.WELCOMED
         assert epoch == self.coordinator.epoch
         assert self.executed.get(self.worker_life, []) == self.sent.get(self.worker_life, [])
         assert self.coordinator.tokens == list(range(self.written.get(epoch, 0)))

@@ -28,13 +28,13 @@ import numpy.typing as npt
 from protocol.errors import ConfigError, ProtocolError, Unavailable
 from worker.pool.file import Header, lock
 from worker.transfer.checksum import checksum, copy_with_checksum
-from worker.transfer.engines.base import Jobs, Written
+from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.interface import PoolMemory
 from worker.transfer.receiving import Check
 from worker.transfer.sender_actions import Post
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PoolFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which file, and that it is that one."""
 
     path: str
@@ -55,7 +55,7 @@ class SharedTarget:
     def admit(self, sender: str, place: bytes) -> bytes:
         """Map the pool of `sender`. Raises Unavailable when its file is gone or is another one, ProtocolError."""
         try:
-            found = msgspec.msgpack.decode(place, type=_Place)
+            found = msgspec.msgpack.decode(place, type=_PoolFile)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"not the place of a pool: {error}", field="transfer", value=sender) from error
         if found.page_bytes != self._pages.shape[1]:
@@ -101,8 +101,8 @@ class SharedSource:
         extent = self._pages[post.source, post.offset : post.offset + post.length]
         self._running.append((post, self._jobs.submit(partial(checksum, extent))))
 
-    def poll(self) -> list[Written]:
-        ended = [Written(post, digest.result(), "") for post, digest in self._running if digest.done()]
+    def poll(self) -> list[WriteEnd]:
+        ended = [WriteEnd(post, digest.result(), "") for post, digest in self._running if digest.done()]
         self._running = deque(it for it in self._running if not it[1].done())
         return ended
 
@@ -112,10 +112,10 @@ class SharedSource:
 def place_of(pool: PoolMemory) -> bytes:
     """What a receiver needs to map `pool`."""
     pages, page_bytes = pool.pages.shape
-    return msgspec.msgpack.encode(_Place(pool.path, pool.file_offset, pages, page_bytes, pool.pool_id))
+    return msgspec.msgpack.encode(_PoolFile(pool.path, pool.file_offset, pages, page_bytes, pool.pool_id))
 
 
-def _map(place: _Place) -> npt.NDArray[np.uint8]:
+def _map(place: _PoolFile) -> npt.NDArray[np.uint8]:
     """uint8[pages, page_bytes] over the pool at `place`. Raises Unavailable, ConfigError."""
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
