@@ -45,7 +45,7 @@ from benchmarks.swap_in_cells import EXTRA, MISSES, OVERLAPPED, PEERS, peers, sp
 from benchmarks.swap_in_setup import STEPS, Setup, build, check
 from kernels.cuda.jit import load
 from kernels.cuda.launch import defines_of, stream_of
-from kernels.cuda.parameters import Plan
+from kernels.cuda.structures import Plan
 from kernels.cuda.swap_in import ranks_of, replay_misses, swap_in, without_copies
 from kernels.state import DeviceState
 

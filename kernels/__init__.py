@@ -17,8 +17,10 @@ Internal to hisparse: programs import `hisparse.kernels`, which offers the contr
     check, integrity   checks of arguments; consistency of a seat's tables
 
     reference/    all of them in torch; what runs on the CPU
-    cuda/         CUDA C++ and its launchers, compiled at worker start; compile.py does so for every architecture
+    cuda/         launchers for GPUs; their CUDA C++ in cuda/src/, compiled at worker start (by compile.py for every
+                  architecture)
 
-The functions here are the contracts: they check their arguments and hand over to one of the two (backend.py). A kernel
-runs inside one stream operation and orders nothing by itself: fences are the caller's (worker.streams).
+The functions of these modules are the contracts: they check their arguments and call one of the two (backend.py, which
+also prepares a state). A kernel runs inside one stream operation and orders nothing by itself: fences are the caller's
+(worker.streams).
 """

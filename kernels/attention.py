@@ -32,14 +32,14 @@ def attend_rows(state: DeviceState, layer: int, queries: Tensor, out_rows: Tenso
     sizes.check("out_rows", out_rows, ("batch", "k"), torch.int32)
     sizes.check("out", out, ("batch", "heads", "latent"), queries.dtype)
     row_format(state, queries, out)
-    backend(state).attend_rows(state, layer, queries, out_rows, scaling, out)
+    backend(state, __name__).attend_rows(state, layer, queries, out_rows, scaling, out)
 
 
 def prepare_attention(state: DeviceState, heads: int, latent: int, rope: int, dtype: torch.dtype) -> None:
     """Compile and load all that attend_rows launches for queries [B, heads, latent + rope] of `dtype` and up to
     geometry.topk entries, whatever B. At worker start, before any capture. Raises BadInput when no row format fits."""
     form = kv_row_format_of(state.geometry.row_bytes, latent, rope)
-    backend(state).prepare_attention(state, heads, form, dtype)
+    backend(state, __name__).prepare_attention(state, heads, form, dtype)
 
 
 def row_format(state: DeviceState, queries: Tensor, out: Tensor) -> RowFormat:

@@ -1,7 +1,7 @@
-"""Who carries a kernel out: CUDA for a state on a GPU, vectorised torch (the reference) for one on the CPU.
+"""Chooses the code that runs a kernel: CUDA for a state on a GPU, vectorised torch (the reference) for one on the CPU.
 
-Both are packages with the functions of kernels/{seat,begin_step,swap_in,copy_rows,index_topk,rows}.py under the same
-names. The public functions check their arguments once, for either.
+The public functions of kernels/*.py are the list of kernels. Each checks its arguments, then calls the function of its
+own name in the module of its own name: kernels.cuda.swap_in.swap_in, kernels.reference.swap_in.swap_in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,20 @@ from types import ModuleType
 from kernels.state import DeviceState
 
 
-def backend(state: DeviceState) -> ModuleType:
-    """The package that runs kernels on `state`. Raises ConfigError when CUDA's Python bindings are missing."""
-    return importlib.import_module("kernels.cuda" if state.rows.is_cuda else "kernels.reference")
+def prepare(state: DeviceState) -> None:
+    """Compile and load what `state` needs, before its first kernel; on the CPU, nothing.
+
+    Raises BadInput when its host pool is not registered with CUDA, ConfigError when CUDA's Python bindings are missing.
+    """
+    if runs_on_cuda(state):
+        importlib.import_module("kernels.cuda.launch").prepare(state)
+
+
+def backend(state: DeviceState, contract: str) -> ModuleType:
+    """The module that runs the functions of module `contract` on `state`."""
+    package = "cuda" if runs_on_cuda(state) else "reference"
+    return importlib.import_module(f"kernels.{package}.{contract.rpartition('.')[2]}")
+
+
+def runs_on_cuda(state: DeviceState) -> bool:
+    return state.rows.is_cuda

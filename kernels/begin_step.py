@@ -4,8 +4,9 @@ Tail rule. The T newest tokens written by decoding lie in tail slots and are nev
 flight (I3). The token at position p takes ring place r = p % T:
 
     place unset    it takes slot H+r, which is empty
-    place set      the slot there turns ordinary: it keeps its token, as one used in the step before; the LRU victim
-                   among the slots that were ordinary becomes the tail slot of place r, and its token becomes absent
+    place set      the slot there retires: it becomes an ordinary slot, used last in the step before, and keeps its
+                   token; the LRU victim among the other ordinary slots becomes the tail slot of place r, and its token
+                   becomes absent
 
 Nothing is copied, and the newest rows stay hot. The caller has waited for `backed_up` of step n-T, so the row that
 retires is in host memory before it can be evicted. The slot that has just retired is not a candidate: it holds a
@@ -31,7 +32,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     Raises BadInput before any change.
     """
     check_begin_step(state, batch, plan)
-    backend(state).begin_step(state, batch, plan)
+    backend(state, __name__).begin_step(state, batch, plan)
 
 
 def check_begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:

@@ -1,7 +1,7 @@
 """Rows between device memory and host pages, all layers and all index keys in one call.
 
-One verb serves staging, eager backup, preload and resume: a list of places on either side, any of them, in any order,
-so that partial pages need no case of their own. Cost is proportional to the list; nothing depends on page boundaries.
+One call serves staging, eager backup, preload and resume: it takes a list of places on either side, in any order, so a
+partial page is no special case. Cost is proportional to the list; nothing depends on page boundaries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copy_rows_to_host(
     check_places(state, device_row, index_row, host_page, host_offset)
     layers = range(state.geometry.layers) if layers is None else layers
     _check_layers(state, layers, with_keys=index_row is not None)
-    backend(state).copy_rows_to_host(state, device_row, index_row, host_page, host_offset, layers)
+    backend(state, __name__).copy_rows_to_host(state, device_row, index_row, host_page, host_offset, layers)
 
 
 def copy_rows_to_device(
@@ -40,7 +40,7 @@ def copy_rows_to_device(
 ) -> None:
     """The reverse of copy_rows_to_host; same arguments. Device places must differ."""
     check_places(state, device_row, index_row, host_page, host_offset)
-    backend(state).copy_rows_to_device(state, device_row, index_row, host_page, host_offset)
+    backend(state, __name__).copy_rows_to_device(state, device_row, index_row, host_page, host_offset)
 
 
 def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor, host_offset: Tensor) -> None:
@@ -49,7 +49,7 @@ def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor
     All int32|int64[n]; entries whose `host_page` is -1 are skipped. Raises BadInput before any change.
     """
     check_places(state, None, index_row, host_page, host_offset)
-    backend(state).copy_keys_to_device(state, index_row, host_page, host_offset)
+    backend(state, __name__).copy_keys_to_device(state, index_row, host_page, host_offset)
 
 
 def check_places(

@@ -53,7 +53,7 @@ def index_topk(
     if not scale > 0:
         raise BadInput("must be above 0", field="scale", value=scale, remedy="pass the indexer's softmax scale")
     keys = index_key_format(state, sizes["dim"], queries.dtype)
-    backend(state).index_topk(state, group, queries, weights, batch, keys, scale, topk_out)
+    backend(state, __name__).index_topk(state, group, queries, weights, batch, keys, scale, topk_out)
 
 
 def prepare_index(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ def prepare_index(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) 
 
     Raises BadInput when keys of this state fit no such queries, ConfigError when the kernels cannot be cached.
     """
-    backend(state).prepare_index(state, heads, index_key_format(state, dim, dtype), dtype)
+    backend(state, __name__).prepare_index(state, heads, index_key_format(state, dim, dtype), dtype)
 
 
 def index_key_format(state: DeviceState, dim: int, dtype: torch.dtype) -> RowFormat:

@@ -1,4 +1,4 @@
-"""Does a seat's bookkeeping agree with itself? For tests, and for production when a worker is idle. Changes nothing.
+"""Checks that a seat's tables agree with each other. For tests, and for production when a worker is idle. Read-only.
 
 Of a managed seat, in every group:
     slot_token and slot_of are inverse: each token below the length is in one slot at most, and found there

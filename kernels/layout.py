@@ -1,4 +1,4 @@
-"""Where every byte of a context lies, on the host and on the device. The kernels and the allocators share this file.
+"""The layout of a context in bytes, on the host and on the device, for kernels and allocators.
 
 A row is what one token leaves in one layer, as one or two *planes* of any byte count from 1 up: one for MLA (latent and
 rope together), two for K and V, or for values and their scales. row_bytes counts both. A plane is an array of its own
@@ -41,8 +41,10 @@ from typing import Final
 from protocol.units import PAGE_TOKENS, SLOTS_MAX
 
 SLOT_ABSENT: Final = 0xFFFF
-NEXT_SLOTS: Final = 512  # slots listed as those that go next
-NEXT_RESERVE: Final = 1024  # and as those that go after them
+QUEUE_SLOTS: Final = 512  # of an eviction queue's first ring
+QUEUE_RESERVE: Final = 1024  # of its second ring
+QUEUE_RING: Final = QUEUE_SLOTS + QUEUE_RESERVE
+QUEUE_WORDS: Final = 8  # its cursors
 OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the order of its batch
 OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
 OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS

@@ -36,7 +36,7 @@ def prompt_topk(
     sizes.check("topk_out", topk_out, ("tokens", "k"), torch.int32)
     check_number("k", sizes["k"] - 1, TOPK_MAX)
     keys = index_key_format(state, sizes["dim"], queries.dtype)
-    backend(state).prompt_topk(state, group, seat, start, queries, weights, keys, scale, topk_out)
+    backend(state, __name__).prompt_topk(state, group, seat, start, queries, weights, keys, scale, topk_out)
 
 
 def prepare_prompt(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -44,4 +44,4 @@ def prepare_prompt(state: DeviceState, heads: int, dim: int, dtype: torch.dtype)
 
     Raises as kernels.index_topk.prepare_index does.
     """
-    backend(state).prepare_prompt(state, heads, index_key_format(state, dim, dtype), dtype)
+    backend(state, __name__).prepare_prompt(state, heads, index_key_format(state, dim, dtype), dtype)

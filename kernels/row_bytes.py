@@ -1,5 +1,6 @@
-"""How many bytes a KV row and an index key take, by kind. Arithmetic alone, no tensors: whoever sizes memory without
-torch uses it, and kernels/row_format.py, which has the diagrams, reads and writes rows of exactly these sizes.
+"""Bytes of a KV row and of an index key, by kind. Arithmetic alone, for code that sizes memory without torch.
+
+kernels/row_format.py has the diagrams; it reads and writes rows of exactly these sizes.
 """
 
 from __future__ import annotations

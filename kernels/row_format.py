@@ -1,4 +1,4 @@
-"""How a KV row and an index key are written down: in float32, in bfloat16, or in fp8 with scales.
+"""Formats of a KV row and an index key: float32, bfloat16, or fp8 with scales.
 
     kind       KV row of r latent and d rope values                   index key of D values
     float32    4 (r + d) bytes                                        4 D
@@ -14,7 +14,7 @@ Rounding of fp8: half a unit of 3 mantissa bits, so that each value is off by at
 half of e4m3's smallest step (2**-10 scales) where that is more. Decoding adds no rounding: the product of e4m3 and a
 float32 scale is exact to float32's own 2**-24.
 
-Pure functions of tensors: no host synchronisation, fit for graph capture, the same bits for a row in any company.
+Pure functions of tensors: no host synchronisation, fit for graph capture, a row's bits do not depend on other rows.
 
 Rejected: a scale per row (one outlier of 512 values would cost the others their bits), scales in powers of two (a bit
 of every group's range; nothing here is faster with them).

@@ -5,7 +5,7 @@ one: layout.py); `tensor.view(torch.uint8)` of a contiguous tensor of the model'
 
 Nothing here waits for the device. What the host can know (shapes, seat, layer, the width of a table) raises BadInput
 before any change. What only the device knows, whether a page is granted, counts Tripwire.UNGRANTED there, once per
-position: such a row is not stored, and reads as zeros. The verbs of a step may be captured into a graph.
+position: such a row is not stored, and reads as zeros. Functions that take a `batch` may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tenso
     """Store this step's KV row uint8[B, planes[plane]] of each real request where begin_step placed it."""
     _check_plane(state, layer, plane)
     Sizes(batch=batch.seats.shape[0]).check("rows", rows, ("batch", state.geometry.planes[plane]), torch.uint8)
-    backend(state).write_new_rows(state, layer, batch, rows, plane)
+    backend(state, __name__).write_new_rows(state, layer, batch, rows, plane)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
     """Store this step's index key uint8[B, index_row_bytes] of each real request."""
     check_number("group", group, state.geometry.groups)
     Sizes(batch=batch.seats.shape[0]).check("keys", keys, ("batch", state.geometry.index_row_bytes), torch.uint8)
-    backend(state).write_index_keys(state, group, batch, keys)
+    backend(state, __name__).write_index_keys(state, group, batch, keys)
 
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, planes[plane]], zeros where -1."""
     _check_plane(state, layer, plane)
     Sizes().check("out_rows", out_rows, ("batch", "k"), torch.int32)
-    rows: Tensor = backend(state).gather_rows(state, layer, out_rows, plane)
+    rows: Tensor = backend(state, __name__).gather_rows(state, layer, out_rows, plane)
     return rows
 
 
@@ -47,14 +47,14 @@ def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows:
     _check_plane(state, layer, plane)
     Sizes().check("rows", rows, ("tokens", state.geometry.planes[plane]), torch.uint8)
     _check_span(state, "slab_table", seat, start, start + len(rows))
-    backend(state).write_slab_rows(state, layer, seat, start, rows, plane)
+    backend(state, __name__).write_slab_rows(state, layer, seat, start, rows, plane)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
     """Prompt rows of positions 0..stop-1 from the prefill slab: uint8[stop, planes[plane]]."""
     _check_plane(state, layer, plane)
     _check_span(state, "slab_table", seat, 0, stop)
-    rows: Tensor = backend(state).read_slab_rows(state, layer, seat, stop, plane)
+    rows: Tensor = backend(state, __name__).read_slab_rows(state, layer, seat, stop, plane)
     return rows
 
 
@@ -63,14 +63,14 @@ def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: in
     check_number("group", group, state.geometry.groups)
     Sizes().check("keys", keys, ("tokens", state.geometry.index_row_bytes), torch.uint8)
     _check_span(state, "index_table", seat, start, start + len(keys))
-    backend(state).write_prompt_index_keys(state, group, seat, start, keys)
+    backend(state, __name__).write_prompt_index_keys(state, group, seat, start, keys)
 
 
 def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
     """Index keys of positions 0..stop-1: uint8[stop, index_row_bytes]."""
     check_number("group", group, state.geometry.groups)
     _check_span(state, "index_table", seat, 0, stop)
-    rows: Tensor = backend(state).read_index_keys(state, group, seat, stop)
+    rows: Tensor = backend(state, __name__).read_index_keys(state, group, seat, stop)
     return rows
 
 

@@ -4,22 +4,22 @@
     init_managed     H slots under LRU, empty or already holding a run of tokens (slab take-over, preload)
     shrink_managed   the highest slots go; what they held is absent from then on (the host has it)
     grow_managed     all slots stay, new ones are empty and hence used first
-    hold_tokens      an empty managed buffer takes tokens of its groups' own choice into its first slots
-    latest_tokens    what the last step used, for another buffer to begin with
-    clear_seat       nothing is left
+    hold_tokens      slots of an empty managed buffer get tokens, chosen per group: a warm start
+    latest_tokens    tokens that the last step used: what a warm start needs
+    clear_seat       an empty seat
 
 Resident and managed turn into each other by setting up anew: resident -> managed keeps a run of chunks (their tokens
 are `first_token..`), managed -> resident follows a copy of all rows into fresh chunks. All but clear_seat leave the hit
 and miss counters alone: they belong to the request, not to the buffer.
 
-Slots listed as those that go next (`next_list`) are forgotten by all but latest_tokens: a list is of one buffer.
+All but latest_tokens empty the seat's eviction queue: it belongs to the buffer.
 
 Rows are only ever dropped here, never saved: the caller waits until the newest row's backup completed (I3).
 
-Nothing here waits for the device. Sizes are the caller's: the present size of a buffer comes from its books, and what
-the host can know raises before any change. The device holds the tables against them when the work runs, and counts a
-tripwire, leaving the seat as it was: Tripwire.SEAT when its buffer is not of the size that the caller named,
-Tripwire.UNGRANTED when a chunk that the buffer needs, or a page of the tokens it begins with, is not granted.
+Nothing here waits for the device. The caller names the present size of a buffer. What the host can know raises before
+any change. The rest is checked on the device when the work runs: it leaves the seat unchanged and counts Tripwire.SEAT
+when the buffer is not of the size that the caller named, Tripwire.UNGRANTED when a chunk that the buffer needs, or a
+page of the tokens it begins with, is not granted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
+from kernels.reference import seat as in_torch
 from kernels.state import DeviceState
 from protocol.errors import BadInput, WrongState
 from protocol.units import PAGE_TOKENS, SLOTS_MAX, managed_chunks
@@ -37,7 +38,7 @@ from protocol.units import PAGE_TOKENS, SLOTS_MAX, managed_chunks
 def init_resident(state: DeviceState, seat: int) -> None:
     """Token t of `seat` is in row t % 64 of chunk `chunk_table[seat, t // 64]`, already or by the time it is read."""
     check_number("seat", seat, state.seats)
-    backend(state).init_resident(state, seat)
+    in_torch.init_resident(state, seat)
 
 
 def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int, tokens: int) -> None:
@@ -56,7 +57,7 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
             value=f"{first_token}, {tokens}",
             remedy=f"start at a multiple of {PAGE_TOKENS} and pass at most hot_slots tokens",
         )
-    backend(state).init_managed(state, seat, hot_slots, first_token, tokens)
+    backend(state, __name__).init_managed(state, seat, hot_slots, first_token, tokens)
 
 
 def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
@@ -69,7 +70,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     _check_resize(state, seat, old_slots, hot_slots)
     if hot_slots >= old_slots:
         raise BadInput("not smaller", field="hot_slots", value=hot_slots, remedy=f"less than the present {old_slots}")
-    backend(state).shrink_managed(state, seat, old_slots, hot_slots)
+    backend(state, __name__).shrink_managed(state, seat, old_slots, hot_slots)
 
 
 def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
@@ -82,11 +83,11 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     if hot_slots < old_slots + state.tail_slots:
         remedy = f"at least {state.tail_slots} more than the present {old_slots}"
         raise BadInput("not larger", field="hot_slots", value=hot_slots, remedy=remedy)
-    backend(state).grow_managed(state, seat, old_slots, hot_slots)
+    backend(state, __name__).grow_managed(state, seat, old_slots, hot_slots)
 
 
 def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """In group `groups[i]`, slot `slots[i]` holds token `tokens[i]` from now on, as one used at step 0.
+    """In group `groups[i]`, slot `slots[i]` holds token `tokens[i]`, used last at step 0.
 
     All int64[n]. For a buffer that init_managed has set up empty: no slot of a group comes twice, nor any token;
     slots lie below `hot_slots`, tokens below the length, whose pages are granted. Their rows are there by the time they
@@ -97,7 +98,7 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
     sizes = Sizes()
     for name, places in (("groups", groups), ("slots", slots), ("tokens", tokens)):
         sizes.check(name, places, ("n",), torch.int64)
-    backend(state).hold_tokens(state, seat, hot_slots, groups, slots, tokens)
+    in_torch.hold_tokens(state, seat, hot_slots, groups, slots, tokens)
 
 
 def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
@@ -109,13 +110,13 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)
     Sizes(groups=state.geometry.groups).check("out", out, ("groups", "n"), torch.int32)
-    backend(state).latest_tokens(state, seat, hot_slots, out)
+    in_torch.latest_tokens(state, seat, hot_slots, out)
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:
-    """An empty seat: tables unset, counters zero. Rows and maps in the chunks and pages it held mean nothing now."""
+    """Empties the seat: tables unset, counters zero. Rows and slot maps in its former chunks and pages are void."""
     check_number("seat", seat, state.seats)
-    backend(state).clear_seat(state, seat)
+    in_torch.clear_seat(state, seat)
 
 
 def _check_resize(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:

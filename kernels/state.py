@@ -10,9 +10,9 @@ pages together (one arena), N index pages, B rows of a step, G index groups, L l
     slot_of       int16   [G, N*64]                    bit pattern of a uint16: slot of the token, 0xFFFF absent
     slot_token    int32   [G, C*64]                    token in the slot that lies at this device row, -1 empty
     stamp         int32   [G, C*64]                    seat step at which the slot was last used, -1 empty
-    next_list     int32   [G, S, 8]                    slots that go next, of CUDA alone: NextList in layout.cuh
-    next_slot     int16   [G, S, 512+1024]             its slots in turn, two rings; bit patterns of a uint16
-    next_stamp    int32   [G, S, 512+1024]             their stamps then: one that has changed since is out of its turn
+    eviction_queue  int32 [G, S, 8]                    cursors of the queue of slots to evict next, on CUDA alone
+    queue_slot    int16   [G, S, 512+1024]             slots in that queue, two rings; bit patterns of a uint16
+    queue_stamp   int32   [G, S, 512+1024]             stamp of each when queued: a slot whose stamp differs is skipped
     index_table   int32   [S, max_pages]               index page of each page of the context, -1 not granted
     host_table    int32   [S, max_pages]               host page likewise
     chunk_table   int32   [S, max_chunks]              hot chunk of slots 64i..64i+63, -1 none
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Sizes
-from kernels.layout import NEXT_RESERVE, NEXT_SLOTS, OPENED_WORDS, Geometry
+from kernels.layout import OPENED_WORDS, QUEUE_RING, QUEUE_WORDS, Geometry
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS, TAIL_SLOTS_MAX
 
@@ -51,7 +51,7 @@ SLOT_MASK: Final = 0xFFFF
 
 
 class Tripwire(IntEnum):
-    """What a kernel refused because its inputs would have made it touch foreign memory. Zero in a sound worker."""
+    """Why a kernel refused inputs by which it would have touched foreign memory. Counts are 0 in a sound worker."""
 
     POSITION = 0  # top-k entry below -1 or not below the length
     UNGRANTED = 1  # position inside the length whose index page, host page or chunk is not granted
@@ -70,9 +70,9 @@ class DeviceState:
     slot_of: Tensor
     slot_token: Tensor
     stamp: Tensor
-    next_list: Tensor
-    next_slot: Tensor
-    next_stamp: Tensor
+    eviction_queue: Tensor
+    queue_slot: Tensor
+    queue_stamp: Tensor
     index_table: Tensor
     host_table: Tensor
     chunk_table: Tensor
@@ -140,9 +140,9 @@ class DeviceState:
             slot_of=filled(ABSENT, torch.int16, groups, keys),
             slot_token=filled(-1, torch.int32, groups, arena),
             stamp=filled(-1, torch.int32, groups, arena),
-            next_list=filled(-1, torch.int32, groups, seats, 8),
-            next_slot=filled(ABSENT, torch.int16, groups, seats, NEXT_SLOTS + NEXT_RESERVE),
-            next_stamp=filled(-1, torch.int32, groups, seats, NEXT_SLOTS + NEXT_RESERVE),
+            eviction_queue=filled(-1, torch.int32, groups, seats, QUEUE_WORDS),
+            queue_slot=filled(ABSENT, torch.int16, groups, seats, QUEUE_RING),
+            queue_stamp=filled(-1, torch.int32, groups, seats, QUEUE_RING),
             index_table=filled(-1, torch.int32, seats, max_pages),
             host_table=filled(-1, torch.int32, seats, max_pages),
             chunk_table=filled(-1, torch.int32, seats, max_chunks),

@@ -10,8 +10,8 @@ Contract, the same for every backend:
     With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
   * A duplicate gets the row of its first occurrence, and is loaded once. `misses` counts what is loaded, `hits` every
     other entry that gets a row: together, the entries that do.
-  * `batch` is as begin_step left it, and tables are as they were then. What is changed in between may be seen, or not;
-    CUDA looks at `batch.opened` alone, and a batch that no step began with gives -1 everywhere.
+  * `batch` and the seats' tables are as begin_step left them. A change in between has undefined effect: CUDA reads the
+    copy in `batch.opened`. A batch without a begin_step gives -1 everywhere.
   * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
 
 Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.
@@ -34,16 +34,16 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
-    slot_token, stamp, next_*, hits, misses of `group` and rows of its anchor layer; nothing else. Raises
+    slot_token, stamp, eviction queue, hits, misses of `group` and rows of its anchor layer; nothing else. Raises
     BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)
-    backend(state).swap_in(state, group, topk, batch, out_rows, plan)
+    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)
 
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them."""
-    backend(state).replay_misses(state, layer, plan)
+    backend(state, __name__).replay_misses(state, layer, plan)
 
 
 def check_swap_in(

@@ -116,9 +116,11 @@ class PendingReasons:
         its kind is noted the first time."""
         placement_table = self._placement_table
         yield from list(islice(placement_table.unexplained.values(), NOTES_MAX))
-        if placement_table.waiting:
-            yield placement_table.by_rank[placement_table.waiting[0]]
-        for request_index in islice(self._policy.outcome.refused, NOTES_MAX):
+        refused = self._policy.outcome.refused
+        first = placement_table.by_rank[placement_table.waiting[0]] if placement_table.waiting else None
+        if first is not None and first.request_index not in refused:
+            yield first
+        for request_index in islice(refused, NOTES_MAX):
             entry = placement_table.entries.get(request_index)
             if entry is not None and entry.phase is EntryPhase.WAITING and not entry.held:
                 yield entry
@@ -138,10 +140,10 @@ class PendingReasons:
         if now < entry.paused_until:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
             return PendingReason(PendingKind.PAUSED, text)
+        if refusal is not None and refusal.is_barred:
+            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
         if refusal is None or not refusal.asks:
             return self._unasked(entry, now)
-        if refusal.is_barred:
-            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
         return self._shortage(entry, refusal)
 
     def _suspicion(self, entry: RequestEntry) -> str:
@@ -210,7 +212,8 @@ class PendingReasons:
         if not takers:
             kind = PendingKind.DRAINING if any(it.drain for it in workers) else PendingKind.RECONNECT
             return PendingReason(kind, f"no worker{where} takes requests: {_absent(workers)}")
-        unable = _unable(entry, takers)
+        was_considered = entry.request_index in self._policy.outcome.refused  # else others ahead blocked its nodes
+        unable = _unable(entry, takers) if was_considered else None
         if unable is not None:
             others = [it for it in workers if not it.takes]
             return unable._replace(text=unable.text + (f"; {_absent(others)}" if others else ""))
@@ -274,5 +277,6 @@ def _lacking(entry: RequestEntry, takers: Sequence[WorkerEntry], part: str) -> P
     able = [it for it in takers if it.capacity.role in (part, BOTH)]
     if not able:
         return PendingReason(PendingKind.ROLE, f"no worker that takes requests {_PARTS[part]}")
-    misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in able), key=len)
+    unlike = {id(it.capacity): it for it in reversed(able)}.values()  # most workers of a group share one capacity
+    misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in unlike), key=len)
     return PendingReason(PendingKind.TOO_LARGE, "; ".join(misfits)) if misfits else None

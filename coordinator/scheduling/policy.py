@@ -190,7 +190,7 @@ class _Plan:
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True
-        self.refused[entry.request_index] = Refusal(all_asks, bool(all_asks) and not asks, made is not None)
+        self.refused[entry.request_index] = Refusal(asks, bool(all_asks) and not asks, made is not None)
         for ask in all_asks:
             self.blocked.setdefault(ask.worker.node, entry)
         return False

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import row_format
-from kernels.cuda import parameters
+from kernels.cuda import structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
 from kernels.cuda.triton_units import triton_unit
@@ -73,7 +73,7 @@ HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
 
 @dataclass(frozen=True)
 class Cut:
-    """How attend_rows.cuh shares a result out: splits, and blocks of heads that gather for each other."""
+    """How attend_rows.cuh divides a result: splits, and blocks of heads that gather for each other."""
 
     splits: int
     sides: int
@@ -150,7 +150,7 @@ def _attend_on_hopper(
     batch, heads, _ = out.shape
     row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
     splits, head_blocks = -(-row_blocks // blocks_each), -(-heads // HOPPER_BLOCKS.heads)
-    block = parameters.AttendRows(
+    block = structures.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
         entries=out_rows.data_ptr(),

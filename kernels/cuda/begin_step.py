@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, stream_of
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
 OPEN_THREADS = 128
-ROTATE_THREADS = 256  # begin_step.cuh
 
 
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     """As kernels.begin_step.begin_step, unchecked; `state` has been through `prepare`."""
     rows = batch.seats.shape[0]
-    block = parameters.BeginStep(
+    block = structures.BeginStep(
         state=parameters.state_parameters(state),
         batch=parameters.batch_parameters(batch),
         new_rows=batch.new_rows.data_ptr(),
@@ -27,5 +26,5 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     stream = stream_of(state)
     grid = (-(-rows // OPEN_THREADS), 1)
     kernel_of(state, "begin_step", "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
-    grid = (rows, state.geometry.groups + 1)  # those of the last leave what swap_in asks for first
-    kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=ROTATE_THREADS)
+    grid = (rows, state.geometry.groups + 1)  # blocks of the last one write batch.opened
+    kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=structures.ROTATE_THREADS)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS
 
-THREADS = 256  # copy_rows.cuh
 TILES_PER_PROCESSOR = 4
-ROWS_PER_TILE = 64  # copy_rows.cuh
 
 
 def copy_rows_to_host(
@@ -53,7 +52,7 @@ def _launch(
     if n == 0:
         return
     geometry = state.geometry
-    block = parameters.CopyRows(
+    block = structures.CopyRows(
         state=parameters.layers_parameters(state, layers),
         group_of_layer=state.group_of_layer.data_ptr() + layers.start * state.group_of_layer.element_size(),
         device_row=_address(device_row),
@@ -69,8 +68,10 @@ def _launch(
     )
     rows = 0 if device_row is None else len(layers) * len(geometry.planes)
     sections = rows + (0 if index_row is None else geometry.groups)
-    tiles = min(-(-n // ROWS_PER_TILE), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
-    kernel_of(state, "copy_rows", "copy_rows").launch((tiles, sections), block, stream_of(state), threads=THREADS)
+    tiles = min(-(-n // PAGE_TOKENS), -(-TILES_PER_PROCESSOR * processors(host_page.device) // sections))
+    kernel_of(state, "copy_rows", "copy_rows").launch(
+        (tiles, sections), block, stream_of(state), threads=structures.COPY_ROWS_THREADS
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -19,20 +19,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
+from kernels.cuda.structures import BATCH_MAX, BINS, COUNTERS, EDGES_MAX, UNIT
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
 from protocol.units import TOPK_MAX
 
-# index_rows.cuh
-BATCH_MAX: Final = 1024
-UNIT: Final = 16
-BINS: Final = 8192
-EDGES_MAX: Final = 8192
-COUNTERS: Final = 4
 # index_keys.cuh
 HEADS_MAX: Final = 64
 DIM_STEP: Final = 32
@@ -152,7 +147,7 @@ def index_topk(
     _require(batch.seats.shape[0] <= BATCH_MAX, "batch", batch.seats.shape[0], f"at most {BATCH_MAX} rows in a step")
     _require(queries.data_ptr() % 16 == 0, "queries", "not at a multiple of 16 bytes", "pass a clone")
     scratch = scratch_of(state)
-    block = parameters.IndexTopk(
+    block = structures.IndexTopk(
         state=parameters.state_parameters(state),
         batch=parameters.batch_parameters(batch),
         queries=queries.data_ptr(),

@@ -30,7 +30,7 @@ from kernels.layout import Geometry
 from protocol.errors import ConfigError, InternalError
 from protocol.units import PAGE_TOKENS
 
-SOURCE_DIR: Final = Path(__file__).parent
+SOURCE_DIR: Final = Path(__file__).parent / "src"
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
 LINE_BYTES: Final = 128
@@ -73,7 +73,7 @@ def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
 
 
 def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compiled:
-    """Compile CUDA C++ that may include this folder's headers. No GPU is needed. Raises InternalError with the log."""
+    """Compile CUDA C++ that may include headers of SOURCE_DIR. No GPU is needed. Raises InternalError with the log."""
     nvrtc = _bindings("nvrtc")
     headers = {path.name: path.read_bytes() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
     program = _call(

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cuda.index_topk import UNIT, index_topk, prepare_index, scratch_of
+from kernels.cuda.index_topk import index_topk, prepare_index, scratch_of
+from kernels.cuda.structures import UNIT
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS
@@ -64,7 +65,7 @@ def tokens_at_once(length: int) -> int:
 
 def _view_of(state: DeviceState) -> DeviceState:
     if state not in _views:
-        with torch.inference_mode(False):  # whoever comes first: later callers may be outside of it
+        with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             _views[state] = _make_view(state)
     return _views[state]
 

@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
 from kernels.state import DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS
 
-THREADS = 256  # rows.cuh
 WORD_MAX = 16
 BLOCKS_PER_PROCESSOR = 8
 
@@ -81,7 +80,7 @@ def _launch(
         return
     if data.data_ptr() % WORD_MAX:
         data = data.clone()
-    block = parameters.MoveRows(
+    block = structures.MoveRows(
         section=section.data_ptr(),
         data=data.data_ptr(),
         places=None if places is None else places.data_ptr(),
@@ -92,8 +91,8 @@ def _launch(
         plane=plane,
     )
     words = data.numel() // math.gcd(data.shape[-1], WORD_MAX)
-    tiles = min(-(-words // THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))
-    kernel_of(state, "rows", kernel).launch((tiles, 1), block, stream_of(state), threads=THREADS)
+    tiles = min(-(-words // structures.ROWS_THREADS), BLOCKS_PER_PROCESSOR * processors(data.device))
+    kernel_of(state, "rows", kernel).launch((tiles, 1), block, stream_of(state), threads=structures.ROWS_THREADS)
 
 
 def _new(state: DeviceState, *shape: int) -> Tensor:

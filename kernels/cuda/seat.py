@@ -1,25 +1,12 @@
-"""seat on CUDA: the contracts of kernels/seat.py. What is only filled, or happens once per stay, is torch's, which does
-not wait either."""
+"""seat on CUDA: those contracts of kernels/seat.py that torch alone would run too slowly."""
 
 from __future__ import annotations
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import kernel_of, processors, stream_of
-from kernels.reference.seat import clear_seat, hold_tokens, init_resident, latest_tokens
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS, managed_chunks
 
-__all__ = [
-    "clear_seat",
-    "grow_managed",
-    "hold_tokens",
-    "init_managed",
-    "init_resident",
-    "latest_tokens",
-    "shrink_managed",
-]
-
-THREADS = 256  # seat.cuh
 BLOCKS_PER_PROCESSOR = 4
 
 
@@ -28,7 +15,7 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.INIT,
+        kind=structures.SeatChangeKind.INIT,
         hot_slots=hot_slots,
         chunks=managed_chunks(hot_slots),
         first_token=first_token,
@@ -41,7 +28,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.SHRINK,
+        kind=structures.SeatChangeKind.SHRINK,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=hot_slots,
@@ -54,7 +41,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     _launch(
         state,
         seat=seat,
-        verb=parameters.SeatVerb.GROW,
+        kind=structures.SeatChangeKind.GROW,
         old_slots=old_slots,
         hot_slots=hot_slots,
         first_slot=old_slots + state.tail_slots,
@@ -63,9 +50,9 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
 
 
 def _launch(state: DeviceState, **change: int) -> None:
-    block = parameters.SeatChange(state=parameters.state_parameters(state), **change)
+    block = structures.SeatChange(state=parameters.state_parameters(state), **change)
     groups, stream = state.geometry.groups, stream_of(state)
     work = max(change["chunks"] * PAGE_TOKENS, state.index_table.shape[1])
-    tiles = min(-(-work // THREADS), -(-BLOCKS_PER_PROCESSOR * processors(state.rows.device) // groups))
-    kernel_of(state, "seat", "change_slots").launch((tiles, groups), block, stream, threads=THREADS)
-    kernel_of(state, "seat", "close_change").launch((1, 1), block, stream, threads=THREADS)
+    tiles = min(-(-work // structures.SEAT_THREADS), -(-BLOCKS_PER_PROCESSOR * processors(state.rows.device) // groups))
+    kernel_of(state, "seat", "change_slots").launch((tiles, groups), block, stream, threads=structures.SEAT_THREADS)
+    kernel_of(state, "seat", "close_change").launch((1, 1), block, stream, threads=structures.SEAT_THREADS)

@@ -1,10 +1,10 @@
 """swap_in and replay_misses on CUDA: the contracts of kernels/swap_in.py, launched on the current stream.
 
-How many thread blocks share a request: as many as a cluster may have while all clusters run at once, with a block more
-for each request's list of slots that go next, and what they write to each other stays little. Fewer at large batches
-than there are multiprocessors, because clusters of many blocks leave some unused: a second wave of blocks costs more
-than larger blocks do (batch 16 without misses, a kernel of before: 6.4 us in clusters of 8, 3.4 in clusters of 4). 20
-misses take 7.6, 7.8 and 8.0 us in clusters of 8, 6 and 4 at batch 12, 9.0 and 9.2 in clusters of 5 and 4 at batch 16.
+Thread blocks per request (ranks): as many as possible while all clusters run at once, a refill block for each request
+beside them, and messages between blocks stay few. At large batches that is fewer blocks than multiprocessors, because
+clusters of many blocks leave some multiprocessors unused, and a second wave of blocks costs more than larger blocks do
+(batch 16 without misses, an earlier kernel: 6.4 us in clusters of 8, 3.4 in clusters of 4). 20 misses take 7.6, 7.8 and
+8.0 us in clusters of 8, 6 and 4 at batch 12, 9.0 and 9.2 in clusters of 5 and 4 at batch 16.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from kernels.cuda import parameters
+from kernels.cuda import parameters, structures
 from kernels.cuda.launch import RANKS, has_clusters, kernel_of, processors, slots_limit, stream_of, swap_in_of
 from kernels.state import DeviceState, MissPlan, StepBatch
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS, TOPK_MAX
 
-MAIL_MAX = 13 * 8**2  # messages in a step: every block of a request writes to every other
+PEER_MESSAGES_MAX = 13 * 8**2  # in a step: each block of a request writes to all others
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -37,25 +37,25 @@ def swap_in(
     *,
     ranks: int | None = None,
     early: bool = True,
-    keepers: bool = True,
+    refill_blocks: bool = True,
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
     Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
-    `keepers`: blocks of their own keep the lists of slots that go next, where the device has room for them.
+    `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
     """
     rows, k = topk.shape
     ranks = ranks or ranks_of(state, rows, k)
     if not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
-    keeping = keepers_of(rows, ranks, clusters_at_once(state, ranks)) if keepers and ranks > 1 else 0  # clusters
+    refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
     swap_in_of(state, ranks).launch(
-        (ranks, rows + keeping),
-        block_of(state, group, topk, batch, out_rows, plan, ranks, keepers=keeping > 0),
+        (ranks, rows + refilling),
+        block_of(state, group, topk, batch, out_rows, plan, ranks, refill_blocks=refilling > 0),
         stream_of(state),
         cluster=ranks,
-        shared_bytes=parameters.SWAP_IN_SHARED_BYTES,
+        shared_bytes=structures.SWAP_IN_SHARED_BYTES,
         early=early and has_clusters(state),
     )
 
@@ -69,14 +69,14 @@ def block_of(
     plan: MissPlan,
     ranks: int,
     *,
-    keepers: bool,
-) -> parameters.SwapIn:
+    refill_blocks: bool,
+) -> structures.SwapIn:
     """The parameter block of a swap_in."""
     rows, k = topk.shape
     geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
     arena = state.rows.shape[1]
     before = [layer * geometry.row_bytes + begin for begin in (0, geometry.split)]  # bytes of a token, up to each plane
-    return parameters.SwapIn(
+    return structures.SwapIn(
         state=parameters.group_parameters(state, group),
         opened=batch.opened.data_ptr(),
         plan=parameters.plan_parameters(plan),
@@ -85,10 +85,10 @@ def block_of(
         rows=rows,
         k=k,
         slots_limit=slots_limit(state),
-        share=share_of(k, ranks),
+        block_entries=block_entries_of(k, ranks),
         copies=_copies.get(),
         page_bytes=geometry.page_bytes,
-        keepers=keepers,
+        refill_blocks=refill_blocks,
         host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
         device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
     )
@@ -97,7 +97,7 @@ def block_of(
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group."""
     rows, k = plan.device_row.shape
-    block = parameters.ReplayMisses(
+    block = structures.ReplayMisses(
         state=parameters.state_parameters(state),
         plan=parameters.plan_parameters(plan),
         k=k,
@@ -124,46 +124,46 @@ def without_copies() -> Iterator[None]:
 
 
 def ranks_of(state: DeviceState, rows: int, k: int) -> int:
-    """Blocks that share a request in a step of `rows` rows of top-k `k`."""
+    """Blocks per request in a step of `rows` rows of top-k `k`."""
     if not has_clusters(state):
         return 1
     return blocks_per_request(rows, k, lambda ranks: clusters_at_once(state, ranks))
 
 
-def keepers_of(rows: int, ranks: int, at_once: int) -> int:
-    """Clusters of `ranks` blocks that keep the lists of slots that go next, each block one of them.
+def refill_clusters(rows: int, ranks: int, at_once: int) -> int:
+    """Clusters of `ranks` refill blocks, one block for each of `rows` rows.
 
-    As many as `rows` rows need, if the device, which holds `at_once`, has room for them beside theirs. Else none: the
-    rows' own blocks do it.
+    None when the device, which holds `at_once` clusters, has no room for them beside the rows' clusters: blocks of the
+    rows refill the queues then.
     """
-    keepers = -(-rows // ranks)
-    return keepers if rows + keepers <= at_once else 0
+    clusters = -(-rows // ranks)
+    return clusters if rows + clusters <= at_once else 0
 
 
 def clusters_at_once(state: DeviceState, ranks: int) -> int:
     """Clusters of `ranks` blocks of swap_in that the device holds at once."""
-    return swap_in_of(state, ranks).clusters_at_once(ranks, parameters.SWAP_IN_SHARED_BYTES)
+    return swap_in_of(state, ranks).clusters_at_once(ranks, structures.SWAP_IN_SHARED_BYTES)
 
 
 def blocks_per_request(rows: int, k: int, clusters_at_once: Callable[[int], int]) -> int:
-    """The most of RANKS that run at once beside blocks for lists; if there are none such, the most that run at once.
+    """The largest of RANKS whose clusters run at once with refill blocks; if there is none, without.
 
-    Of those that have room for a top-k of `k`, and write little enough to each other. It may be 1.
+    Only ranks whose blocks have room for a top-k of `k` and send each other few enough messages count. It may be 1.
     """
     fit = [
         ranks
         for ranks in RANKS[1:]
-        if rows * ranks**2 <= MAIL_MAX and has_room(k, ranks) and rows <= clusters_at_once(ranks)
+        if rows * ranks**2 <= PEER_MESSAGES_MAX and has_room(k, ranks) and rows <= clusters_at_once(ranks)
     ]
-    kept = [ranks for ranks in fit if keepers_of(rows, ranks, clusters_at_once(ranks))]
-    return max(kept or fit or RANKS[:1])
+    refilled = [ranks for ranks in fit if refill_clusters(rows, ranks, clusters_at_once(ranks))]
+    return max(refilled or fit or RANKS[:1])
 
 
-def share_of(k: int, ranks: int) -> int:
-    """Room for the top-k entries of one block: a power of two. Whole warps are dealt out in turn."""
+def block_entries_of(k: int, ranks: int) -> int:
+    """Top-k entries that a block has room for: a power of two. Entries go to blocks by whole warps, in turn."""
     return 32 << (-(-k // (32 * ranks)) - 1).bit_length()
 
 
 def has_room(k: int, ranks: int) -> bool:
-    """Whether a block has room for the shares of all: not always where they are no power of two together."""
-    return ranks * share_of(k, ranks) <= TOPK_MAX
+    """Whether a block has room for the codes of all blocks; it may not when `ranks` is no power of two."""
+    return ranks * block_entries_of(k, ranks) <= TOPK_MAX

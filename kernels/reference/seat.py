@@ -46,7 +46,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
     state.slot_of[group, _index_rows(state, seat, tokens[group, column])] = ABSENT
     _empty(state, dropped)
     state.tail[:, seat] = -1
-    state.next_list[:, seat] = -1
+    state.eviction_queue[:, seat] = -1
     state.hot_slots[seat] = hot_slots
 
 
@@ -55,7 +55,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
     if not _is_sized(state, seat, old_slots) or not _granted(state, seat, hot_slots):
         return
     _empty(state, _rows(state, seat, hot_slots)[old_slots + state.tail_slots :])
-    state.next_list[:, seat] = -1
+    state.eviction_queue[:, seat] = -1
     state.hot_slots[seat] = hot_slots
 
 
@@ -67,7 +67,7 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
     granted = (chunks >= 0).all() & (pages >= 0).all()
     state.tripwires[Tripwire.SEAT] += ~sized
     state.tripwires[Tripwire.UNGRANTED] += sized & ~granted
-    state.next_list[:, seat].fill_(-1)
+    state.eviction_queue[:, seat].fill_(-1)
     rows = chunks.clamp(min=0) * PAGE_TOKENS + slots % PAGE_TOKENS
     index_rows = pages.clamp(min=0) * PAGE_TOKENS + tokens % PAGE_TOKENS
     for table, places, values in (
@@ -103,7 +103,7 @@ def clear_seat(state: DeviceState, seat: int) -> None:
 def _restart(state: DeviceState, seat: int, hot_slots: int) -> None:
     state.hot_slots[seat].fill_(hot_slots)  # assigning a number would wait for the device
     state.tail[:, seat].fill_(-1)
-    state.next_list[:, seat].fill_(-1)
+    state.eviction_queue[:, seat].fill_(-1)
     state.now[seat].zero_()
 
 

@@ -1,6 +1,6 @@
-// CUDA C++ on a CPU, as far as the kernels go that move rows: every thread is a fiber. Who goes on is drawn at random, some
-// warps and blocks far more seldom than others, so that a wait that was left out shows. Memory is sequentially consistent:
-// what a fence forgets does not show.
+// CUDA C++ on a CPU, as far as the kernels that move rows use it: every thread is a fiber. The next fiber to run is drawn at
+// random, from some warps and blocks far more seldom than from others, so that a missing wait shows. Memory is sequentially
+// consistent: a missing fence does not show.
 //
 //    blocks of a launch    eight clusters of them at work at once, in any order, or one block that forms none
 //    shared memory         begins as random bytes, or as the block before left it (static: one block at a time has it)

@@ -21,11 +21,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 from unittest import mock
 
-from kernels import cuda, reference
 from kernels.cuda import launch
 from kernels.cuda.jit import SOURCE_DIR, Defines
 from kernels.state import DeviceState
@@ -126,8 +124,8 @@ class Device:
     def load(self, unit: str, kernel: str, defines: Defines, device: int) -> Emulated:
         return Emulated(unit, kernel, defines, self)
 
-    def backend(self, state: DeviceState) -> ModuleType:
-        return cuda if any(state is ours for ours in self.states) else reference
+    def runs(self, state: DeviceState) -> bool:
+        return any(state is ours for ours in self.states)
 
     @contextmanager
     def installed(self) -> Iterator[Device]:
@@ -135,7 +133,7 @@ class Device:
         with ExitStack() as stack:
             for name, ours in (
                 ("load", self.load),
-                ("backend", self.backend),
+                ("runs_on_cuda", self.runs),
                 ("has_clusters", lambda state: True),
                 ("stream_of", lambda state: 0),
                 ("processors", lambda device: PROCESSORS),

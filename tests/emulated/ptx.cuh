@@ -1,4 +1,4 @@
-// What kernels/cuda/ptx.cuh has, on a CPU (cuda.hpp). Words on their way to shared memory get there when they are awaited.
+// What kernels/cuda/src/ptx.cuh has, on a CPU (cuda.hpp). Words on their way to shared memory get there when they are awaited.
 #pragma once
 
 #include "layout.cuh"
@@ -58,18 +58,18 @@ inline void cluster_wait() {
     emulated::wait([](const emulated::Fiber& f) { return f.block->cluster->arrived == f.while_it_is; }, nullptr,
                    emulated::self->block->peers->size() * emulated::self->block->threads);
 }
-inline void publish_mailboxes() {}
-inline void expect_bytes(u64* mailbox, u32 bytes) {
-    *mailbox += static_cast<u64>(bytes) << 32;
-    open_gate(mailbox);
+inline void publish_gates() {}
+inline void expect_bytes(u64* gate, u32 bytes) {
+    *gate += static_cast<u64>(bytes) << 32;
+    open_gate(gate);
 }
-inline void knock(u64* mailbox, int peer) { open_gate(emulated::at_peer(mailbox, peer)); }
-template <class T> void send(T* at, const T& v, u64* mailbox, int peer) {
+inline void open_remote_gate(u64* gate, int peer) { open_gate(emulated::at_peer(gate, peer)); }
+template <class T> void send(T* at, const T& v, u64* gate, int peer) {
     emulated::may_be_overtaken();
-    u64& box = *emulated::at_peer(mailbox, peer);
-    if (box >> 32 < sizeof v) emulated::complain("more bytes came by mail than were expected");
+    u64& remote = *emulated::at_peer(gate, peer);
+    if (remote >> 32 < sizeof v) emulated::complain("a gate got more bytes than it was to expect");
     *emulated::at_peer(at, peer) = v;
-    box -= static_cast<u64>(sizeof v) << 32;
+    remote -= static_cast<u64>(sizeof v) << 32;
 }
 
 }  // namespace hisparse

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cuda.index_topk import UNIT, scratch_of
+from kernels.cuda.index_topk import scratch_of
+from kernels.cuda.structures import UNIT
 from kernels.index_topk import index_topk
 from kernels.layout import Geometry
 from kernels.reference.index_topk import row_keys, top_positions

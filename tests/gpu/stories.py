@@ -34,19 +34,19 @@ def goes_mixed_steps(twin: Twin, steps: int) -> None:
 
 
 def small_sizes(hot_slots: int) -> dict[str, int]:
-    """Of a Twin for `uses_a_list_for_long`."""
+    """Of a Twin for `uses_a_queue_for_long`."""
     return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}
 
 
-def uses_a_list_for_long(twin: Twin, steps: int) -> None:
+def uses_a_queue_for_long(twin: Twin, steps: int) -> None:
     """Exact LRU all the while, by the sets of tokens held after each step.
 
-    Few misses a step, so that a list serves many steps; its slots are hit again, become tail slots, or are evicted.
-    Then steps that use most of a list up, or more than it has.
+    Few misses a step, so that a queue serves many steps; its slots are hit again, become tail slots, or are evicted.
+    Then steps that use most of a queue up, or more than it has.
     """
     twin.open(0, 3000, 1088, 1088)
     twin.open(1, 3000, 1000, 700)
-    lists, lengths = [], []
+    stamps, lengths = [], []
     window = [torch.randperm(2900, generator=twin.torch) for _ in range(2)]
     places = [0, 0]
     few = steps - 10
@@ -63,11 +63,11 @@ def uses_a_list_for_long(twin: Twin, steps: int) -> None:
             rows.append(near[torch.randperm(TOPK, generator=twin.torch)])
         step_with(twin, batches, torch.stack(rows))
         if step < few:
-            lists.append(twin.gpu.next_stamp[0, :2, :TOPK].cpu().clone())
-            lengths.append(twin.gpu.next_list[0, :2, 1].tolist())
-    changes = sum(not torch.equal(old, new) for old, new in pairwise(lists))
-    assert 2 < changes < few // 2, "how many steps added to a list"
-    assert min(min(pair) for pair in lengths[4:]) > 40, "and no list ran out"
+            stamps.append(twin.gpu.queue_stamp[0, :2, :TOPK].cpu().clone())
+            lengths.append(twin.gpu.eviction_queue[0, :2, 1].tolist())
+    changes = sum(not torch.equal(old, new) for old, new in pairwise(stamps))
+    assert 2 < changes < few // 2, "how many steps added to a queue"
+    assert min(min(pair) for pair in lengths[4:]) > 40, "and no queue ran out"
 
 
 def goes_round(twin: Twin, length: int, misses: tuple[int, ...], steps: int) -> None:

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
-from tests.gpu.stories import TOPK, goes_round, small_sizes, uses_a_list_for_long  # noqa: E402
+from tests.gpu.stories import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 
@@ -115,32 +115,32 @@ def test_duplicates_of_misses_meet_wherever_they_stand(ranks: int, hot: int) -> 
         twin.check()
 
 
-@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (4, False), (4, True), (5, True), (16, True)])
-def test_victims_come_in_order_from_a_list_that_lasts(ranks: int, keepers: bool) -> None:
-    """Exact LRU from a list, and when it ends."""
-    twin = Twin(20 + ranks, groups=(0,), ranks=ranks, keepers=keepers, **small_sizes(1088))
-    uses_a_list_for_long(twin, steps=70)
+@pytest.mark.parametrize(("ranks", "refill_blocks"), [(1, False), (4, False), (4, True), (5, True), (16, True)])
+def test_queue_gives_victims_in_order(ranks: int, refill_blocks: bool) -> None:
+    """Exact LRU from the queue, also when it runs out."""
+    twin = Twin(20 + ranks, groups=(0,), ranks=ranks, refill_blocks=refill_blocks, **small_sizes(1088))
+    uses_a_queue_for_long(twin, steps=70)
 
 
-@pytest.mark.parametrize("keepers", [False, True])
+@pytest.mark.parametrize("refill_blocks", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "hot_slots", "tokens", "misses"),
     [
-        (16, 4096, 4096, (410,)),  # nearly all of a list in a step
+        (16, 4096, 4096, (410,)),  # nearly all of a queue in a step
         (2, 4096, 4096, (20,)),  # slots of more steps than are added at once
         (8, 9400, 9000, (150, 0, 0, 3)),  # steps apart
-        (5, 20_000, 12_000, (150, 20)),  # more slots than a block has room for, unless it does nothing else
-        (2, 700, 700, (512, 100, 30)),  # more than a list has left, and all that may go
+        (5, 20_000, 12_000, (150, 20)),  # more slots than a block has room for, but a refill block
+        (2, 700, 700, (512, 100, 30)),  # more than a queue has left, and all that may go
         (4, 600, 600, (1,) * 40 + (60,)),  # a stamp of each slot
     ],
 )
-def test_a_list_goes_on_where_a_step_leaves_it(
-    ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
+def test_queue_is_refilled_across_steps(
+    ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], refill_blocks: bool
 ) -> None:
-    """Lists of many steps, and of none."""
+    """Queues that hold slots of many steps, and of none."""
     length = max(14_000, hot_slots + 5_000)
     sizes = {"hot_max": hot_slots + 72, "max_tokens": length + 200}
-    twin = Twin(ranks, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
+    twin = Twin(ranks, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, refill_blocks=refill_blocks, **sizes)
     twin.open(0, length, hot_slots, tokens)
     goes_round(twin, length, misses, steps=90)
 

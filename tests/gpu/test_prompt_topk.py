@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -11,11 +9,10 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels.cuda import prompt_topk as room  # noqa: E402
 from kernels.cuda.launch import prepare  # noqa: E402
 from kernels.prompt_topk import prompt_topk  # noqa: E402
 from tests.kernels.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, whole  # noqa: E402
-
-room = import_module("kernels.cuda.prompt_topk")  # its package holds the function of that name
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

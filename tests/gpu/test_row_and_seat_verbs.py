@@ -114,26 +114,27 @@ def test_seats_are_set_up_resized_and_cleared() -> None:
         twin.write_new_rows(batches[0])
         for group in range(2):
             twin.swap_in(group, batches, torch.randint(0, 130 + turn, (4, 8), generator=twin.torch, dtype=torch.int32))
-    lists_nothing = []
+    queues_empty = []
     for seat, verb in (
         (0, lambda s: shrink_managed(s, 0, 128, 70)),
         (2, lambda s: shrink_managed(s, 2, 100, 9)),
         (2, lambda s: grow_managed(s, 2, 9, 100)),
     ):
-        twin.gpu.next_list.fill_(3)
+        twin.gpu.eviction_queue.fill_(3)
         on_both(twin, verb)
-        lists_nothing.append((twin.gpu.next_list == -1).all(2).all(0).tolist() == [seat == other for other in range(3)])
-    assert all(lists_nothing), "a resized buffer lists its next slots anew, and no other"
+        emptied = (twin.gpu.eviction_queue == -1).all(2).all(0).tolist()
+        queues_empty.append(emptied == [seat == other for other in range(3)])
+    assert all(queues_empty), "resizing a buffer empties its queue, and no other"
     on_both(twin, lambda s: grow_managed(s, 2, 9, 100))  # not its size: SEAT
     on_both(twin, lambda s: grow_managed(s, 0, 70, 192))  # two chunks short: UNGRANTED
     on_both(twin, lambda s: shrink_managed(s, 1, 70, 64))  # resident: SEAT
     assert twin.cpu.tripwires.tolist() == [0, 1, 0, 2]
     for seat in range(3):
         check_state(twin.gpu, seat, twin.lengths[seat])
-    twin.gpu.next_list.fill_(3)
+    twin.gpu.eviction_queue.fill_(3)
     on_both(twin, lambda s: init_managed(s, 0, 100, 64, 77))
     on_both(twin, lambda s: init_managed(s, 1, 65, 0, 0))
-    assert (twin.gpu.next_list == -1).all(2).all(0).tolist() == [True, True, False]
+    assert (twin.gpu.eviction_queue == -1).all(2).all(0).tolist() == [True, True, False]
     on_both(twin, lambda s: init_resident(s, 0))
     on_both(twin, lambda s: clear_seat(s, 2))
 

@@ -49,13 +49,13 @@ class Twin:
         max_tokens: int = 512,
         hot_max: int = 192,
         ranks: int | None = None,
-        keepers: bool = True,
+        refill_blocks: bool = True,
         ids: torch.dtype = torch.int32,
     ) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
-        self.ranks, self.keepers, self.ids, self.size = ranks, keepers, ids, batch
+        self.ranks, self.refill_blocks, self.ids, self.size = ranks, refill_blocks, ids, batch
         pages = pages_for(max_tokens)
         slots = max(pages, managed_chunks(hot_max))
         host = torch.randint(0, 256, (seats * pages + 1, self.geometry.page_bytes), generator=self.torch).byte()
@@ -92,7 +92,7 @@ class Twin:
 
     def upload(self) -> None:
         """The GPU twin becomes the CPU twin."""
-        for name in (*TABLES, *GIVEN, "next_list", "rows", "index_keys"):
+        for name in (*TABLES, *GIVEN, "eviction_queue", "rows", "index_keys"):
             getattr(self.gpu, name).copy_(getattr(self.cpu, name))
         self.gpu.host.copy_(self.cpu.host)
 
@@ -198,7 +198,7 @@ class Twin:
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
             if state is self.gpu:
-                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, keepers=self.keepers)
+                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, refill_blocks=self.refill_blocks)
             else:
                 swap_in(state, group, table, batch, out, plan)
             for layer in self.geometry.layers_of_group(group)[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import sys
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 from kernels import compile as kernels_compile
-from kernels.cuda import jit, parameters
+from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
-from kernels.cuda.swap_in import blocks_per_request, has_room, keepers_of, replay_misses, share_of, swap_in
+from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 from protocol.errors import BadInput, ConfigError, InternalError
@@ -90,12 +91,14 @@ def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() ->
         jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
 
 
-def test_host_and_device_structures_are_equal() -> None:
-    source = parameters.assertions()
-    jit.compile_source(source, "layout", (), "sm_90")
-    wrong = source.replace("SwapIn, share) == ", "SwapIn, span) == 1", 1)
-    with pytest.raises(InternalError, match=r"SwapIn\.share"):
-        jit.compile_source(wrong, "layout", (), "sm_90")
+def test_header_is_generated() -> None:
+    assert header.HEADER.read_text() == header.render(), f"run {header.COMMAND}"
+
+
+def test_header_asserts_the_sizes_that_ctypes_has() -> None:
+    size = f"sizeof(SwapIn) == {ctypes.sizeof(structures.SwapIn)}"
+    with pytest.raises(InternalError, match="as ctypes lays it out"):
+        jit.compile_source(header.render().replace(size, f"{size} + 4"), "layout", (), "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -178,13 +181,13 @@ def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> Non
     assert [blocks_per_request(n, 4096, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 1]
     fewer = {16: 0, 8: 3, 5: 3, 4: 3, 2: 66}
     assert [blocks_per_request(n, 2048, fewer.__getitem__) for n in (1, 2, 3, 4)] == [8, 8, 2, 2]
-    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no blocks of their own for lists then"
+    assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
 
 
-def test_blocks_that_keep_lists_have_room_beside_the_others_or_there_are_none() -> None:
-    assert [keepers_of(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
-    assert keepers_of(44, 2, 66) == 22
-    assert keepers_of(45, 2, 66) == 0
+def test_refill_blocks_have_room_beside_the_others_or_there_are_none() -> None:
+    assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
+    assert refill_clusters(44, 2, 66) == 22
+    assert refill_clusters(45, 2, 66) == 0
 
 
 def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,20 +196,20 @@ def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.Mo
     kernel = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
     for name, value in (("kernel_of", kernel), ("processors", 132), ("stream_of", None)):
         monkeypatch.setattr(sys.modules[replay_misses.__module__], name, lambda *_, value=value: value)
-    monkeypatch.setattr(parameters, "state_parameters", lambda _: parameters.State())
+    monkeypatch.setattr(parameters, "state_parameters", lambda _: structures.State())
     for rows in (1, 8, 32, 256):
         replay_misses(cast("DeviceState", None), 0, MissPlan.allocate(rows, 4))
     assert grids == [(1, 1), (4, 1), (16, 1), (66, 1)]
 
 
-def test_a_block_has_room_for_its_share_of_a_top_k() -> None:
-    assert parameters.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
+def test_block_has_room_for_its_entries() -> None:
+    assert structures.SWAP_IN_SHARED_BYTES <= 99 * 1024, "any device since sm_80"
     for k, ranks in product((1, 33, 2048, 2049, 2560, 2561, 4096), RANKS):
-        share = share_of(k, ranks)
-        assert k <= share * ranks
-        assert has_room(k, ranks) == (share * ranks <= 4096)
+        entries = block_entries_of(k, ranks)
+        assert k <= entries * ranks
+        assert has_room(k, ranks) == (entries * ranks <= 4096)
         assert has_room(k, ranks) or (ranks == 5 and k > 2560)
-        assert share & (share - 1) == 0
+        assert entries & (entries - 1) == 0
     with pytest.raises(BadInput) as caught:
         swap_in(cast("DeviceState", None), 0, torch.empty(1, 4096), *cast("Any", (None,) * 3), ranks=5)
     assert (caught.value.field, caught.value.value) == ("ranks", "5")

@@ -12,7 +12,7 @@ from tests.emulated.twin import EmulatedTwin
 from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
-from tests.gpu.stories import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_list_for_long
+from tests.gpu.stories import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -80,30 +80,32 @@ def test_what_is_left_out_shows(edit: Edit, said: str) -> None:
             steps()
 
 
-@pytest.mark.parametrize(("ranks", "keepers"), [(1, False), (2, True)])
-def test_victims_come_in_order_from_a_list_that_lasts(device: Device, ranks: int, keepers: bool) -> None:
-    """Exact LRU from a list, and when it ends; with a block of its own that keeps it while others use it."""
+@pytest.mark.parametrize(("ranks", "refill_blocks"), [(1, False), (2, True)])
+def test_queue_gives_victims_in_order(device: Device, ranks: int, refill_blocks: bool) -> None:
+    """Exact LRU from the queue, also when it runs out; with a block that refills it while others use it."""
     sizes = {"seats": 2, "batch": 2, **small_sizes(1088)}
-    twin = EmulatedTwin(20 + ranks, device, groups=(0,), ranks=ranks, keepers=keepers, **sizes)
-    uses_a_list_for_long(twin, steps=50)
+    twin = EmulatedTwin(20 + ranks, device, groups=(0,), ranks=ranks, refill_blocks=refill_blocks, **sizes)
+    uses_a_queue_for_long(twin, steps=50)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hot_slots", "tokens", "misses", "keepers"),
+    ("ranks", "hot_slots", "tokens", "misses", "refill_blocks"),
     [
         (2, 4096, 4096, (20,), True),  # slots of more steps than are added at once
         (1, 9400, 9000, (150, 0, 0, 3), False),  # steps apart
-        (1, 20_000, 12_000, (150, 20), False),  # more slots than a block has room for
-        (2, 20_000, 12_000, (150, 20), True),  # unless it does nothing else
+        (1, 20_000, 12_000, (150, 20), False),  # more slots than a row's block has room for
+        (2, 20_000, 12_000, (150, 20), True),  # a refill block has room for them
         (4, 600, 600, (1,) * 15 + (60,), True),  # a stamp of each slot
     ],
 )
-def test_a_list_goes_on_where_a_step_leaves_it(
-    device: Device, ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], keepers: bool
+def test_queue_is_refilled_across_steps(
+    device: Device, ranks: int, hot_slots: int, tokens: int, misses: tuple[int, ...], refill_blocks: bool
 ) -> None:
-    """Lists of many steps, and of none."""
+    """Queues that hold slots of many steps, and of none."""
     length = max(14_000, hot_slots + 5_000)
     sizes = {"hot_max": hot_slots + 72, "max_tokens": length + 200, "seats": 1, "batch": 1}
-    twin = EmulatedTwin(ranks, device, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, keepers=keepers, **sizes)
+    twin = EmulatedTwin(
+        ranks, device, groups=(0,), row_bytes=16, topk=TOPK, ranks=ranks, refill_blocks=refill_blocks, **sizes
+    )
     twin.open(0, length, hot_slots, tokens)
     goes_round(twin, length, misses, steps=30)

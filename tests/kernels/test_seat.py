@@ -262,10 +262,10 @@ def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
 def test_a_buffer_that_changes_lists_no_slots_to_go_next(verb: Callable[[DeviceState], None]) -> None:
     """A list names the oldest slots by their stamps; what sets stamps anew, or adds slots, leaves none of it true."""
     rig, _ = opened()
-    rig.state.next_list.fill_(3)
+    rig.state.eviction_queue.fill_(3)
     verb(rig.state)
-    assert bool((rig.state.next_list[:, 0] == -1).all())
-    assert bool((rig.state.next_list[:, 1:] == 3).all())
+    assert bool((rig.state.eviction_queue[:, 0] == -1).all())
+    assert bool((rig.state.eviction_queue[:, 1:] == 3).all())
 
 
 def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from protocol.units import PAGE_TOKENS
-from worker.pool.host_pool import HEADER_BYTES
+from worker.pool.file import HEADER_BYTES
 
 #: An anchor layer in both families, below which attention has mixed the context in.
 LAYER = 2

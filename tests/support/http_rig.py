@@ -160,12 +160,8 @@ class FrontRig:
         self.gateway.speak(request_id, list(text.encode() if isinstance(text, str) else text))
 
     def aborted(self) -> list[str]:
-        return [
-            request_id
-            for command, ids, *_ in self.gateway.scheduler.commands
-            if command == "abort"
-            for request_id in ids
-        ]
+        aborts = [ids for command, ids, *_ in self.gateway.scheduler.commands if command == "abort"]
+        return [request_id for ids in aborts if isinstance(ids, tuple) for request_id in ids]
 
 
 @asynccontextmanager

@@ -67,7 +67,7 @@ def lost_seat() -> None:
     from worker.loop.seats import Seats
 
     free = Seats.free
-    Seats.free = lambda seats: free(seats)._replace(seats=free(seats).seats - shows())  # type: ignore[method-assign]
+    Seats.free = lambda seats: free(seats)._replace(seats=free(seats).seats - shows())  # type: ignore[method-assign,assignment]
 
 
 DEFECTS: Final[dict[str, Callable[[], None]]] = {

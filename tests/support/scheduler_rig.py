@@ -45,6 +45,9 @@ class FakeListener:
         assert self.token_log.length(ending.request_index) == ending.generated_tokens
         self.endings[ending.request_id] = ending
 
+    def recovered(self, ending: Ending) -> None:
+        raise AssertionError(f"{ending.request_id}: there was no journal")
+
     def forgotten(self, request_index: int) -> None:
         self.forgotten_slots.append(request_index)
 
@@ -54,7 +57,7 @@ class FakeLink:
 
     def __init__(self, rig: SchedulerRig, name: str, node: str, epoch: int, number: int, **counts: int) -> None:
         pool = rig.pools.setdefault(node, FakePool(rig.host_pages))
-        size = capacity(host_pages=rig.host_pages, **counts)
+        size = capacity(messages.BOTH, host_pages=rig.host_pages, **counts)
         self.rig = rig
         self.number = number
         self.downlink: deque[messages.Command] = deque()

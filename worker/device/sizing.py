@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.layout import NEXT_RESERVE, NEXT_SLOTS, Geometry
+from kernels.layout import QUEUE_RING, Geometry
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
 from protocol.messages import DECODE, ModelInfo, WorkerCapacity
@@ -164,8 +164,8 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
 
 def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
-    list of slots that go next."""
-    per_group = 4 * settings.tail_slots + 48 + 6 * (NEXT_SLOTS + NEXT_RESERVE)
+    eviction queue."""
+    per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
     return settings.seats * per_seat
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backend import prepare
 from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
 from protocol.arrays import unpack_int32
@@ -67,10 +68,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         host=host,
         device=settings.device,
     )
-    if state.rows.is_cuda:
-        from kernels.cuda import prepare  # needs CUDA's Python bindings
-
-        prepare(state)
+    prepare(state)
     return state
 
 

@@ -196,6 +196,18 @@ def test_a_suspect_waits_for_others_to_come_further() -> None:
     assert "has a request with which workers died" in explained(fake, 7).text
 
 
+def test_room_on_a_worker_that_suspicion_bars_does_not_count() -> None:
+    fake = cluster(2, slab_pages=2)
+    running(fake, 100)
+    fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
+    fake.submit(1, 128, 60)
+    fake.submit(7, 128, 60)
+    worker, other = fake.entry(0).worker, "w1" if fake.entry(0).worker == "w0" else "w0"
+    reason = explained(fake, 7)
+    assert worker not in reason.text
+    assert (reason.kind, other in reason.text) == (PendingKind.SLAB_PAGES, True)
+
+
 def test_rows_on_their_way_and_a_transfer_that_failed() -> None:
     desk = Desk()
     pending = PendingReasons(desk.placement_table, desk.dispatch.policy, str)

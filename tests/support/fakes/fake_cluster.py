@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ AHEAD_TOKENS = 96
 
 def capacity(role: str = messages.BOTH, **counts: int) -> messages.WorkerCapacity:
     """A small worker: 3 or 5 chunks make a managed hot buffer."""
-    defaults = {"seats": 3, "hot_chunks": 14, "index_pages": 26, "slab_pages": 8, "host_pages": 32}
+    defaults: dict[str, Any] = {"seats": 3, "hot_chunks": 14, "index_pages": 26, "slab_pages": 8, "host_pages": 32}
     return messages.WorkerCapacity(
         **(defaults | counts),
         page_bytes=1024,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final
+from typing import Final, TypeVar
 
 from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Action as ReceiverAction
@@ -21,6 +21,8 @@ from worker.transfer.sender_actions import Action as SenderAction
 from worker.transfer.sender_actions import Connect, Disconnect, EmitSenderEvent, Post, SendToReceiver
 from worker.transfer.sending import Sending
 from worker.transfer.wire import Ready, ReceiverMessage, SenderMessage
+
+Message = TypeVar("Message", SenderMessage, ReceiverMessage)
 
 LAYOUT: Final = Layout(64, 600, 2, 4, 0, 1, 1, "model")
 PART_ENDS: Final = ((600,), (300, 600), (100, 200, 600))
@@ -175,7 +177,7 @@ class FakeTransferWorld:
             for sender in [sender for sender in self._alive() if sender.name == name]:
                 self._act(sender, sender.core.heard(PEER, answer, self.now))
 
-    def _pick(self, queue: list[tuple[str, SenderMessage]] | list[tuple[str, ReceiverMessage]]) -> tuple[str, object]:
+    def _pick(self, queue: list[tuple[str, Message]]) -> tuple[str, Message]:
         at = self.random.randrange(len(queue))
         return queue[at] if self.random.random() < self.loss / 2 else queue.pop(at)  # doubled, or once
 

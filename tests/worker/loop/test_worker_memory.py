@@ -265,7 +265,7 @@ def test_what_is_sized_fits_the_budget() -> None:
     held = (
         state.rows, state.index_keys, state.slot_of, state.slot_token, state.stamp, state.index_table, state.host_table,
         state.chunk_table, state.slab_table, state.hot_slots, state.tail, state.now, state.hits, state.misses,
-        state.next_list, state.next_slot, state.next_stamp,
+        state.eviction_queue, state.queue_slot, state.queue_stamp,
     )  # fmt: skip
     used = sum(tensor.numel() * tensor.element_size() for tensor in held)
     assert used <= sizing.device_bytes <= 256 * 1024

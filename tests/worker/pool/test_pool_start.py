@@ -363,4 +363,4 @@ def test_a_torn_header_is_none(tmp_path: Path) -> None:
         assert Header.read(opened.fileno()) == header
         assert find_pool(path, header) == header
         os.pwrite(opened.fileno(), b"\xff", file.OWNER_AT)
-        assert Header.read(file.fileno()) is None
+        assert Header.read(opened.fileno()) is None

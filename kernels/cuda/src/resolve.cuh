@@ -1,8 +1,8 @@
-// The first half of a swap_in, by all warps of a block: where the tokens of its entries are, and which must be loaded.
-// Padding and resident requests end here.
+// The first half of a swap_in, by all warps of a block: finds the slots of its entries' tokens, and the misses. Padding
+// and resident requests end here.
 //
-// Every load that something later depends on is written where it can be issued early, and its value is used where it is
-// needed at last: a use moved forward by the compiler, or a scoreboard shared with a slower load, costs a round trip.
+// A load is written where it can be issued early, and its value is used as late as possible: a use that the compiler moves
+// forward, or a scoreboard shared with a slower load, costs a round trip.
 #pragma once
 
 #include "swap_in_block.cuh"
@@ -11,10 +11,10 @@ namespace hisparse {
 
 struct Entry {
     i32 token;
-    u32 page;       // of the context; NO_PAGE of none, or beyond its length
+    u32 page;       // of the context; NO_PAGE without a token, or beyond the length
     i32 key;        // place in slot_of; -1 without an index page
-    u32 code;       // what slot_of says; NOTHING when it was not asked
-    i32 host_page;  // if it is wanted before a miss is known
+    u32 code;       // entry of slot_of; NOTHING when it was not loaded
+    i32 host_page;  // loaded ahead of a miss, from SPECULATIVE blocks on
 };
 constexpr u32 NO_PAGE = ~0u;
 
@@ -30,8 +30,8 @@ __device__ __forceinline__ void read_tokens(const SwapIn& p, int row, int place,
     }
 }
 
-// Waits for the tokens, in all threads alike. A use of one that might still be on its way, as far as the compiler knows,
-// would wait for all loads that its scoreboard counts by then: for slots, where the next thing to ask for are host pages.
+// Waits for the tokens, in all threads alike. A later first use would wait for all loads that its scoreboard counts by
+// then: for slots, where the next loads to issue are those of host pages.
 __device__ __forceinline__ void settle_tokens(const Seat& at, Entry (&entry)[ENTRIES]) {
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void settle_tokens(const Seat& at, Entry (&entry)[ENT
     }
 }
 
-// Index pages of entries that lie beyond those in shared memory.
+// Index pages of entries beyond the pages in shared memory.
 __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, Entry (&entry)[ENTRIES]) {
     if (at.length <= OPENED_PAGES * PAGE_TOKENS) return;
     const TableRow pages(p.state.index_table, p.state.max_pages, at.seat);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void read_pages(const SwapIn& p, const Seat& at, Entr
     for (int j = 0; j < ENTRIES; ++j) entry[j].key = key_in(page[j], entry[j].token);
 }
 
-// Slots of the entries, by pages that are known or in shared memory.
+// Slots of the entries, by pages loaded already or in shared memory.
 __device__ __forceinline__ void read_slots(const SwapIn& p, const Shared& s, int place, int step, Entry (&entry)[ENTRIES]) {
 #pragma unroll
     for (int j = 0; j < ENTRIES; ++j) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void read_slots(const SwapIn& p, const Shared& s, int
     }
 }
 
-// Host pages, where they are wanted before a miss is known: while slots are on their way.
+// Host pages from SPECULATIVE blocks on, before misses are known: while slots are on their way.
 __device__ __forceinline__ void read_host_pages(const SwapIn& p, const Seat& at, int place, int step,
                                                 Entry (&entry)[ENTRIES]) {
     if (RANKS < SPECULATIVE) return;
@@ -74,10 +74,10 @@ __device__ __forceinline__ void read_host_pages(const SwapIn& p, const Seat& at,
         load_if(page < static_cast<u32>(p.state.max_pages), entry[j].host_page, p.state.host_table + (begin + page));
     }
 }
-static_assert(MISSING == SLOT_ABSENT, "what slot_of says is a code");
+static_assert(MISSING == SLOT_ABSENT, "an entry of slot_of is a code");
 
-// True, and every load of these has ended. One that nothing awaited would be awaited where its register is used again: if
-// that is the register of a host load, the wait is for the host loads ahead of it, too.
+// True, when every load of these has ended. A load that is never awaited is awaited where its register is used again: if a
+// host load uses it, that wait is for the host loads ahead of it, too.
 __device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES]) {
     u32 codes = 0;
 #pragma unroll
@@ -85,21 +85,21 @@ __device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES]) {
     return codes <= 0xFFFF;
 }
 
-// By the copy warps, while tables are on their way: what is needed before the next barrier.
-__device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Deal& deal) {
+// By the copy warps, while tables are on their way: clears what is needed before the next barrier.
+__device__ __forceinline__ void clear_bits(const SwapIn& p, Shared& s, const Part& part) {
     const u32 thread = threadIdx.x - CONTROL_THREADS;
     const uint4 zero = {0, 0, 0, 0};
     if (thread * 128 < p.slots_limit) {
         reinterpret_cast<uint4*>(s.stay)[thread] = zero;
-        if (deal.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
+        if (part.ranks < SCATTERED) reinterpret_cast<uint4*>(s.hit)[thread] = zero;
     }
 }
 static_assert(SLOTS_MAX <= 128 * COPY_THREADS, "a vector of bits per thread");
 
-// By the copy warps that have no entries, or by all if none is so: what is needed when misses are known, the whole top-k
-// among it.
-__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row, const Deal& deal) {
-    const u32 first = deal.share < BLOCK_THREADS ? max(deal.share, static_cast<u32>(CONTROL_THREADS)) : CONTROL_THREADS;
+// By the copy warps without entries, or by all copy warps if each has some: fetches the whole top-k and empties the hash
+// set, for when misses are known.
+__device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int row, const Part& part) {
+    const u32 first = part.entries < BLOCK_THREADS ? max(part.entries, static_cast<u32>(CONTROL_THREADS)) : CONTROL_THREADS;
     const u32 thread = threadIdx.x - first, threads = BLOCK_THREADS - first;
     if (threadIdx.x < first) return;
     const i32* const topk = p.topk + static_cast<u32>(row) * static_cast<u32>(p.k);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void prepare_misses(const SwapIn& p, Shared& s, int r
     for (u32 i = thread; i < SEEN / 4; i += threads) reinterpret_cast<uint4*>(s.seen)[i] = none;
 }
 
-// By the copy warps: the seat's tables to shared memory.
+// By the copy warps: fetches the seat's tables to shared memory.
 __device__ __forceinline__ void fetch_tables(const SwapIn& p, Shared& s, int row) {
     constexpr u32 PAGES = OPENED_PAGES / 4;
     const u32 vectors = PAGES + (p.slots_limit / PAGE_TOKENS + 3) / 4;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void fetch_tables(const SwapIn& p, Shared& s, int row
         else fetch_words<4>(s.chunk + 4 * (i - PAGES), from.chunk + 4 * (i - PAGES));
 }
 
-// The slots that are no victims to begin with, by the last copy warp.
+// By the last copy warp: the slots of the tail, which are never victims.
 struct Tail {
     i32 slot = -1;
 
@@ -134,7 +134,7 @@ struct Tail {
         if (place() < p.state.tail_slots)
             load_now(slot, p.state.tail + (static_cast<u32>(at.seat) * static_cast<u32>(p.state.tail_slots) + place()));
     }
-    // A barrier after `clear_bits`.
+    // After a barrier behind `clear_bits`.
     __device__ __forceinline__ void keep(const SwapIn& p, const Seat& at, Shared& s) const {
         if (place() < p.state.tail_slots) {
             const u32 its = slot < 0 ? at.hot + place() : slot;
@@ -147,20 +147,20 @@ static_assert(TAIL_SLOTS_MAX < 32, "a lane each, and one more");
 
 // ---- padding and resident requests
 
-__device__ void write_padding(const SwapIn& p, int row, const Deal& deal) {
-    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void write_padding(const SwapIn& p, int row, const Part& part) {
+    if (part.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
 #pragma unroll 1
-    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS)
+    for (int e = part.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += part.ranks * BLOCK_THREADS)
         p.out_rows[static_cast<i64>(row) * p.k + e] = -1;
 }
 
-__device__ void resolve_resident(const SwapIn& p, const Seat& at, int row, const Deal& deal) {
-    if (deal.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
+__device__ void resolve_resident(const SwapIn& p, const Seat& at, int row, const Part& part) {
+    if (part.rank == 0 && threadIdx.x == 0) p.plan.count[row] = 0;
     const TableRow chunks(p.state.chunk_table, p.state.max_chunks, at.seat);
     u32 hits = 0;
     int ungranted = 0, foreign = 0;
 #pragma unroll 1
-    for (int e = deal.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += deal.ranks * BLOCK_THREADS) {
+    for (int e = part.rank * BLOCK_THREADS + threadIdx.x; e < p.k; e += part.ranks * BLOCK_THREADS) {
         const i64 place = static_cast<i64>(row) * p.k + e;
         const u32 token = p.topk[place];
         const bool inside = token < static_cast<u32>(at.length);
@@ -189,34 +189,33 @@ __device__ __forceinline__ bool list_missing(Shared& s, u32 place, u32 token, i3
     return true;
 }
 
-// What a warp of entries found goes to all peers, with its numbers of misses and hits. Nobody waits for the rest of the
+// Sends the codes of a warp of entries to all peers, with its counts of misses and hits: no warp waits for the rest of its
 // block.
-__device__ __forceinline__ void send_codes(Shared& s, const Deal& deal, u32 position, bool missing, bool hit) {
+__device__ __forceinline__ void send_codes(Shared& s, const Part& part, u32 position, bool missing, bool hit) {
     constexpr u32 VECTORS = 32 / VECTOR_CODES;
     const u32 lane = threadIdx.x % 32;
     const u32 found = __popc(__ballot_sync(0xFFFFFFFF, missing)) | __popc(__ballot_sync(0xFFFFFFFF, hit)) << 16;
     u32& count = s.count[position / 32];
-    if (lane == deal.rank) count = found;
-    if (deal.ranks == 1) return;
+    if (lane == part.rank) count = found;
+    if (part.ranks == 1) return;
     __syncwarp();  // codes are written
-    if (deal.ranks >= SCATTERED && lane == deal.rank) open_gate(&s.codes_mail);
+    if (part.ranks >= SCATTERED && lane == part.rank) open_gate(&s.codes_arrived);
     uint4& codes = *reinterpret_cast<uint4*>(&s.code[position - lane + lane % VECTORS * VECTOR_CODES]);
     const uint4 words = codes;
 #pragma unroll 1
-    for (u32 peer = lane / VECTORS; peer < deal.ranks; peer += 32 / VECTORS)
-        if (peer != deal.rank) send(&codes, words, &s.codes_mail, peer);
-    if (lane < deal.ranks && lane != deal.rank) send(&count, found, &s.codes_mail, lane);
+    for (u32 peer = lane / VECTORS; peer < part.ranks; peer += 32 / VECTORS)
+        if (peer != part.rank) send(&codes, words, &s.codes_arrived, peer);
+    if (lane < part.ranks && lane != part.rank) send(&count, found, &s.codes_arrived, lane);
 }
 
-// Outputs and stamps of hits; the list of misses; a code for each entry, here and at the peers. `entry` comes with what
-// slot_of says. One piece of code for all entries of a thread: fetching instructions takes longer than what is saved by
-// having them thrice.
-__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Deal& deal,
+// Writes outputs and stamps of hits, the list of misses, and a code for each entry, here and at the peers. `entry` comes
+// with its code. One piece of code for all entries of a thread: fetching three takes longer than they save.
+__device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at, Shared& s, int row, const Part& part,
                                                 Entry (&entry)[ENTRIES]) {
     i32* const out = p.out_rows + static_cast<u32>(row) * static_cast<u32>(p.k);
-    const int step = BLOCK_THREADS * deal.ranks;
-    const u32 begin = deal.rank * deal.share, end = begin + deal.share;
-    int place = deal.place(threadIdx.x);
+    const int step = BLOCK_THREADS * part.ranks;
+    const u32 begin = part.rank * part.entries, end = begin + part.entries;
+    int place = part.place(threadIdx.x);
     u32 which = 0;
 #pragma unroll 1
     for (u32 position = begin + threadIdx.x; position < end; position += BLOCK_THREADS, place += step, ++which) {
@@ -234,8 +233,8 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
         for (u32 j = 1; j < ENTRIES; ++j)
             if (which == j) code = entry[j].code, token = entry[j].token, host_page = entry[j].host_page;
         const i32 found = code < at.limit ? slot_row(s, code) : -1;
-        if (!__all_sync(0xFFFFFFFF, found >= 0)) {  // else the rest is not even fetched
-            if (code == MISSING && deal.ranks < SPECULATIVE)
+        if (!__all_sync(0xFFFFFFFF, found >= 0)) {  // in most warps all hit: the rest is not fetched
+            if (code == MISSING && part.ranks < SPECULATIVE)
                 host_page = TableRow(p.state.host_table, p.state.max_pages, at.seat)[static_cast<u32>(token) / PAGE_TOKENS];
             if (code == MISSING ? !list_missing(s, place, token, host_page) : found < 0) {
                 code = NOTHING;
@@ -245,14 +244,14 @@ __device__ __forceinline__ void resolve_managed(const SwapIn& p, const Seat& at,
             }
         }
         const bool hit = found >= 0;
-        if (deal.ranks >= SCATTERED && position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
+        if (part.ranks >= SCATTERED && position + BLOCK_THREADS >= end) open_gate(&s.found);  // copies may begin
         if (hit) {
             out[place] = found;
-            if (deal.ranks >= SCATTERED) p.state.stamp[found] = at.now;
+            if (part.ranks >= SCATTERED) p.state.stamp[found] = at.now;
             else atomicOr(&s.hit[code / 32], 1u << code % 32);
         }
         s.code[position] = static_cast<u16>(code);
-        send_codes(s, deal, position, code == MISSING, hit);
+        send_codes(s, part, position, code == MISSING, hit);
     }
 }
 

@@ -1,10 +1,10 @@
-// Which slots go, by the stamps of all: exact LRU over the slots of one seat, by the control warps of a block. All blocks
-// of a request choose alike, each for itself, from the same stamps and the same bits of slots that stay.
+// Victims by the stamps of all slots: exact LRU over the slots of one seat, by the control warps of a block. Each block
+// of a request makes the same choice by itself, from the same stamps and the same bits of slots in use.
 //
 // Victims are all candidates with a stamp below the cut, and the lowest slots among those at it. The cut is found by
-// counting candidates in four neighbouring classes of stamps at a time, from the oldest stamp on: a step evicts about as
-// many slots as it leaves behind with one stamp, so that the first round nearly always ends the search. Otherwise
-// classes grow fourfold until the cut is passed, then shrink fourfold until each is one stamp.
+// counting candidates in four neighbouring classes of stamps at a time, from the oldest stamp on. A step evicts about as
+// many slots as it leaves with one stamp, so the first round nearly always ends the search. Otherwise classes grow fourfold
+// until the cut is passed, then shrink fourfold until each is one stamp.
 //
 // Rejected: a histogram over all ages (atomics in shared memory on few distinct bins, then a scan: slower).
 #pragma once

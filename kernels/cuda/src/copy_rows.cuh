@@ -15,7 +15,6 @@ namespace hisparse {
 
 using Keys = RowShape<INDEX_ROW_BYTES, INDEX_ROW_ALIGN>;
 
-constexpr int COPY_ROWS_THREADS = 256;
 constexpr int COPY_FLIGHT = 4;
 constexpr int TILE_ROWS = PAGE_TOKENS;
 constexpr int RUN_FLIGHT = 4;  // words of 16 bytes in flight per thread

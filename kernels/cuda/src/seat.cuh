@@ -1,15 +1,14 @@
 // seat: the tables of one managed hot buffer, set up or resized. Contract: kernels/seat.py.
 //
-// Two kernels in a row. Each block of change_slots first judges for itself whether the books fit the device, from
-// entries that the kernel leaves alone, and then changes its share of slots and pages. close_change judges again, counts
-// the tripwire, and writes what the judgement was made from.
+// Two kernels in a row. Each block of change_slots first checks by itself whether the caller's sizes agree with the device,
+// from entries that the kernel does not change, and then changes its slots and pages. close_change checks again, counts the
+// tripwire, and changes the entries that were checked.
 #pragma once
 
 #include "memory.cuh"
 
 namespace hisparse {
 
-constexpr int SEAT_THREADS = 256;
 constexpr int SEAT_WARP = 32;
 constexpr u32 EVERY_LANE = 0xFFFFFFFF;
 
@@ -36,10 +35,10 @@ __device__ __forceinline__ bool is_granted(const SeatChange& p) {
     return __syncthreads_and(granted);
 }
 __device__ __forceinline__ bool is_sized(const SeatChange& p) {
-    return p.verb == INIT || p.state.hot_slots[p.seat] == p.old_slots;
+    return p.kind == INIT || p.state.hot_slots[p.seat] == p.old_slots;
 }
 
-// Every granted page of the context tells of the tokens that the buffer begins with, and of no others.
+// Writes slot_of in all granted pages of the context: the tokens that the buffer begins with, all others absent.
 __device__ void write_slot_map(const SeatChange& p, u16* slot_of) {
     const int lane = threadIdx.x % SEAT_WARP;
     const int warp = (blockIdx.x * SEAT_THREADS + threadIdx.x) / SEAT_WARP, warps = gridDim.x * SEAT_THREADS / SEAT_WARP;
@@ -77,13 +76,13 @@ extern "C" __global__ void __launch_bounds__(hisparse::SEAT_THREADS)
     const i32 thread = blockIdx.x * SEAT_THREADS + threadIdx.x;
     for (i32 slot = p.first_slot + thread; slot < p.chunks * PAGE_TOKENS; slot += gridDim.x * SEAT_THREADS) {
         const i64 row = row_of(chunks, slot);
-        if (p.verb == SHRINK) forget(p, slot_of, slot_token[row]);
+        if (p.kind == SHRINK) forget(p, slot_of, slot_token[row]);
         slot_token[row] = slot < p.tokens ? p.first_token + slot : -1;
         stamp[row] = slot < p.tokens ? 0 : -1;
     }
-    if (thread == 0) s.next_list[group * s.seats + p.seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
-    if (p.verb == INIT) write_slot_map(p, slot_of);
-    if (p.verb == SHRINK && thread < s.tail_slots) {
+    if (thread == 0) s.eviction_queue[group * s.seats + p.seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    if (p.kind == INIT) write_slot_map(p, slot_of);
+    if (p.kind == SHRINK && thread < s.tail_slots) {
         const i32 slot = s.tail[(group * s.seats + p.seat) * s.tail_slots + thread];
         if (0 <= slot && slot < p.hot_slots) stamp[row_of(chunks, slot)] = s.now[p.seat];
     }
@@ -102,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(hisparse::SEAT_THREADS)
     }
     if (threadIdx.x == 0) {
         s.hot_slots[p.seat] = p.hot_slots;
-        if (p.verb == INIT) s.now[p.seat] = 0;
+        if (p.kind == INIT) s.now[p.seat] = 0;
     }
-    if (p.verb == GROW) return;
+    if (p.kind == GROW) return;
     for (i32 i = threadIdx.x; i < s.groups * s.tail_slots; i += SEAT_THREADS)
         s.tail[(static_cast<i64>(i / s.tail_slots) * s.seats + p.seat) * s.tail_slots + i % s.tail_slots] = -1;
 }

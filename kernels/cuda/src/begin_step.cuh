@@ -10,7 +10,6 @@
 
 namespace hisparse {
 
-constexpr int ROTATE_THREADS = 256;
 constexpr u64 NEVER = ~0ull;
 
 __device__ __forceinline__ i32 begin_entry(const i32* table, i32 width, i64 seat, i64 place) {
@@ -23,7 +22,7 @@ __device__ __forceinline__ bool may_stay(const State& s, i32 hot, const i32* tai
     return true;
 }
 
-// The ordinary slot that goes first. `minima` holds one word per warp.
+// The LRU victim among ordinary slots. `minima` holds one word per warp.
 __device__ i32 find_victim(const State& s, const i32* chunks, const i32* tail, const i32* stamp, i32 hot, i32 now,
                            u64* minima) {
     u64 best = NEVER;
@@ -41,7 +40,7 @@ __device__ i32 find_victim(const State& s, const i32* chunks, const i32* tail, c
     return best == NEVER ? -1 : static_cast<i32>(best & 0xFFFF);
 }
 
-// What swap_in asks for first, of a row that it will resolve: also of one whose new token found no page.
+// Leaves what swap_in loads first of a row that it will resolve, even if the row's new token found no page.
 __device__ __forceinline__ void leave_tables(const BeginStep& p, int row) {
     const State& s = p.state;
     OpenedRow& to = p.opened[row];

@@ -1,6 +1,6 @@
-// Which entries of a request miss: what the control warps of each block read out of the codes and counts of all blocks,
-// its own and those that came by mail. The misses of lower ranks come first, and those of one block in the order in which
-// it found them. Of entries with one token the first leads, the others take its row.
+// Which entries of a request miss: the control warps of each block read it from the codes and counts of all blocks, which
+// peers have sent. Misses of lower ranks come first, those of one block in the order found. Of entries with the same token
+// the first one is the leader; the others take its row.
 #pragma once
 
 #include "resolve.cuh"
@@ -13,14 +13,14 @@ struct Misses {
     u32 before, own;  // of lower ranks, and of this block
 };
 
-// What each warp of entries says, four warps to a thread. Each warp of threads adds up for itself: nobody waits.
+// Counts of all warps of entries, four to a thread. Each warp of threads adds them up by itself: no warp waits for another.
 struct Counts {
     u32 count[4];
 
     __device__ __forceinline__ static u32 first() { return threadIdx.x % 32 * 4; }
 
-    __device__ __forceinline__ Counts(const Shared& s, const Deal& deal) {
-        const u32 all = deal.positions() / 32;
+    __device__ __forceinline__ Counts(const Shared& s, const Part& part) {
+        const u32 all = part.positions() / 32;
         uint4 v = {0, 0, 0, 0};
         if (first() < all) v = *reinterpret_cast<const uint4*>(s.count + first());
         count[0] = v.x, count[1] = v.y, count[2] = v.z, count[3] = v.w;
@@ -35,27 +35,28 @@ struct Counts {
     __device__ __forceinline__ bool any() const {
         return __any_sync(0xFFFFFFFF, (count[0] | count[1] | count[2] | count[3]) & 0xFFFF);
     }
-    __device__ __forceinline__ Misses misses(const Deal& deal, u32 own) const {
+    __device__ __forceinline__ Misses misses(const Part& part, u32 own) const {
         u32 sums = 0;  // all, and from 16 bits on those of lower ranks
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
-            sums += (count[i] & 0xFFFF) * (deal.rank_at((first() + i) * 32) < deal.rank ? 0x10001 : 1);
+            sums += (count[i] & 0xFFFF) * (part.rank_at((first() + i) * 32) < part.rank ? 0x10001 : 1);
         sums = __reduce_add_sync(0xFFFFFFFF, sums);
         return {sums & 0xFFFF, sums >> 16, own};
     }
-    // A bit for each block that has any misses, leading or not.
-    __device__ __forceinline__ u32 who(const Deal& deal) const {
+    // A bit for each block with misses, leaders or not.
+    __device__ __forceinline__ u32 missing_ranks(const Part& part) const {
         u32 ranks = 0;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
-            if ((count[i] & 0xFFFF) > 0) ranks |= 1 << deal.rank_at((first() + i) * 32);
+            if ((count[i] & 0xFFFF) > 0) ranks |= 1 << part.rank_at((first() + i) * 32);
         return __reduce_or_sync(0xFFFFFFFF, ranks);
     }
 };
 
 __device__ __forceinline__ u32 hash_of(u32 entry) { return (entry >> ENTRY_BITS) * 2654435761u >> 7; }
 
-// Enters an entry into the hash set of missing tokens, where the lowest entry of each token stays. Once more is no harm.
+// Enters an entry into the hash set of missing tokens, which keeps the lowest entry of each token. Entering twice is
+// harmless.
 __device__ __forceinline__ void enter(Shared& s, u32 entry) {
     for (u32 place = hash_of(entry);; ++place) {
         u32& at = s.seen[place % SEEN];
@@ -68,7 +69,7 @@ __device__ __forceinline__ void enter(Shared& s, u32 entry) {
     }
 }
 
-// The entry that loads the token of `entry`.
+// The leader of `entry`: the entry that loads its token.
 __device__ __forceinline__ u32 leader_of(const Shared& s, u32 entry) {
     for (u32 place = hash_of(entry);; ++place) {
         const u32 there = s.seen[place % SEEN];
@@ -77,15 +78,15 @@ __device__ __forceinline__ u32 leader_of(const Shared& s, u32 entry) {
 }
 
 // The entry whose code is at `position`.
-__device__ __forceinline__ u32 entry_at(const Shared& s, const Deal& deal, u32 position) {
-    const u32 place = deal.place_at(position);
+__device__ __forceinline__ u32 entry_at(const Shared& s, const Part& part, u32 position) {
+    const u32 place = part.place_at(position);
     return static_cast<u32>(s.token[place]) << ENTRY_BITS | place;
 }
 
-// Calls `visit(code)` for all codes, shared out over the control threads.
-template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s, const Deal& deal, Visit visit) {
+// Calls `visit(code)` for all codes, divided over the control threads.
+template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s, const Part& part, Visit visit) {
 #pragma unroll 1
-    for (u32 position = threadIdx.x * 4; position < deal.positions(); position += CONTROL_THREADS * 4) {
+    for (u32 position = threadIdx.x * 4; position < part.positions(); position += CONTROL_THREADS * 4) {
         const uint2 v = *reinterpret_cast<const uint2*>(s.code + position);
         const u32 codes[4] = {v.x & 0xFFFF, v.x >> 16, v.y & 0xFFFF, v.y >> 16};
 #pragma unroll
@@ -93,11 +94,11 @@ template <class Visit> __device__ __forceinline__ void for_codes(const Shared& s
     }
 }
 
-// Misses of all blocks into the hash set, by the copy warps: they have nothing to do while their loads are on the way.
-__device__ __forceinline__ void enter_misses(Shared& s, const Deal& deal) {
+// Enters the misses of all blocks into the hash set. By the copy warps, which are idle while their loads are on the way.
+__device__ __forceinline__ void enter_misses(Shared& s, const Part& part) {
     constexpr u32 STEP = COPY_THREADS * VECTOR_CODES;
 #pragma unroll 1
-    for (u32 position = (threadIdx.x - CONTROL_THREADS) * VECTOR_CODES; position < deal.positions(); position += STEP) {
+    for (u32 position = (threadIdx.x - CONTROL_THREADS) * VECTOR_CODES; position < part.positions(); position += STEP) {
         const uint4 codes = *reinterpret_cast<const uint4*>(s.code + position);
         const u32 pairs[4] = {codes.x, codes.y, codes.z, codes.w};
         u32 missing = 0;  // a bit each
@@ -107,49 +108,49 @@ __device__ __forceinline__ void enter_misses(Shared& s, const Deal& deal) {
             missing |= (equal & 1) << 2 * i | (equal >> 16 & 1) << (2 * i + 1);
         }
 #pragma unroll 1
-        for (; missing != 0; missing &= missing - 1) enter(s, entry_at(s, deal, position + __ffs(missing) - 1));
+        for (; missing != 0; missing &= missing - 1) enter(s, entry_at(s, part, position + __ffs(missing) - 1));
     }
 }
 
-// All slots that were hit stay, once a barrier is passed.
-__device__ __forceinline__ void keep_hits(Shared& s, const Deal& deal) {
-    for_codes(s, deal, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
+// Marks the slots of all hits as in use; complete after a barrier.
+__device__ __forceinline__ void keep_hits(Shared& s, const Part& part) {
+    for_codes(s, part, [&](u32 code) { set_bits_if(code < NOTHING, &s.stay[code / 32], 1u << code % 32); });
 }
 
 // Calls `visit(entry, rank)` for the misses of all blocks, shared out over the control threads.
 template <class Visit>
-__device__ __forceinline__ void for_all_misses(const Shared& s, const Deal& deal, Visit visit) {
+__device__ __forceinline__ void for_all_misses(const Shared& s, const Part& part, Visit visit) {
 #pragma unroll 1
-    for (u32 position = threadIdx.x; position < deal.positions(); position += CONTROL_THREADS)
-        if (s.code[position] == MISSING) visit(entry_at(s, deal, position), deal.rank_at(position));
+    for (u32 position = threadIdx.x; position < part.positions(); position += CONTROL_THREADS)
+        if (s.code[position] == MISSING) visit(entry_at(s, part, position), part.rank_at(position));
 }
 
-// Counts only entries that lead, and orders those of this block.
-__device__ __forceinline__ void only_leaders(Shared& s, const Deal& deal, Misses& misses) {
+// Counts leaders only, and orders those of this block.
+__device__ __forceinline__ void only_leaders(Shared& s, const Part& part, Misses& misses) {
     if (threadIdx.x < RANKS_MAX) s.leaders[threadIdx.x] = 0;
     sync_named(CONTROL, CONTROL_THREADS);
-    for_all_misses(s, deal, [&](u32 entry, u32 rank) {
-        if (rank != deal.rank && leader_of(s, entry) == entry) atomicAdd(&s.leaders[rank], 1);
+    for_all_misses(s, part, [&](u32 entry, u32 rank) {
+        if (rank != part.rank && leader_of(s, entry) == entry) atomicAdd(&s.leaders[rank], 1);
     });
 #pragma unroll 1
     for (u32 m = threadIdx.x; m < misses.own; m += CONTROL_THREADS) {
         const u32 place = s.miss[m].place, entry = static_cast<u32>(s.token[place]) << ENTRY_BITS | place;
-        if (leader_of(s, entry) == entry) s.order[atomicAdd(&s.leaders[deal.rank], 1)] = static_cast<u16>(m);
+        if (leader_of(s, entry) == entry) s.order[atomicAdd(&s.leaders[part.rank], 1)] = static_cast<u16>(m);
     }
     sync_named(CONTROL, CONTROL_THREADS);
-    const u32 peer = threadIdx.x % 32, leaders = peer < deal.ranks ? s.leaders[peer] : 0;
+    const u32 peer = threadIdx.x % 32, leaders = peer < part.ranks ? s.leaders[peer] : 0;
     misses.total = __reduce_add_sync(0xFFFFFFFF, leaders);
-    misses.before = __reduce_add_sync(0xFFFFFFFF, peer < deal.rank ? leaders : 0);
-    misses.own = s.leaders[deal.rank];
+    misses.before = __reduce_add_sync(0xFFFFFFFF, peer < part.rank ? leaders : 0);
+    misses.own = s.leaders[part.rank];
 }
 
-// Outputs of the entries that another one leads, in whichever block, by the block of that one.
-__device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Shared& s, int row, const Deal& deal) {
+// Writes the outputs of entries that have a leader in this block.
+__device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Shared& s, int row, const Part& part) {
     i32* const out = p.out_rows + static_cast<i64>(row) * p.k;
     sync_named(CONTROL, CONTROL_THREADS);  // leaders have their outputs
-    for_all_misses(s, deal, [&](u32 entry, u32) {
+    for_all_misses(s, part, [&](u32 entry, u32) {
         const u32 leader = leader_of(s, entry), place = leader & ((1 << ENTRY_BITS) - 1);
-        if (leader == entry || place / 32 % deal.ranks != deal.rank) return;
+        if (leader == entry || place / 32 % part.ranks != part.rank) return;
         const i32 device_row = out[place];
         out[entry & ((1 << ENTRY_BITS) - 1)] = device_row;
         trip(p.state, VICTIMS, device_row < 0);

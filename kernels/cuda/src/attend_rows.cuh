@@ -128,7 +128,7 @@ template <int W> struct Turns {
     __device__ __forceinline__ void leave(int stage) const {
         if (threadIdx.x % 32 != 0) return;
         arrive(s.empty[stage]);
-        if (PAIRS && p.sides == 2) knock(&s.freed[stage], cluster_rank() ^ 1);
+        if (PAIRS && p.sides == 2) open_remote_gate(&s.freed[stage], cluster_rank() ^ 1);
     }
     // Of a block of group OF, whose shares are there.
     template <int STAGE, int OF> __device__ __forceinline__ void issue_sums(Attention& a) const {
@@ -343,7 +343,7 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, int row, int spli
         *reinterpret_cast<uint2*>(out + i * 8) =
             make_uint2(pair_of(sum.x * factor, sum.y * factor), pair_of(sum.z * factor, sum.w * factor));
     }
-    meet_cluster();  // nobody leaves whose sums are still read
+    meet_cluster();  // a block ends only when its sums have been read
 }
 
 template <int W>
@@ -402,6 +402,6 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
         if (p.splits > 1)
             add_parts(p, row, split, first_head, s);
         else if (paired)
-            meet_cluster();  // nobody leaves whom the other block still tells of its stages
+            meet_cluster();  // a block ends only when its peer has arrived at its gates
     }
 }

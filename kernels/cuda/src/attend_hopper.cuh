@@ -63,8 +63,8 @@ __device__ __forceinline__ void await(u64& barrier, u32 parity) {
 }
 // Until all consumers are here, while both groups run the same code.
 __device__ __forceinline__ void sync_consumers() { sync_named(1, CONSUMERS); }
-// Likewise, in this order, once each group runs instances of its own: a named barrier wants one instruction for all who
-// meet at it, and compute-sanitizer takes two for none. Every thread arrives for itself. (The first meeting too: a spill.)
+// Likewise, in this order, once each group runs code of its own. A gate, since compute-sanitizer does not recognise a named
+// barrier whose arrivals are different instructions. Every thread arrives for itself. (The first meeting too: a spill.)
 enum Meeting : u32 { BLOCKS_SUMMED, WEIGHTS_TOLD, PARTS_WEIGHED };
 __device__ __forceinline__ void meet_consumers(Shared& s, Meeting meeting) {
     arrive(s.met);

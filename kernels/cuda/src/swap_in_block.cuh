@@ -1,4 +1,4 @@
-// What the thread blocks of one swap_in share and pass around: sizes, shared memory, the seat, small helpers.
+// Sizes, shared memory, parts of a top-k and seats: what all sources of swap_in use.
 #pragma once
 
 #include "planes.cuh"
@@ -16,12 +16,12 @@ constexpr int ENTRIES = ENTRIES_MAX < 3 ? ENTRIES_MAX : 3;                      
 constexpr int QUADS = 6;        // of four stamps, that one control thread holds
 constexpr int SPECULATIVE = 4;  // from so many blocks per request on, host pages are looked up before a miss is known
 constexpr int SCATTERED = 4;    // from so many on, each thread stamps its own hits: few of a block are neighbours; some
-                                // warps have no entries, read the list of next slots ahead, or begin to copy at once
-constexpr int LIST_FIRST = 8;   // from so many on, warps without entries read the list of next slots before all else
+                                // warps have no entries: they read the eviction queue ahead, or begin to copy at once
+constexpr int QUEUE_FIRST = 8;  // from so many on, warps without entries read the eviction queue before all else
 constexpr int RANKS_MAX = 16;
 static_assert(RANKS >= 1 && RANKS <= RANKS_MAX, "blocks of a request: a compile-time constant");
-constexpr u32 STAGED_SLOTS = 18432;  // whose ages it has room for where the top-k is no longer needed
-constexpr u32 KEPT_QUADS = (SLOTS_MAX / 4 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of four slots, to a thread of a block
+constexpr u32 STAGED_SLOTS = 18432;  // whose ages fit shared memory where the top-k is no longer needed
+constexpr u32 BLOCK_QUADS = (SLOTS_MAX / 4 + BLOCK_THREADS - 1) / BLOCK_THREADS;  // of four slots, to a thread of a block
 constexpr u32 SEEN = TOPK_MAX;
 constexpr u32 SLOT_WORDS = (SLOTS_MAX + 127) / 128 * 4;
 constexpr u32 VECTOR_CODES = sizeof(uint4) / sizeof(u16);
@@ -33,26 +33,26 @@ static_assert(TOPK_MAX <= 1 << ENTRY_BITS && CONTEXT_MAX_TOKENS <= 1 << (32 - EN
 static_assert(CONTROL_WARPS <= 32 && RANKS_MAX <= 32, "one lane per warp, and per block of a cluster");
 static_assert(TOPK_MAX / 32 <= 32 * 4, "four warps of entries to a lane");
 
-// What a block says of an entry: the slot that it hit, or one of these.
+// Code of an entry: the slot that it hit, or one of these.
 constexpr u32 MISSING = 0xFFFF;
 constexpr u32 NOTHING = 0xFFFE;  // neither hit nor missing, or no entry at all
 static_assert(SLOTS_MAX <= NOTHING, "a slot number is a code");
 
-enum Barrier { ALL = 0, CONTROL = 1, COPY = 2 };
+enum Barrier { ALL = 0, CONTROL = 1, COPY = 2 };  // named barriers: warps that meet there
 
-// Entries of a top-k are dealt out to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
-// `share` to each, a power of two.
-struct Deal {
+// A block's part of a top-k. Entries go to the blocks of a request in warps of 32, in turn. Their codes lie block by block,
+// `entries` of each, a power of two.
+struct Part {
     static constexpr u32 ranks = RANKS;
-    u32 rank, share;
+    u32 rank, entries;
 
     // In the top-k: entry `local` of this block; the one whose code is at `position`.
     __device__ __forceinline__ u32 place(u32 local) const { return (local / 32 * ranks + rank) * 32 + local % 32; }
     __device__ __forceinline__ u32 place_at(u32 position) const {
-        return Deal{rank_at(position), share}.place(position & (share - 1));
+        return Part{rank_at(position), entries}.place(position & (entries - 1));
     }
-    __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(share)); }
-    __device__ __forceinline__ u32 positions() const { return ranks * share; }
+    __device__ __forceinline__ u32 rank_at(u32 position) const { return position >> (31 - __clz(entries)); }
+    __device__ __forceinline__ u32 positions() const { return ranks * entries; }
 };
 
 // A miss of this block, numbered as it was found.
@@ -64,24 +64,24 @@ struct Miss {
 // A block's shared memory. Sizes are those of the largest case, so that an address is one instruction. A missing entry is
 // one word elsewhere, token << 12 | place in the top-k.
 struct alignas(16) Shared {
-    u64 codes_mail;    // all codes are here: the peers', and where entries are SCATTERED its own
-    u64 readers_mail;  // all peers have read the list of slots that go next
-    u64 scanned_mail;  // all peers that miss anything have read all stamps
-    u64 found;         // all warps have listed what they miss, where copies begin as soon as that is so
-    u64 prepared;      // likewise: the top-k is here, and the bits of slots that stay to begin with are set
-    u64 entered;       // the hash set has all misses
-    u64 chosen;        // the control warps know the victims
+    u64 codes_arrived;  // gates: the table in swap_in.cuh
+    u64 readers_done;
+    u64 scans_done;
+    u64 found;
+    u64 prepared;
+    u64 entered;
+    u64 chosen;
     uint2 sums[2][BLOCK_WARPS];
     i32 oldest[CONTROL_WARPS];
-    u32 listed[BLOCK_WARPS];
+    u32 warp_counts[BLOCK_WARPS];
     u32 leaders[RANKS_MAX];  // where there are duplicates
     u32 misses, duplicates;
-    u32 taken;  // of the list of slots that go next
-    u64 last;   // of the slots that were added: stamp + 2 << 32 | slot
-    alignas(16) NextList list;
+    u32 taken;  // places of the eviction queue that are done with
+    u64 last;   // slot added to the reserve: stamp + 2 << 32 | slot
+    alignas(16) EvictionQueue queue;
 
-    // By all blocks, one rank after the other: a code per entry, and of each warp of entries how many miss, and in the
-    // upper half how many hit. Peers write theirs.
+    // Of all blocks, by rank: a code per entry; per warp of entries its misses, and its hits in the upper half. Peers write
+    // their own.
     alignas(16) u32 count[TOPK_MAX / 32];
     alignas(16) u16 code[TOPK_MAX];
 
@@ -93,11 +93,11 @@ struct alignas(16) Shared {
             alignas(16) u32 seen[SEEN];       // hash set of entries by token
             i32 index[OPENED_PAGES];          // index pages
             alignas(16) u32 hit[SLOT_WORDS];  // bits of slots that this block hit
-            i32 old[NEXT_SLOTS];              // what the slots of leaders held
+            i32 old[QUEUE_SLOTS];             // tokens that the victims of leaders held
             Miss miss[TOPK_MAX];
             u16 order[TOPK_MAX];  // misses that lead
         };
-        uint2 ages[KEPT_QUADS * BLOCK_THREADS];  // of slots: in a block that keeps lists, or where the first three are done
+        uint2 ages[BLOCK_QUADS * BLOCK_THREADS];  // of slots: in a refill block, or when the first three are done with
     };
 };
 static_assert(sizeof(Shared) == SWAP_IN_SHARED_BYTES, "as the launcher has it");
@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 limit_of(const SwapIn& p, i32 hot) {
     return min(hot + p.state.tail_slots, p.slots_limit);
 }
 
-// Of a batch row, by the head of what begin_step left of it.
+// The seat of a batch row, from the head of its OpenedRow.
 __device__ __forceinline__ Seat seat_of(const SwapIn& p, const int4& head) {
     return {head.x, head.y, head.z, head.w, limit_of(p, head.z)};
 }

@@ -9,8 +9,6 @@
 
 namespace hisparse {
 
-constexpr int ROWS_THREADS = 256;
-
 // The widest word that divides rows of BYTES bytes, which lie back to back from an aligned base.
 template <int BYTES> struct PackedRow {
     static constexpr int WORD = (BYTES & -BYTES) < 16 ? (BYTES & -BYTES) : 16;
@@ -18,11 +16,11 @@ template <int BYTES> struct PackedRow {
     using Word = typename WordOf<WORD>::type;
 };
 
-__device__ __forceinline__ i64 place_of(const MoveRows& p, int row, bool tells) {
+__device__ __forceinline__ i64 place_of(const MoveRows& p, int row, bool counts_tripwire) {
     if (p.places != nullptr) return p.places[row];
     const i64 position = p.start + row;
     const i32 page = p.table[position / PAGE_TOKENS];
-    if (page < 0 && tells) atomicAdd(reinterpret_cast<u64*>(p.tripwires + UNGRANTED), 1ull);
+    if (page < 0 && counts_tripwire) atomicAdd(reinterpret_cast<u64*>(p.tripwires + UNGRANTED), 1ull);
     return page < 0 ? -1 : static_cast<i64>(page) * PAGE_TOKENS + position % PAGE_TOKENS;
 }
 

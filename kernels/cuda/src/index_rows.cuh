@@ -19,15 +19,12 @@
 
 namespace hisparse {
 
-constexpr int UNIT = 16;    // keys that one warp scores together
 constexpr int SPAN = 8192;  // positions in a unit of selection: most rows need one block alone
-constexpr int BATCH_MAX = 1024;
 constexpr int BIN_SHIFT = 19;
-constexpr int BINS = 1 << (32 - BIN_SHIFT);
-constexpr int EDGES_MAX = 8192;  // positions listed of the k-th score's bin; beyond, scores are read again
+static_assert(BINS == 1 << (32 - BIN_SHIFT), "a bin is the top bits of an order key");
 static_assert(PAGE_TOKENS % UNIT == 0, "a unit lies in one page");
 
-enum Counter { LISTED = 0, DONE = 2, UNGRANTED_ROW = 3, COUNTERS = 4 };  // LISTED: u64, edges << 32 | sure
+enum Counter { LISTED = 0, DONE = 2, UNGRANTED_ROW = 3 };  // LISTED: u64, edges << 32 | sure
 enum Kind { PADDING, REFUSED, IDENTITY, SCORED };
 
 struct IndexRow {

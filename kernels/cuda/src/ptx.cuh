@@ -1,4 +1,4 @@
-// PTX instructions that C++ has no words for, as swap_in and its neighbours use them. tests/emulated has its own of these.
+// PTX instructions that C++ cannot express, for swap_in and its neighbours. tests/emulated/ptx.cuh is their CPU form.
 #pragma once
 
 #include "layout.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_if(bool wanted, u32& v, const u16* at) {
                  : "+r"(v) : "l"(at), "r"(static_cast<u32>(wanted)));
 }
 
-// Between blocks of one launch: who sees what was stored sees all that came before it.
+// Between blocks of one launch: a load_acquire that sees a store_release sees all stores before it.
 __device__ __forceinline__ i32 load_acquire(const i32* at) {
     i32 v;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -84,20 +84,20 @@ __device__ __forceinline__ void sync_named(int barrier, int threads) {
     __syncwarp();
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// The same place in shared memory, in a register: else the compiler asks anew for the block's part of it at every use.
+// The same address in a register: else the compiler computes the shared window's base again at every use.
 __device__ __forceinline__ void* settled(void* shared) {
     u32 at = shared_address(shared);
     asm volatile("" : "+r"(at));
     return __cvta_shared_to_generic(at);
 }
 
-// From here on the next kernel's blocks may begin, on Hopper and later, as far as there is room beside this one's.
+// Lets the next kernel's blocks begin, on Hopper and later, as far as there is room beside this one's.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until the kernel ahead has ended and all that it wrote is seen.
+// Waits until the kernel ahead has ended and its writes are visible.
 __device__ __forceinline__ void await_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -120,8 +120,8 @@ __device__ __forceinline__ void set_bits_if(bool condition, u32* word, u32 bits)
                  : "memory");
 }
 
-// A gate in shared memory (an mbarrier), of one use: `calls` threads open it, any may wait for that. Unlike a barrier of
-// warps it asks nobody who only opens it to wait, and may be met at different places of the code.
+// A gate: an mbarrier in shared memory, of one use. `calls` threads arrive (open_gate), any thread may wait (await_gate).
+// Unlike at a named barrier, a thread that arrives need not wait, and arrivals may stand at different places of the code.
 __device__ __forceinline__ void close_gate(u64* gate, u32 calls) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(calls) : "memory");
 }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void open_gate(u64* gate) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(gate))
                  : "memory");
 }
-// Of the block's scope: what has arrived lies in its own shared memory. An acquire of the cluster's scope would empty L1.
+// Block scope: what a gate orders lies in the block's own shared memory. An acquire of cluster scope would empty L1.
 __device__ __forceinline__ void await_gate(u64* gate) {
     u32 open = 0;
     while (!open) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-// The cluster's one barrier: all threads arrive once, mailboxes being set up; who is about to write to a peer waits.
+// The cluster's barrier, used once: all threads arrive when gates are initialised, and wait before they write to a peer.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -162,34 +162,34 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Mailboxes are gates that peers open, too. To the peers, who see them once the cluster's barrier is passed.
-__device__ __forceinline__ void publish_mailboxes() {
+// Makes this block's gates visible to its peers, after the cluster's barrier: peers arrive at them, too.
+__device__ __forceinline__ void publish_gates() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// `bytes` will be written by peers, through `send`, before the gate opens. This is its one call.
-__device__ __forceinline__ void expect_bytes(u64* mailbox, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
+// An arrival that adds `bytes` to wait for, which peers write through `send`.
+__device__ __forceinline__ void expect_bytes(u64* gate, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(gate)), "r"(bytes)
                  : "memory");
 }
-// Relaxed: it tells that values have been read, and publishes nothing.
-__device__ __forceinline__ void knock(u64* mailbox, int peer) {
-    u32 box;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(box) : "memory");
+// Arrives at the same gate of block `peer`. Relaxed: it says that values have been read, and publishes nothing.
+__device__ __forceinline__ void open_remote_gate(u64* gate, int peer) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
-// 16 bytes to the same place in block `peer`, counted by its mailbox.
-__device__ __forceinline__ void send(const void* at, const uint4& v, u64* mailbox, int peer) {
-    u32 to, box;
+// Writes 16 bytes to the same place in block `peer`; its gate counts them.
+__device__ __forceinline__ void send(const void* at, const uint4& v, u64* gate, int peer) {
+    u32 to, remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
-                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(box) : "memory");
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote) : "memory");
 }
-__device__ __forceinline__ void send(u32* at, u32 v, u64* mailbox, int peer) {  // likewise, 4 bytes
-    u32 to, box;
+__device__ __forceinline__ void send(u32* at, u32 v, u64* gate, int peer) {  // likewise, 4 bytes
+    u32 to, remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(peer));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(shared_address(mailbox)), "r"(peer));
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(box)
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(gate)), "r"(peer));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(remote)
                  : "memory");
 }
 #else
@@ -197,8 +197,8 @@ __device__ __forceinline__ u32 cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
-__device__ __forceinline__ void publish_mailboxes() {}
-__device__ __forceinline__ void knock(u64*, int) {}
+__device__ __forceinline__ void publish_gates() {}
+__device__ __forceinline__ void open_remote_gate(u64*, int) {}
 __device__ __forceinline__ void send(const void*, const uint4&, u64*, int) {}
 __device__ __forceinline__ void send(u32*, u32, u64*, int) {}
 #endif

@@ -1,0 +1,302 @@
+"""What host and device share: constants, enumerations, tables and kernel parameters. The one definition of all of them.
+
+`python -m kernels.cuda.header` writes it down for the device, as src/layout.cuh. ctypes lays the structures out as C
+does; the header asserts each size, so that every compilation checks it.
+
+A member is (C type, names, comment). A pointer, `u8*`, is typed on the device and a c_void_p here. Neighbours of one
+type may share a line, "rows, k"; "page[OPENED_PAGES]" is an array.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, ClassVar, Final, cast
+
+from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, QUEUE_RESERVE, QUEUE_RING, QUEUE_SLOTS, QUEUE_WORDS, SLOT_ABSENT
+from kernels.state import Tripwire
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX
+
+# Blocks of kernels: threads, and dynamic shared memory (any device since sm_80 has room for swap_in's).
+ROTATE_THREADS: Final = 256
+COPY_ROWS_THREADS: Final = 256
+ROWS_THREADS: Final = 256
+SEAT_THREADS: Final = 256
+SWAP_IN_SHARED_BYTES: Final = 99_568
+# index_topk
+UNIT: Final = 16
+BATCH_MAX: Final = 1024
+BINS: Final = 8192
+EDGES_MAX: Final = 8192
+COUNTERS: Final = 4
+
+
+class SeatChangeKind(IntEnum):
+    """What change_slots does."""
+
+    INIT = 0
+    SHRINK = 1
+    GROW = 2
+
+
+CONSTANTS: Final = {  # value and comment
+    "PAGE_TOKENS": (PAGE_TOKENS, ""),
+    "SLOT_ABSENT": (SLOT_ABSENT, "greater than any slot"),
+    "SLOTS_MAX": (SLOTS_MAX, "largest hot buffer and its tail chunk"),
+    "TAIL_SLOTS_MAX": (TAIL_SLOTS_MAX, ""),
+    "TOPK_MAX": (TOPK_MAX, ""),
+    "CONTEXT_MAX_TOKENS": (CONTEXT_MAX_TOKENS, ""),
+    "QUEUE_SLOTS": (QUEUE_SLOTS, "of an eviction queue's first ring"),
+    "QUEUE_RESERVE": (QUEUE_RESERVE, "of its second ring"),
+    "QUEUE_RING": (QUEUE_RING, "of both"),
+    "OPENED_PAGES": (OPENED_PAGES, "index pages of a context in an OpenedRow"),
+    "OPENED_CHUNKS": (OPENED_CHUNKS, "hot chunks likewise, in whole vectors"),
+    "ROTATE_THREADS": (ROTATE_THREADS, "of a block of rotate_tail"),
+    "COPY_ROWS_THREADS": (COPY_ROWS_THREADS, "of a block of copy_rows"),
+    "ROWS_THREADS": (ROWS_THREADS, "of a block of store_rows, fetch_rows, store_keys, fetch_keys"),
+    "SEAT_THREADS": (SEAT_THREADS, "of a block of change_slots, close_change"),
+    "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
+    "UNIT": (UNIT, "index keys that a warp scores together"),
+    "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
+    "BINS": (BINS, "of a row's histogram of scores: a power of two"),
+    "EDGES_MAX": (EDGES_MAX, "positions listed of the k-th score's bin; beyond, scores are read again"),
+    "COUNTERS": (COUNTERS, "of a row, in words: LISTED, DONE, UNGRANTED_ROW"),
+}
+UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
+ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatChangeKind)
+
+SCALARS: Final[dict[str, type]] = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
+Member = tuple[str, str] | tuple[str, str, str]  # C type, names, comment
+
+
+class Structure(ctypes.Structure):
+    """Docstring and comments go to the header. `align`: bytes, where C would choose less."""
+
+    members: ClassVar[tuple[Member, ...]]
+    align: ClassVar[int] = 0
+
+
+def fields(members: tuple[Member, ...]) -> list[tuple[str, type]]:
+    """`members` as ctypes wants them."""
+    return [(name, type_of(kind, extent)) for kind, names, *_ in members for name, extent in names_of(names)]
+
+
+def names_of(names: str) -> Iterator[tuple[str, int]]:
+    """Name and extent of each of "host_rows[2]", "rows, k"; extent 0: no array."""
+    for name, extent in re.findall(r"(\w+)(?:\[(\w+)\])?", names):
+        yield name, CONSTANTS[extent][0] if extent in CONSTANTS else int(extent or 0)
+
+
+def type_of(kind: str, extent: int) -> type:
+    known = {**SCALARS, **{structure.__name__: structure for structure in Structure.__subclasses__()}}
+    one: Any = ctypes.c_void_p if kind.endswith("*") else known[kind]
+    return cast("type", one * extent if extent else one)
+
+
+class EvictionQueue(Structure):
+    """Cursors of a seat's eviction queue (src/eviction_queue.cuh): two rings, of QUEUE_SLOTS places and, behind it, of
+    QUEUE_RESERVE. All -1: empty."""
+
+    members = (
+        ("i32", "begin, count", "of the first ring: a multiple of a warp's places; places in use"),
+        ("i32", "reserve_begin", "slots that were ever moved out of the reserve"),
+        ("i32", "reserve_end", "slots that were ever added to the reserve"),
+        ("i32", "stamp, slot", "all older slots, and those of this stamp up to `slot`, are or have been queued"),
+        ("i32", "refills_wanted, refills_done", "refills ever asked for; value of refills_wanted at the last refill"),
+    )
+    _fields_ = fields(members)
+
+
+assert ctypes.sizeof(EvictionQueue) == 4 * QUEUE_WORDS
+
+
+class OpenedRow(Structure):
+    """What begin_step leaves of a batch row, so that a swap_in need not wait for the seat's number before it asks for
+    the seat's tables."""
+
+    align = 16
+    members = (
+        ("i32", "seat, length, hot, now", "hot -1: padding, or a seat that was refused"),
+        ("i32", "page[OPENED_PAGES]", "index pages of the context's beginning, as far as it goes; -1 not granted"),
+        ("i32", "chunk[OPENED_CHUNKS]", "of the hot buffer, likewise"),
+    )
+    _fields_ = fields(members)
+
+
+class State(Structure):
+    """Tables of a device (kernels/state.py has their shapes, and what each value means)."""
+
+    members = (
+        ("u8*", "rows"),
+        ("u8*", "index_keys"),
+        ("u16*", "slot_of"),
+        ("i32*", "slot_token"),
+        ("i32*", "stamp"),
+        ("EvictionQueue*", "eviction_queue", "[groups, seats]"),
+        ("u16*", "queue_slot", "[groups, seats, QUEUE_RING]"),
+        ("i32*", "queue_stamp", "their stamps when they were queued"),
+        ("const i32*", "index_table"),
+        ("const i32*", "host_table"),
+        ("const i32*", "chunk_table"),
+        ("i32*", "hot_slots"),
+        ("i32*", "tail"),
+        ("i32*", "now"),
+        ("i64*", "hits"),
+        ("i64*", "misses"),
+        ("i64*", "tripwires"),
+        ("u8*", "host"),
+        ("i64", "arena_rows, key_rows, page_bytes"),
+        ("i32", "seats, max_pages, max_chunks, tail_slots, layers, groups"),
+    )
+    _fields_ = fields(members)
+
+
+class Batch(Structure):
+    """A StepBatch."""
+
+    members = (
+        ("const void*", "seats", "int32 or int64 [batch]"),
+        ("const void*", "lengths", "likewise"),
+        ("const i32*", "num_real"),
+        ("i32", "size"),
+        ("i32", "wide_seats, wide_lengths", "1 when int64"),
+        ("i32", "unused"),
+    )
+    _fields_ = fields(members)
+
+
+class Plan(Structure):
+    """A MissPlan."""
+
+    members = (
+        ("i32*", "device_row", "[batch*k]: row b's copies begin at b*k"),
+        ("i32*", "host_page", "likewise"),
+        ("i32*", "host_offset", "likewise"),
+        ("i32*", "count", "[batch]"),
+    )
+    _fields_ = fields(members)
+
+
+class SwapIn(Structure):
+    """What is read first lies together: parameters come by cache lines, too."""
+
+    members = (
+        ("const OpenedRow*", "opened", "[rows]"),
+        ("const i32*", "topk", "[rows, k]"),
+        ("i32*", "out_rows", "[rows, k]"),
+        ("i32", "rows, k"),
+        ("i32", "slots_limit", "slots that a seat can have"),
+        ("u32", "block_entries", "top-k entries of one block: a power of two, whole warps"),
+        ("i32", "copies", "0: everything but the copies"),
+        ("u32", "page_bytes", "as in state"),
+        ("i32", "refill_blocks", "1: blocks behind those of the rows refill eviction queues"),
+        ("i32", "unused"),
+        ("const u8*", "host_rows[2]", "of the anchor layer, by plane: in host page 0"),
+        ("u8*", "device_rows[2]", "likewise: in its arena"),
+        ("State", "state", "slot_of, slot_token, stamp, queues, tail, hits and misses of one group"),
+        ("Plan", "plan"),
+    )
+    _fields_ = fields(members)
+
+
+class BeginStep(Structure):
+    members = (
+        ("State", "state"),
+        ("Batch", "batch"),
+        ("i32*", "new_rows", "[groups, batch]"),
+        ("i32*", "new_index_rows", "[batch]"),
+        ("OpenedRow*", "opened", "[batch]"),
+        ("i32*", "device_row", "[groups, batch]"),
+        ("i32*", "index_row", "[batch]"),
+        ("i32*", "host_page", "[batch]"),
+        ("i32*", "host_offset", "[batch]"),
+    )
+    _fields_ = fields(members)
+
+
+class ReplayMisses(Structure):
+    members = (("State", "state"), ("Plan", "plan"), ("i32", "k, layer, rows, unused"))
+    _fields_ = fields(members)
+
+
+class CopyRows(Structure):
+    members = (
+        ("State", "state"),
+        ("const i64*", "group_of_layer"),
+        ("const void*", "device_row", "int32 or int64 [groups, n]; null: index keys alone"),
+        ("const void*", "index_row", "[n]; null: rows alone"),
+        ("const void*", "host_page", "[n]"),
+        ("const void*", "host_offset", "[n]"),
+        ("i32", "n"),
+        ("i32", "wide_device_row, wide_index_row", "1 when int64"),
+        ("i32", "wide_host_page, wide_host_offset", "likewise"),
+        ("i32", "to_host"),
+    )
+    _fields_ = fields(members)
+
+
+class MoveRows(Structure):
+    members = (
+        ("u8*", "section", "rows of one layer, or keys of one group"),
+        ("void*", "data", "[n, bytes]"),
+        ("const i32*", "places", "[n] rows of the section, -1: none; null: by table"),
+        ("const i32*", "table", "pages of one seat"),
+        ("i64*", "tripwires"),
+        ("i64", "start", "position of the first row"),
+        ("i32", "n, plane"),
+    )
+    _fields_ = fields(members)
+
+
+class SeatChange(Structure):
+    members = (
+        ("State", "state"),
+        ("i32", "seat, kind"),
+        ("i32", "old_slots, hot_slots"),
+        ("i32", "first_slot, chunks", "slots from here to the end of the last chunk are set"),
+        ("i32", "first_token, tokens", "what slots 0.. hold from now on"),
+    )
+    _fields_ = fields(members)
+
+
+class IndexTopk(Structure):
+    members = (
+        ("State", "state"),
+        ("Batch", "batch"),
+        ("const void*", "queries", "[batch, heads, dim]"),
+        ("const float*", "weights", "[batch, heads]"),
+        ("i32*", "topk_out", "[batch, k]"),
+        ("float*", "scores", "[capacity]"),
+        ("u32*", "histogram", "[rows, BINS]"),
+        ("u64*", "edges", "[rows, EDGES_MAX]"),
+        ("i32*", "sure", "[rows, TOPK_MAX]"),
+        ("i32*", "counters", "[rows, COUNTERS]"),
+        ("i64", "capacity"),
+        ("float", "scale"),
+        ("i32", "k, group, rows"),
+    )
+    _fields_ = fields(members)
+
+
+class AttendRows(Structure):
+    members = (
+        ("const u8*", "rows", "of one layer"),
+        ("const void*", "queries", "[batch, heads, dim]"),
+        ("const i32*", "entries", "[batch, k]"),
+        ("void*", "out", "[batch, heads, latent]"),
+        ("float", "scale", "times log2(e)"),
+        ("i32", "heads, k, splits"),
+        ("i32", "span", "entries of a split"),
+        ("i32", "sides", "2: blocks of heads in pairs, which gather for each other"),
+    )
+    _fields_ = fields(members)
+
+
+STRUCTURES: Final[tuple[type[Structure], ...]] = tuple(Structure.__subclasses__())
