@@ -49,7 +49,7 @@ from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
 from worker.loop.reporting import Reporter, Reports
-from worker.loop.seats import Seats, allocate_state, check_admit, check_hot_size, held_back
+from worker.loop.seats import Seats, allocate_state, check_admit, held_back
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import Runner, SamplerState, StepOutputs
@@ -211,7 +211,7 @@ class Executor:
 
     def count_by_hot_size(self) -> dict[str, int]:
         """Hot buffers by size class, absent ones as 0; from any thread, true for a moment."""
-        buffers = [request.hot for request in list(self._requests.values())]
+        buffers = [request.memory.hot for request in list(self._requests.values())]
         present = Counter(buffer.hot_slots for buffer in buffers if buffer.chunks)
         classes = self._sizing.capacity.hot_size_classes
         return {"resident": present[0]} | {str(hot_slots): present[hot_slots] for hot_slots in classes}
@@ -298,7 +298,7 @@ class Executor:
 
     def _take_inventory(self, number: int) -> None:
         inbound, free = self.transfers.inventory(), self._seats.free()
-        held = [(_row_of(request), request.host_pages) for request in self._requests.values()]
+        held = [(_row_of(request), request.memory.host_pages) for request in self._requests.values()]
         self._report.inventory(
             take_inventory(number, [*held, *inbound], free._replace(seats=free.seats - len(inbound)))
         )
@@ -349,7 +349,7 @@ class Executor:
         """Rows that were seen staged since the last look may go."""
         while request.staged_marks and request.staged_marks[0][0].done():
             _, group, rows = request.staged_marks.popleft()
-            self.transfers.send(out, group, rows, request.host_pages)
+            self.transfers.send(out, group, rows, request.memory.host_pages)
 
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
@@ -369,10 +369,7 @@ class Executor:
         if request.status is Status.LOADING:
             request.resize = resize
             return
-        if request.status in (Status.PREFILLING, Status.STAGING):
-            check_hot_size(resize.hot_slots, resize.hot_chunks, request.prompt_tokens, self._sizing)
-            request.hot_slots, request.hot_chunks = resize.hot_slots, resize.hot_chunks
-        elif self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
+        if self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
             self._set_aside(request, Status.LOADING)
             request.since_s = self._clock()
         elif request.status is Status.PARKED and not request.starved:
@@ -559,12 +556,13 @@ class Executor:
 
 
 def _row_of(request: RunningRequest) -> InventoryRow:
+    memory = request.memory
     return InventoryRow(
         request.placement,
-        len(request.host_pages),
-        request.hot_chunks,
-        index_pages=len(request.index_pages),
-        slab_pages=len(request.slab),
-        chunks=len(request.slab) + len(request.hot.chunks),
+        len(memory.host_pages),
+        memory.hot_chunks,
+        index_pages=len(memory.index_pages),
+        slab_pages=len(memory.slab),
+        chunks=len(memory.chunks),
         is_leaving=request.status is Status.LEAVING,
     )

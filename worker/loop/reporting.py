@@ -85,7 +85,7 @@ class Reporter:
 
     def resized(self, request: RunningRequest) -> None:
         self._counters.resized += 1
-        self._reports.add_event(Resized(request.placement, request.hot_slots, request.hot_chunks))
+        self._reports.add_event(Resized(request.placement, request.memory.hot_slots, request.memory.hot_chunks))
 
     def finished(self, request: RunningRequest) -> None:
         output = request.output

@@ -115,7 +115,7 @@ def selected(rig: Rig) -> list[list[int]]:
     (request,), device = rig.executor.held(), rig.executor.state.rows.device
     latest = torch.empty(rig.runner.geometry.groups, TOPK + 1, dtype=torch.int32, device=device)
     settle(rig)
-    latest_tokens(rig.executor.state, request.seat, request.hot.hot_slots, latest)
+    latest_tokens(rig.executor.state, request.seat, request.memory.hot.hot_slots, latest)
     return [[token for token in row if 0 <= token < PROMPT] for row in latest.tolist()]
 
 
