@@ -155,7 +155,7 @@ class Link:
                 await trio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _one_connection(self) -> bool:
-        """Whether it was welcomed. A key or setting that is refused ends a worker that nobody has welcomed yet; later
+        """Whether it was welcomed. A key or setting that is refused ends a worker that was not welcomed yet; later
         it may be changed back, and meanwhile the executor decodes on."""
         try:
             dealer = await self._connect()

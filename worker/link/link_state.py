@@ -183,7 +183,7 @@ class LinkState:
         return [Send(self._hello())]
 
     def disconnected(self) -> None:
-        """The connection is gone, whoever cut it. Nothing else changes: numbers go on where they were."""
+        """The connection is gone, cut by either side. Nothing else changes: numbers go on where they were."""
         if self.phase is not LinkPhase.EMPTYING:
             self.phase = LinkPhase.DOWN
         self.counters.welcomed = 0
@@ -232,7 +232,7 @@ class LinkState:
                     yield from self.reports(now)
             case ReplayReports() if self._obeyed(message.incarnation):
                 yield from self._replay(message.first, now)
-            case _:  # late, early or of another incarnation: whoever needs it says it again
+            case _:  # late, early or of another incarnation: the peer repeats what it needs
                 return
 
     def _obeyed(self, incarnation: int) -> bool:
@@ -381,7 +381,7 @@ class LinkState:
         if self.counters.welcomed != (self.phase is LinkPhase.WELCOMED):
             raise InternalError("link gauge and phase disagree", field="phase", value=self.phase.value)
         if self.phase is LinkPhase.WELCOMED and self.incarnation < 1:
-            raise InternalError("welcomed by nobody", field="incarnation", value=self.incarnation)
+            raise InternalError("welcomed without an incarnation", field="incarnation", value=self.incarnation)
         if self.phase is LinkPhase.EMPTYING and self._next_incarnation < self.incarnation:
             raise InternalError("emptying for a coordinator that was superseded", value=self._next_incarnation)
         if self.outbox.in_flight > REPORTS_UNACKED_MAX:

@@ -12,11 +12,11 @@ A report stays in flight until a cumulative acknowledgement covers it; `REPORTS_
 None while dirt goes on coalescing. Receivers apply the tokens of a report before its events; so events wait while
 tokens that were added before them do not all fit (`REPORT_TOKENS_MAX`).
 
-It also keeps the inventory that a hello carries. An admission is held from the moment the link hands its Admit to the
-executor until the executor says Released; it is listed until that was acknowledged. What was given to it is noted as
-commands pass by, how far it has come as events are acknowledged: inventory and the reports in flight together say all.
+The outbox also keeps the inventory that a hello carries. A placement is held from the moment the link hands its Admit
+to the executor until the executor says Released; it is listed until Released was acknowledged. What was given to it is
+noted as commands pass by, its progress as events are acknowledged: inventory and reports in flight together say all.
 
-Rejected: one message per step and request (4 us each, and a queue that grows while nobody reads); renumbering on
+Rejected: one message per step and request (4 us each, and a queue that grows without a reader); renumbering on
 reconnect (a report that did arrive would be applied twice).
 """
 

@@ -1,4 +1,4 @@
-"""One request's stay on this worker, as plain host-side truth: no tensor, no stream, no clock inside.
+"""One request on this worker, as plain host-side state: no tensor, no stream, no clock inside.
 
     PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
         for its prompt alone: LEAVING, or SENDING ─ its pages were delivered to another node, or cannot be ─► LEAVING
@@ -6,8 +6,8 @@
         ▲                                                       │
         └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
 
-`position` counts what was launched, not what was read. Steps are launched ahead, so
-`output` may be behind it; a step whose token turns out to lie past the end is discarded when it is read.
+`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a step
+whose token turns out to lie past the end is discarded when it is read.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Executor:
         transfers: Transfers | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are made by
-        whoever closes them."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are
+        closed by the caller."""
         streams.adopt_thread()
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits

@@ -92,7 +92,7 @@ class Reporter:
         self._reports.add_event(Finished(request.placement, output.reason, output.generated_tokens, output.tail_text))
 
     def outdone(self, admit: Admit, output: Output) -> None:
-        """An admission whose output was complete before it came: nothing was touched."""
+        """A placement whose output was complete before it came: nothing was touched."""
         self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
         self.released(admit.placement, admit.durable_tokens)
 

@@ -1,8 +1,8 @@
 """Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
 
 A request holds one seat, index pages one to one with its host pages, and chunks: as prefill slab until it is staged, as
-hot buffer afterwards. Verbs launch what the device must do and change the books at once; the host's books are exact
-and the device's tables follow on `compute`.
+hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
+the device's tables follow on `compute`.
 
     open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
                 the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
@@ -10,7 +10,7 @@ and the device's tables follow on `compute`.
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
     resize      another hot buffer
-    keep_topk   what the last step selected, for whoever goes on with it
+    keep_topk   what the last step selected, for the next worker
     close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
 
 Every check comes before the first change: an admission that raises holds nothing.
@@ -283,7 +283,7 @@ class Seats:
         return counts
 
     def free(self) -> FreeMemory:
-        """What nobody holds."""
+        """What no request holds."""
         return FreeMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:

@@ -108,7 +108,7 @@ class Swap:
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
 
     def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
-        """Load rows of positions 0..tokens-1 into `chunks`, which nobody reads but for those that were reclaimed."""
+        """Load rows of positions 0..tokens-1 into `chunks`, which no launched step reads, except reclaimed ones."""
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
             work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)

@@ -30,7 +30,7 @@ its registrations, so that nothing lands once that is gone.
     wire.py                        what the two ends say to each other
     engines/                       how bytes get across
 
-The ends are loaded when somebody asks for them: a worker that transfers nothing needs no checksum library.
+The ends are loaded on first use: a worker that transfers nothing needs no checksum library.
 """
 
 from __future__ import annotations

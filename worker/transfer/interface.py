@@ -66,7 +66,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches nobody. Whoever knows it
+    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches no other. Its holder
     may begin tickets; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
 
     version: int

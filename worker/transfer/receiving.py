@@ -10,7 +10,7 @@
                 └──────────────────────────────► (revoked)
 
 An engine that *fetches* has the receiver copy each page; so what may land is known here, and a revocation waits for
-copies under way and for nobody else. With the others the sender writes, and is asked to stop, or shut out.
+copies under way and for nothing else. With the others the sender writes, and is asked to stop, or shut out.
 
 A page counts as arrived when the checksum fits *after* its sender said that the write had completed. Since a unit is
 written again only after it was refused here, and an attempt refused once is never looked at again, no write to an
@@ -160,7 +160,7 @@ class Receiving:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody may be writing."""
+        """Whether no sender may be writing."""
         return all(ticket.phase is ReceiverPhase.WAITING for ticket in self._tickets.values())
 
     # ---------------------------------------------------------------- the owner of the pages
@@ -264,7 +264,7 @@ class Receiving:
         return ends
 
     def admitted(self, sender: str, blob: bytes) -> list[Action]:
-        """The endpoint of `sender` is made; whoever waits for it may write."""
+        """The endpoint of `sender` is made; tickets that wait for it may be written."""
         endpoint = self._endpoints[sender]
         endpoint.blob = blob
         mine = [(number, ticket) for number, ticket in self._tickets.items() if ticket.sender == sender]
@@ -350,7 +350,7 @@ class Receiving:
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Action]:
-        """Repeat StopWriting, and shut out who does not answer."""
+        """Repeat StopWriting, and shut out senders that do not answer."""
         actions: list[Action] = []
         for number, ticket in list(self._tickets.items()):
             if ticket.phase is not ReceiverPhase.STOPPING or self._fetches:

@@ -80,7 +80,7 @@ def sender_name(worker: str, pid: int) -> str:
 
 
 class Transfers:
-    """Either end may be missing: whoever only prefills takes nothing in, whoever only decodes sends nothing."""
+    """Either end may be missing: a worker that only prefills takes nothing in, one that only decodes sends nothing."""
 
     def __init__(self, sender: PageSender | None = None, receiver: PageReceiver | None = None) -> None:
         self.sender = sender

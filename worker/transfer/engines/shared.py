@@ -1,11 +1,11 @@
 """Engine `shared`: both nodes are on one host, and the receiver copies out of the sender's mapped pool file.
 
-The sender only says which of its pages hold what, and with which checksum. So nobody but the receiver's process ever
+The sender only says which of its pages hold what, and with which checksum. So only the receiver's process ever
 writes to the destination: a revocation waits for copies under way, and a sender that hangs or dies holds nothing up.
 Its pages may get another owner while they are copied; then the checksum does not fit.
 
-The mapping takes the shared lock by which the file counts as in use (worker/pool/file.py), so nobody gives its memory
-back under a copy. Copies run in threads, without the GIL, with the checksum taken block by block on the way.
+The mapping takes the shared lock by which the file counts as in use (worker/pool/file.py), so its memory is not
+given back under a copy. Copies run in threads, without the GIL, with the checksum taken block by block on the way.
 
 Rejected: the sender copies into the receiver's pool (as fast, but a sender that hangs in the middle of a copy cannot
 be stopped, and the pool file outlives its receiver: pages would stay in quarantine until every such sender's exit is
