@@ -24,6 +24,7 @@ from protocol.messages import (
     Command,
     Commands,
     CoordinatorMessage,
+    Counters,
     Grant,
     Heartbeat,
     Message,
@@ -345,6 +346,21 @@ def test_stopping_says_so_and_withdraws_what_is_held_and_what_still_comes() -> N
         Withdraw(2),
         Grant(2, b"", 0, 0),
     ]
+
+
+def test_swap_totals_are_repeated_to_a_coordinator_that_adopts() -> None:
+    """It knows nothing of what was counted before its start; an idle worker counts no more."""
+    state = welcomed()
+    state.outbox.count_swaps({1: (5, 2)}, (5, 2, 99))
+    assert state.outbox.take(0, 0.0) is not None
+    state.outbox.ack(1)
+    state.disconnected()
+    assert state.may_connect()
+    state.connected(0.0)
+    actions = state.received(WorkerWelcome(PROTOCOL_VERSION, 2, 1, want_tokenizer=False, adopted=True), 0.0)
+    (report,) = [action.message for action in actions if isinstance(action, Send)]
+    assert isinstance(report, Report)
+    assert report.events == (Counters(5, 2, 99, b"", b"", b""),)
 
 
 def test_heartbeats_carry_the_executor_and_need_a_welcome() -> None:
