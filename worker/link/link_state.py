@@ -92,7 +92,7 @@ class LinkPhase(Enum):
 
 
 @dataclass(frozen=True)
-class Identity:
+class WorkerIdentity:
     """Who this worker is, for its hello."""
 
     worker: str
@@ -148,7 +148,7 @@ Action: TypeAlias = Send | Apply | SendTokenizer | StopAsked | Drop | GiveUp
 class LinkState:
     """One per worker process, across all its connections and epochs. All times are seconds of one monotonic clock."""
 
-    def __init__(self, identity: Identity, outbox: Outbox, counters: LinkCounters) -> None:
+    def __init__(self, identity: WorkerIdentity, outbox: Outbox, counters: LinkCounters) -> None:
         self.identity = identity
         self.outbox = outbox
         self.counters = counters

@@ -36,7 +36,7 @@ from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import pages_for
 from worker.device.arena import Arena
-from worker.device.hot_buffer import Change, HotBuffer, SetUp, change, check_size
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeMemory
 from worker.device.sizing import Sizing
 from worker.loop.batch import RunningRequest, SeatMemory, Status
@@ -208,7 +208,7 @@ class Seats:
         slab, memory.slab = HotBuffer(0, tuple(memory.slab)), []
         done = self._change(request, slab, request.prompt_tokens)
         if done.set_up is SetUp.NOTHING:
-            self._set_up(request, Change(memory.hot, (), SetUp.RESIDENT))
+            self._set_up(request, HotBufferChange(memory.hot, (), SetUp.RESIDENT))
         self.chunks.give(done.freed)
 
     def grant(self, request: RunningRequest, grant: Grant) -> None:
@@ -305,7 +305,7 @@ class Seats:
         memory, hot, rows = request.memory, request.memory.hot, request.position
         kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
         loads = not hot.hot_slots or rows <= hot.hot_slots
-        self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
+        self._set_up(request, HotBufferChange(hot, (), kind, tokens=rows if loads else 0))
         keys = self._swap.load_keys(memory.index_pages, memory.host_pages, rows)
         request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
         request.note_memory()
@@ -329,7 +329,7 @@ class Seats:
     def _load_rows(self, request: RunningRequest) -> Fence:
         return self._swap.load_rows(request.memory.hot.chunks, request.memory.host_pages, request.position)
 
-    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> Change:
+    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> HotBufferChange:
         """Carry out what `change` decides, but for the chunks that it frees."""
         memory = request.memory
         extra = self.chunks.take(max(0, memory.hot_chunks - len(old.chunks)))
@@ -347,7 +347,7 @@ class Seats:
         request.note_memory()
         return done
 
-    def _set_up(self, request: RunningRequest, change: Change) -> None:
+    def _set_up(self, request: RunningRequest, change: HotBufferChange) -> None:
         self._swap.set_up(request.seat, change)
         self.swap_counts.set_up(request.seat, change, request.position)
 

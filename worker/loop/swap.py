@@ -43,7 +43,7 @@ from kernels.swap_in import replay_misses
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS, pages_for
-from worker.device.hot_buffer import Change, HotBuffer, SetUp
+from worker.device.hot_buffer import HotBuffer, SetUp
 from worker.loop.inputs import host_tensor
 from worker.streams import Fence, Streams
 
@@ -135,7 +135,7 @@ class Swap:
         self.counters.preloaded_bytes += rows * g.row_bytes
         return self._streams.load.record("preloaded")
 
-    def set_up(self, seat: int, change: Change) -> None:
+    def set_up(self, seat: int, change: HotBufferChange) -> None:
         """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
         still the old one."""
         hot_slots, work = change.buffer.hot_slots, None

@@ -18,7 +18,15 @@ from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Target
 from worker.transfer.interface import TRANSFER_VERSION, Arrived, Description, Layout, PoolMemory, ReceiverEvent, Revoked
 from worker.transfer.pump import Pump, log
-from worker.transfer.receiving import Action, AdmitSender, Check, EmitReceiverEvent, Receiving, SendToSender, ShutOut
+from worker.transfer.receiving import (
+    Action,
+    AdmitSender,
+    CheckUnit,
+    EmitReceiverEvent,
+    Receiving,
+    SendToSender,
+    ShutOut,
+)
 from worker.transfer.wire import Checked
 
 
@@ -44,7 +52,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         life = secrets.randbits(61) + 1
         self._description = Description(TRANSFER_VERSION, engine, name, control.address, life, control.key, layout)
         self._core = Receiving(layout, len(pool.pages), life, fetches=target.fetches)
-        self._checks: deque[tuple[Check, Future[tuple[int, float]]]] = deque()
+        self._checks: deque[tuple[CheckUnit, Future[tuple[int, float]]]] = deque()
         self.start()
 
     def describe(self) -> bytes:
@@ -105,7 +113,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
             case SendToSender(sender, message):
                 self.counters.refused_units += isinstance(message, Checked) and not message.good
                 self._control.send(sender, message)
-            case Check():
+            case CheckUnit():
                 self._checks.append((action, self.jobs.submit(partial(self._take, action))))
             case EmitReceiverEvent(event):
                 self._count(event)
@@ -119,7 +127,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
                 log.warning("sender of pages shut out", extra=fields(sender=sender))
                 self._ask(partial(self._core.shut_out, sender))
 
-    def _take(self, check: Check) -> tuple[int, float]:
+    def _take(self, check: CheckUnit) -> tuple[int, float]:
         """Checksum, and the seconds it took, with the copy where there is one."""
         began = time.perf_counter()
         return self._target.take(check), time.perf_counter() - began

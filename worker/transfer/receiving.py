@@ -86,7 +86,7 @@ class ShutOut:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckUnit:
     """Take the checksum of `length` bytes at `offset` of host page `page`, fetched before from host page `source` of
     `sender` where the engine does that; `checked` answers."""
 
@@ -106,7 +106,7 @@ class EmitReceiverEvent:
     event: ReceiverEvent
 
 
-Action: TypeAlias = SendToSender | AdmitSender | ShutOut | Check | EmitReceiverEvent
+Action: TypeAlias = SendToSender | AdmitSender | ShutOut | CheckUnit | EmitReceiverEvent
 
 
 class ReceiverPhase(Enum):
@@ -310,9 +310,9 @@ class Receiving:
         offset = ticket.part_ends[part - 1] if part else 0
         length = ticket.part_ends[part] - offset
         page, source = ticket.pages[index], written.source
-        return [Check(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
+        return [CheckUnit(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
 
-    def checked(self, check: Check, good: bool) -> list[Action]:
+    def checked(self, check: CheckUnit, good: bool) -> list[Action]:
         """The checksum was taken."""
         number, unit = check.ticket, check.unit
         ticket = self._tickets.get(number)

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Action as ReceiverAction
-from worker.transfer.receiving import AdmitSender, Check, EmitReceiverEvent, Receiving, SendToSender, ShutOut
+from worker.transfer.receiving import AdmitSender, CheckUnit, EmitReceiverEvent, Receiving, SendToSender, ShutOut
 from worker.transfer.sender_actions import Action as SenderAction
 from worker.transfer.sender_actions import Connect, Disconnect, EmitSenderEvent, Post, SendToReceiver
 from worker.transfer.sending import Sending
@@ -70,7 +70,7 @@ class FakeTransferWorld:
         self.to_receiver: list[tuple[str, SenderMessage]] = []
         self.to_senders: list[tuple[str, ReceiverMessage]] = []
         self.writes: list[Write] = []
-        self.checks: list[Check] = []
+        self.checks: list[CheckUnit] = []
         self.endpoints: dict[str, object] = {}
         self.lives: dict[int, object] = {}
         self.owner: dict[int, str] = {}  # page -> who may write to it; absent: free
@@ -216,7 +216,7 @@ class FakeTransferWorld:
         if self.checks:
             self._take(self.checks.pop(self.random.randrange(len(self.checks))))
 
-    def _take(self, check: Check) -> None:
+    def _take(self, check: CheckUnit) -> None:
         part = check.unit % self.tickets[check.ticket][2]
         if self.fetches:
             owner = self.owner.get(check.page)
@@ -298,7 +298,7 @@ class FakeTransferWorld:
                         self._take(check)
                     del self.endpoints[sender]
                     self._perform(self.receiver.shut_out(sender))
-                case Check():
+                case CheckUnit():
                     self.checks.append(action)
                 case EmitReceiverEvent(event):
                     self._told(event)

@@ -42,7 +42,7 @@ from protocol.messages import (
 from tests.support.fakes.dealer import FakeDealer, FakeListener, FakeSink
 from worker.link import link
 from worker.link.link import Link, Pace, connect_to
-from worker.link.link_state import Identity, LinkState
+from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "json", "digest")
@@ -58,7 +58,7 @@ class Bench:
         self.counters = LinkCounters()
         self.sink = FakeSink()
         self.listener = FakeListener()
-        self.state = LinkState(Identity("w", "n", 1, MODEL, CAPACITY), self.outbox, self.counters)
+        self.state = LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), self.outbox, self.counters)
         self.link = Link(self.state, self.sink, self.listener.connect, pace=Pace(), tokenizer=tokenizer)
         self.done = trio.Event()
         self.result: bool | BaseException | None = None

@@ -58,12 +58,12 @@ from worker.link.link_state import (
     Apply,
     Drop,
     GiveUp,
-    Identity,
     LinkPhase,
     LinkState,
     Send,
     SendTokenizer,
     StopAsked,
+    WorkerIdentity,
 )
 from worker.link.outbox import REPORTS_UNACKED_MAX, Outbox
 
@@ -76,7 +76,7 @@ def admit(placement: int, generated: list[int] | None = None) -> Admit:
 
 
 def make() -> LinkState:
-    return LinkState(Identity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters())
+    return LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters())
 
 
 def welcomed(incarnation: int = 1) -> LinkState:
@@ -475,7 +475,7 @@ class HostileNetwork(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.coordinator = FakeCoordinator()
-        self.worker = LinkState(Identity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=1), LinkCounters())
+        self.worker = LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=1), LinkCounters())
         self.is_up = False
         self.to_worker: list[CoordinatorMessage] = []
         self.to_coordinator: list[WorkerMessage] = []

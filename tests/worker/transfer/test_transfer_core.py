@@ -137,7 +137,7 @@ def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
     core.admitted("a/1", b"")
     written = Written(7, 0, 1, 99, 2)
     (check,) = core.heard("a/1", written, 0.0)
-    assert isinstance(check, receiving.Check)
+    assert isinstance(check, receiving.CheckUnit)
     assert receiving.EmitReceiverEvent(Arrived(7, 0)) in core.checked(check, True)
     return core, written
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Target(Protocol):
         HiSparseError."""
         ...
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         """In another thread: the checksum of a unit in the pool, fetched before where that is this engine's way."""
         ...
 

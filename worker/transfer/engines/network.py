@@ -15,7 +15,7 @@ from protocol.errors import ConfigError, HiSparseError, ProtocolError, Unavailab
 from worker.transfer.checksum import checksum
 from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 ConnectionT = TypeVar("ConnectionT")
@@ -46,7 +46,7 @@ class NetworkTarget:
     def __init__(self, pool: PoolMemory) -> None:
         self._pool = pool
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         return checksum(self._pool.pages[check.page, check.offset : check.offset + check.length])
 
 

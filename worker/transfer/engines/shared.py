@@ -30,7 +30,7 @@ from worker.pool.file import Header, lock
 from worker.transfer.checksum import checksum, copy_with_checksum
 from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 
@@ -65,7 +65,7 @@ class SharedTarget:
         self._pools[sender] = _map(found)
         return b""
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         extent, pages = slice(check.offset, check.offset + check.length), self._pools[check.sender]
         if not 0 <= check.source < len(pages):
             return ~check.checksum  # no such page: nothing that fits
