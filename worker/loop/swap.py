@@ -43,7 +43,7 @@ from kernels.swap_in import replay_misses
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS, pages_for
-from worker.device.hot_buffer import HotBuffer, SetUp
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
 from worker.loop.inputs import host_tensor
 from worker.streams import Fence, Streams
 
