@@ -141,12 +141,12 @@ class PendingReasons:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
             return PendingReason(PendingKind.PAUSED, text)
         if refusal is not None and refusal.is_barred:
-            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
+            return PendingReason(PendingKind.SUSPECT, self._suspect_reason(entry))
         if refusal is None or not refusal.asks:
             return self._unasked(entry, now)
         return self._shortage(entry, refusal)
 
-    def _suspicion(self, entry: RequestEntry) -> str:
+    def _suspect_reason(self, entry: RequestEntry) -> str:
         if entry in self._placement_table.poison_detector:
             return f"{entry.strikes} workers died with it: joins one once all requests there have come further"
         return "every worker that could take it has a request with which workers died, and which has not come further"
@@ -260,9 +260,11 @@ def _absent(workers: Sequence[WorkerEntry]) -> str:
 def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:
     """Why these workers could not take it on if they were empty; None: they could."""
     alone, pair = (BOTH,), (PREFILL, DECODE)
-    ways = ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
+    pairings = (
+        ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
+    )
     reasons = [
-        next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in ways
+        next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in pairings
     ]
     if None in reasons:
         return None
