@@ -263,9 +263,7 @@ def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason
     pairings = (
         ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
     )
-    reasons = [
-        next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in pairings
-    ]
+    reasons = [next(filter(None, (_lacking(entry, takers, part) for part in pairing)), None) for pairing in pairings]
     if None in reasons:
         return None
     return reasons[-1 if any(it.capacity.role == PREFILL for it in takers) else 0]
