@@ -40,8 +40,8 @@ LEFT: dict[str, tuple[set[str], str]] = {
     "book": (
         {"coordinator/service.py", "coordinator/scheduling/recovery.py", "coordinator/scheduling/scheduler.py"}
         | {"coordinator/scheduling/submission.py", "coordinator/journal/journal.py"}
-        | {"coordinator/journal/state.py", "coordinator/journal/summary.py"},
-        "variables of the class JournalState: renamed with the journal's next form",
+        | {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/salvage.py"},
+        "variables of the class JournalState",
     ),
     "stay": (
         {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/records.py"}
