@@ -52,6 +52,19 @@ def default_of(command: str, option: str) -> float:
     return next(float(it.default) for it in main.commands[command].params if option in it.opts)
 
 
+# ---------------------------------------------------------------- prose
+
+
+def test_prose_names_its_subjects() -> None:
+    """Words that CONTRIBUTING's rule for prose bars, code spans and the generated metrics.md aside."""
+    barred = r"(?i)\b(whoever|whatever|whom|(?:no|some|every|any)body|surely)\b"
+    pages = DOCUMENTS | {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.md")}
+    for name, text in pages.items():
+        if name not in ("metrics.md", "TABLES.md"):
+            prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+            assert re.findall(barred, prose) == [], name
+
+
 # ---------------------------------------------------------------- commands and settings
 
 
@@ -76,8 +89,8 @@ def test_each_command_and_option_exists() -> None:
         assert isinstance(command, click.Group) or options <= known, f"{name}: hisparse {' '.join(words)}"
 
 
-def test_each_flag_in_prose_is_somebodys() -> None:
-    """`--deterministic` by itself: of some command."""
+def test_each_flag_in_prose_is_an_option() -> None:
+    """`--deterministic` without a command: an option of one."""
     commands = [
         each for command in main.commands.values() for each in (command, *getattr(command, "commands", {}).values())
     ]
@@ -171,7 +184,7 @@ def test_each_metric_is_exported() -> None:
     assert [it for it in named if it[1] not in BY_NAME and not it[1].endswith("_")] == []
 
 
-def test_the_readme_boasts_with_what_was_measured() -> None:
+def test_readme_quotes_measurements() -> None:
     said = re.sub(r"\s+", " ", DOCUMENTS["README.md"])
     rows = result("decode-H200.json")
     best, worst = ([decode_ratio(rows, context, hits) for context in (32_768, 131_072)] for hits in (0.99, 0.8))
