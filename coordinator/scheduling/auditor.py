@@ -29,7 +29,7 @@ from protocol.sizing import Memory
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0
 #: Lines of a request's history in the log.
-STORY_LINES: Final = 8
+HISTORY_LINES: Final = 8
 REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 
 log = logger("coordinator.scheduling.auditor")
@@ -192,5 +192,5 @@ class Auditor:
 
 
 def _history(live: LiveRequest | None) -> str:
-    lines = live.state.history()[-STORY_LINES:] if live is not None else ()
+    lines = live.state.history()[-HISTORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

@@ -310,7 +310,7 @@ class Executor:
             check_admit(admit, self._sizing, self._runner.info)
             output = self._output(admit)
             if output.finished:  # by a token that was delivered in an earlier stay
-                self._report.outdone(admit, output)
+                self._report.already_complete(admit, output)
                 return
             request = self._seats.open(admit, output)
         except InternalError:

@@ -91,7 +91,7 @@ class Reporter:
         output = request.output
         self._reports.add_event(Finished(request.placement, output.reason, output.generated_tokens, output.tail_text))
 
-    def outdone(self, admit: Admit, output: Output) -> None:
+    def already_complete(self, admit: Admit, output: Output) -> None:
         """A placement whose output was complete before it came: nothing was touched."""
         self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
         self.released(admit.placement, admit.durable_tokens)
