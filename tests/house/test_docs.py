@@ -157,10 +157,8 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
         (
             "http.md",
-            f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, {listener.CONNECTIONS_MIN:,} at least |",
-        ),
-            "http.md",
-            f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, {listener.CONNECTIONS_MIN:,} at least |",
+            f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, "
+            f"{listener.CONNECTIONS_MIN:,} at least |",
         ),
         ("http.md", f"`ID.OWNER`, with {api_keys.OWNER_CHARS} digits"),
         ("http.md", f"after SIGTERM | {listener.STOP_DEADLINE_S:g} s for running answers"),
