@@ -163,7 +163,8 @@ class Gateway:
         return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
 
     def _welcome(self) -> messages.Welcome:
-        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, self._scheduler.model())
+        it = self._scheduler
+        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket loses the answer."""

@@ -44,6 +44,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError, WrongState
+from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.settings import CoordinatorSettings
 from protocol.sizing import page_limit
@@ -172,7 +173,7 @@ class Scheduler(SchedulerApi):
         worker = self._placement_table.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        effects = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        effects = adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node])
         worker.receiver, worker.pid = hello.receiver, hello.pid
         return effects
 

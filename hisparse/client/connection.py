@@ -64,7 +64,7 @@ class Connection:
 
     # ------------------------------------------------------------ for the client
 
-    async def surely(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
+    async def submit_retrying(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
         """Submit until an answer comes, if that can be done twice."""
         while True:
             try:
@@ -130,8 +130,8 @@ class Connection:
         """Say hello once more: who the coordinator is, and which model it serves, now."""
         call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
-        self._hellos.append(call.take)
         await dealer.send(messages.encode(self._hello))
+        self._hellos.append(call.take)  # in the same instant: cancelled before, no answer will come for it
         return await call.wait()
 
     # ------------------------------------------------------------ connecting
