@@ -158,7 +158,7 @@ class Auditor:
         if difference.kind == STRAY and worker is not None:
             worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index), *live.swaps))
+            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index)))
         elif difference.kind in (UNRELEASED, ORPHAN):
             note = journal.RequestDeparted(live.entry.request_index, 0) if live is not None else None
             return [LedgerStep(node, Release(placement), note)]

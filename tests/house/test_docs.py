@@ -155,7 +155,11 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
         ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
         ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
-        ("http.md", f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, {listener.CONNECTIONS_MIN:,} at least |"),
+        (
+            "http.md",
+            f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, "
+            f"{listener.CONNECTIONS_MIN:,} at least |",
+        ),
         ("http.md", f"`ID.OWNER`, with {api_keys.OWNER_CHARS} digits"),
         ("http.md", f"after SIGTERM | {listener.STOP_DEADLINE_S:g} s for running answers"),
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
