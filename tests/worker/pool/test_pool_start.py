@@ -245,6 +245,7 @@ def test_the_owner_is_recorded(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.process
 def test_a_user_that_was_killed_does_not_count(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from tests.worker.pool.test_pool_start import config_for, start\n"
