@@ -15,6 +15,8 @@ from typing import Final
 from protocol.errors import ConfigError
 
 FILE_NAME: Final = "incarnation"
+#: Beyond any clock's milliseconds and any count of restarts: what is higher is damage, and no message could carry it.
+INCARNATION_MAX: Final = 1 << 53
 
 
 def next_incarnation(runtime_dir: Path, now_ms: int | None = None) -> int:
@@ -24,6 +26,7 @@ def next_incarnation(runtime_dir: Path, now_ms: int | None = None) -> int:
     try:
         last = int(path.read_text()) if path.exists() else 0
         incarnation = max(now_ms, last + 1)
+        _check_range(last)
         with tempfile.NamedTemporaryFile("w", dir=runtime_dir, delete=False) as file:
             file.write(str(incarnation))
             file.flush()
@@ -37,3 +40,8 @@ def next_incarnation(runtime_dir: Path, now_ms: int | None = None) -> int:
             remedy="make the directory writable, or remove that file",
         ) from error
     return incarnation
+
+
+def _check_range(last: int) -> None:
+    if not 0 <= last < INCARNATION_MAX:
+        raise ValueError(f"no number between 0 and {INCARNATION_MAX} is in it")

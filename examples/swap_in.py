@@ -72,6 +72,7 @@ class Cache:
             host=host,
             device=device,
         )
+        hs.prepare(self.state)
         self.state.host_table[SEAT] = torch.arange(pages)  # an allocator's decisions: which pages and chunks are ours
         self.state.index_table[SEAT] = torch.arange(pages)
         self.state.chunk_table[SEAT] = torch.arange(chunks)

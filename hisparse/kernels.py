@@ -54,6 +54,7 @@ __all__ = [
     "latest_tokens",
     "managed_chunks",
     "pages_for",
+    "prepare",
     "prepare_attention",
     "prepare_encode",
     "prepare_index",
@@ -72,6 +73,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kernels.attention import attend_rows, prepare_attention
+    from kernels.backend import prepare
     from kernels.begin_step import begin_step
     from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
     from kernels.encode import encode, prepare_encode
@@ -108,6 +110,7 @@ else:
     #: Names by the module that defines them.
     _HOMES: Final = {
         "kernels.attention": "attend_rows prepare_attention",
+        "kernels.backend": "prepare",
         "kernels.begin_step": "begin_step",
         "kernels.copy_rows": "copy_keys_to_device copy_rows_to_device copy_rows_to_host",
         "kernels.encode": "encode prepare_encode",

@@ -346,5 +346,5 @@ def check_writes(journal: Journal) -> None:
         raise Unavailable(
             f"the journal cannot take more: {journal.failing}",
             field="coordinator.journal",
-            remedy="make room on its disk; running requests go on, and this can be asked for again then",
+            remedy="put right what it says, or make room; running requests go on, and this can be asked for again then",
         )

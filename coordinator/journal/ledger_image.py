@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.journal.records import BudgetImage, HoldingImage, NodeImage, NodePart
+from coordinator.journal.records import BudgetImage, HoldingImage, NodePart
 from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
 from protocol.arrays import Int32Array, unpack_int32
 
@@ -69,7 +69,7 @@ def _holding_image(holding: _Frozen) -> HoldingImage:
     return HoldingImage(placement, key, hot_chunks, index_pages, slab_pages, held)
 
 
-def ledger_from(parts: Sequence[NodeImage]) -> Ledger:
+def ledger_from(parts: Sequence[NodePart]) -> Ledger:
     """Of all parts, in order, of which there must be one."""
     ledger = Ledger(parts[0].pages_total)
     ledger.pages_free = 0

@@ -34,14 +34,14 @@ from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacit
 DRAINS_MAX: Final = 1_024
 
 
-class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base: one array whose first element names the record."""
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Base: one array, whose first element is the record's tag. A tag is part of the form: classes may be renamed."""
 
 
 # ---------------------------------------------------------------- of a request
 
 
-class RequestAccepted(JournalEntry, frozen=True):
+class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
     """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
     seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
     `prefill_mode` is how it was asked to come to its worker."""
@@ -58,7 +58,7 @@ class RequestAccepted(JournalEntry, frozen=True):
     prefill_mode: str = AUTO
 
 
-class RequestOrdered(JournalEntry, frozen=True):
+class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
     """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
 
     request_index: int
@@ -68,7 +68,7 @@ class RequestOrdered(JournalEntry, frozen=True):
     reason: str = ""
 
 
-class RequestPlaced(JournalEntry, frozen=True):
+class RequestPlaced(JournalEntry, frozen=True, tag="placed"):
     """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
     `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
 
@@ -82,7 +82,7 @@ class RequestPlaced(JournalEntry, frozen=True):
     ticket: int = 0
 
 
-class RequestHandedOver(JournalEntry, frozen=True):
+class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
     """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
     under `ticket`."""
 
@@ -95,7 +95,7 @@ class RequestHandedOver(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class RequestDeparted(JournalEntry, frozen=True):
+class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
     """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
     `first_token` belongs to them when nothing of the output was said yet."""
 
@@ -104,7 +104,7 @@ class RequestDeparted(JournalEntry, frozen=True):
     first_token: int = NO_TOKEN
 
 
-class RequestsStruck(JournalEntry, frozen=True):
+class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
     """`worker` died with these on it (coordinator.scheduling.poison): how many strikes each has by now, and at how
     many generated tokens. Parallel int32 arrays."""
 
@@ -114,7 +114,7 @@ class RequestsStruck(JournalEntry, frozen=True):
     marks: bytes
 
 
-class RequestEnded(JournalEntry, frozen=True):
+class RequestEnded(JournalEntry, frozen=True, tag="ended"):
     """The last word on a request; all of its tokens come before."""
 
     request_index: int
@@ -125,7 +125,7 @@ class RequestEnded(JournalEntry, frozen=True):
     at_s: float
 
 
-class RequestsForgotten(JournalEntry, frozen=True):
+class RequestsForgotten(JournalEntry, frozen=True, tag="forgotten"):
     """Ended requests that nobody may ask for any more; their slots may be taken again. `request_indices` is int32;
     `arrivals` is the highest number that any request had so far."""
 
@@ -136,7 +136,7 @@ class RequestsForgotten(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of a node
 
 
-class PoolOpened(JournalEntry, frozen=True):
+class PoolOpened(JournalEntry, frozen=True, tag="pool_opened"):
     """A node's pool, as the first of its workers described it: a fresh ledger of `capacity.host_pages`."""
 
     node: str
@@ -144,7 +144,7 @@ class PoolOpened(JournalEntry, frozen=True):
     model: ModelInfo
 
 
-class WorkerJoined(JournalEntry, frozen=True):
+class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
     """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
 
     node: str
@@ -157,7 +157,7 @@ class WorkerJoined(JournalEntry, frozen=True):
     boot: str = ""
 
 
-class WorkerDrained(JournalEntry, frozen=True):
+class WorkerDrained(JournalEntry, frozen=True, tag="drained"):
     """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
     and the next one if its number follows."""
 
@@ -167,11 +167,11 @@ class WorkerDrained(JournalEntry, frozen=True):
     handover: bool
 
 
-class WorkerUndrained(JournalEntry, frozen=True):
+class WorkerUndrained(JournalEntry, frozen=True, tag="undrained"):
     worker: str
 
 
-class LedgerChanged(JournalEntry, frozen=True):
+class LedgerChanged(JournalEntry, frozen=True, tag="changed"):
     """Changes of a node's ledger, in order."""
 
     node: str
@@ -181,7 +181,7 @@ class LedgerChanged(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of all
 
 
-class TokensAppended(JournalEntry, frozen=True):
+class TokensAppended(JournalEntry, frozen=True, tag="tokens"):
     """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
     many rows are durable by now."""
 
@@ -195,7 +195,7 @@ class TokensAppended(JournalEntry, frozen=True):
 # ---------------------------------------------------------------- of a summary
 
 
-class SummaryBegun(JournalEntry, frozen=True):
+class SummaryBegun(JournalEntry, frozen=True, tag="summary_begun"):
     """From here on everything is said again, a little in each commit (coordinator.journal.summary): the highest numbers
     given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
 
@@ -206,13 +206,13 @@ class SummaryBegun(JournalEntry, frozen=True):
     drains: tuple[WorkerDrained, ...] = ()
 
 
-class SummaryEnded(JournalEntry, frozen=True):
+class SummaryEnded(JournalEntry, frozen=True, tag="summary_ended"):
     """All has been said again: nothing before the SummaryBegun is needed but Accepted, Output and Ended."""
 
 
-class NodeImage(JournalEntry, frozen=True):
-    """A ledger as it is. `free` is the stack of free pages; the rest by admission and epoch. Pages are int32.
-    Written by form 1 of the journal only."""
+class NodePart(JournalEntry, frozen=True, tag="node_part"):
+    """Part of a ledger as it was at the SummaryBegun before: stack and lists of all parts, in order, are the whole.
+    `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
 
     node: str
     pages_total: int
@@ -220,10 +220,6 @@ class NodeImage(JournalEntry, frozen=True):
     budgets: tuple[BudgetImage, ...]
     holdings: tuple[HoldingImage, ...]
     quarantines: tuple[tuple[EpochKey, bytes], ...]
-
-
-class NodePart(NodeImage, frozen=True):
-    """Part of a ledger as it was at the SummaryBegun before; stack and lists of all parts, in order, are the whole."""
 
 
 class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
@@ -245,7 +241,7 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
-class RequestOutput(JournalEntry, frozen=True):
+class RequestOutput(JournalEntry, frozen=True, tag="output"):
     """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
 
     request_index: int
@@ -304,8 +300,6 @@ Record: TypeAlias = (
     | SummaryEnded
     | NodePart
     | RequestOutput
-    | Summary
-    | NodeImage
 )
 
 #: Records that outlive a summary, until their request is forgotten.

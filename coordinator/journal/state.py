@@ -26,7 +26,6 @@ from coordinator.journal.ledger_image import epochs_of, ledger_from
 from coordinator.journal.records import (
     DRAINS_MAX,
     LedgerChanged,
-    NodeImage,
     NodePart,
     PoolOpened,
     Record,
@@ -39,7 +38,6 @@ from coordinator.journal.records import (
     RequestPlaced,
     RequestsForgotten,
     RequestsStruck,
-    Summary,
     SummaryBegun,
     SummaryEnded,
     TokensAppended,
@@ -220,11 +218,6 @@ class _Replay:
                 token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
             case RequestPlaced(request_index) if request_index in book.requests:
                 token_log.set_durable(request_index, record.durable_tokens)
-            case Summary(arrivals, placements, ordered, stays, departed):
-                book.arrivals, book.placements = arrivals, placements
-                said: list[Record] = [*ordered, *stays, *departed]
-                for it in said:
-                    self.take(it)
             case _:
                 self._take_of_node(record)
         book.note(record)
@@ -240,8 +233,6 @@ class _Replay:
             case NodePart(node):
                 if node in self.collected:
                     self.collected[node].parts.append(record)
-            case NodeImage(node):
-                ledgers[node] = ledger_from([record])
             case LedgerChanged(node, changes):
                 self._change(node, changes)
             case SummaryEnded():

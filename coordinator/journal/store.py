@@ -1,26 +1,31 @@
 """The journal on disk: one SQLite file, one table of records, written by one thread.
 
     records   number  order of commit
-              slot    whose record it is, for one that outlives a summary; NULL for a run of others
+              request_index  of the record, for one that outlives a summary; NULL for a run of others
               body    records, msgpack: one, or as many as came in a row
-    summary   number  of the row where the last complete summary begins: rows without a slot before it are void
+              digest  checksum of the row
+              head    on the last row of a commit: the chain over commits (coordinator.journal.chain)
 
-Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log. Locked exclusively:
-two coordinators cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its
-slots. A SummaryEnded makes rows void in one stroke, by one number; the groups that follow delete RETIRED_ROWS of them
-each, or the next start all. Pages that become free are used again; those beyond a summary's worth are given back to the
-file system, and all of them when it is short, VACUUM_PAGES at a time likewise.
+Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log, and then a mark beside
+the journal (coordinator.journal.files), without which nothing is acknowledged. Locked exclusively: two coordinators
+cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its requests. A
+SummaryEnded makes rows void in one stroke, by one number in the head; the commits that follow delete RETIRED_ROWS of
+them each. Pages that become free are used again; those beyond a summary's worth are given back to the file system, and
+all of them when it is short, VACUUM_PAGES at a time likewise.
+
+Opening reads all of it (coordinator.journal.inspection) and refuses what is damaged, without changing it.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full: with that room running work
 goes on, and `short` says that no new work should be taken until the reserve is back.
 
 A group that fails is rolled back. After a failing fsync the kernel may call pages clean that never reached the disk,
 so nothing is trusted but what is written again: the retry writes the same records under the same numbers, over the same
-place of the log.
+place of the log. A group that is committed but could not be marked, or whose file is not there any more, is not written
+again: the retry marks it.
 
-Rejected: a log file of our own (SQLite's has checksums, torn-write recovery and thirty years of tests); a row per
-record (three times the inserts for nothing: `request_index` is all that deletes need).
-"""
+Rejected: a log file of our own (SQLite's has torn-write recovery and thirty years of tests); a row per record (three
+times the inserts for nothing: `request_index` is all that deletes need); an index over requests (a page more per
+commit, whose damage would delete other rows; which rows a request has is known in memory)."""
 
 from __future__ import annotations
 
@@ -30,28 +35,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import trio
 
-from coordinator.journal.journal import JournalError
-from coordinator.journal.records import (
-    LASTING,
-    Record,
-    RequestsForgotten,
-    SummaryBegun,
-    SummaryEnded,
-    decode_all,
-    encode,
+from coordinator.journal.chain import DIGEST_BYTES, TOTALS, Change, Contents, StoredRecord, first_head, plan
+from coordinator.journal.files import (
+    LOCK_WAIT_S,
+    Identity,
+    Mark,
+    check_private,
+    head_path,
+    log_path,
+    reserve_path,
+    sync_directory,
+    unusable,
 )
+from coordinator.journal.inspection import ROWS, SCHEMA, SQL_ERRORS, VERSION, inspect, read_form
+from coordinator.journal.journal import JournalError
+from coordinator.journal.records import Record, decode_all
 from metrics.state import JournalCounters
-from protocol.arrays import unpack_int32
 from protocol.errors import ConfigError
 
-#: The form of the file; a journal of a later one is refused.
-VERSION: Final = 2
-#: The form before: the same without `summary`, and with summaries whole in one commit. Opening it makes it this one.
-VERSION_BEFORE: Final = 1
 #: Bytes written without a summary until one is wanted: more than a minute at 88k tokens per second.
 SUMMARY_BYTES: Final = 128 * 1024 * 1024
 #: The same on a disk that is short: what a summary saves is what running work can go on with.
@@ -64,13 +69,10 @@ RESERVE_RETRY_S: Final = 1.0
 CHECKPOINT_PAGES: Final = 1_024
 #: Free pages that stay in the file: what the records up to the next summary will take, with room to spare.
 FREE_PAGES_KEPT: Final = 2 * SUMMARY_BYTES // 4_096
-#: Void rows deleted, and free pages given back, with one group: a millisecond each.
-RETIRED_ROWS: Final = 16
+#: Free pages given back with one group: a millisecond.
 VACUUM_PAGES: Final = 256
 #: Rows of one statement. The interpreter is given up for each statement, and a busy loop lends it back after 5 ms.
 STATEMENT_ROWS: Final = 256
-#: A lock held by another process is waited for this long: it may be one that is just ending.
-LOCK_WAIT_S: Final = 5.0
 
 T = TypeVar("T")
 
@@ -83,34 +85,24 @@ _SETTINGS: Final = (
     "PRAGMA synchronous = FULL",
     "PRAGMA secure_delete = OFF",
     f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}",
-    "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)",
-    "CREATE INDEX IF NOT EXISTS by_slot ON records (slot) WHERE slot IS NOT NULL",
-    "CREATE TABLE IF NOT EXISTS summary (only INTEGER PRIMARY KEY CHECK (only = 0), number INTEGER NOT NULL)",
 )
-_FIRST_FLOW: Final = "SELECT coalesce(min(number), 0) FROM records WHERE slot IS NULL"
-
-
-class StoredRecord(NamedTuple):
-    """A row of the table, and the first of its records."""
-
-    number: int
-    request_index: int | None
-    body: bytes
-    first: Record
 
 
 class SqliteStore:
     """Opened by `open_store`. The connection is used by one thread at a time, whichever trio lends."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, counters: JournalCounters) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, mark: Mark, contents: Contents, counters: JournalCounters
+    ) -> None:
         self.path = path
         self.short = ""
         self._connection = connection
+        self._mark = mark
+        self._contents = contents
         self._counters = counters
+        self._identity = Identity(path)
+        self._unmarked: Sequence[Record] | None = None
         self._flow_bytes = 0
-        self._last = self._ask("SELECT coalesce(max(number), 0) FROM records")
-        self._begun = self._begin = self._ask("SELECT coalesce(max(number), 0) FROM summary")
-        self._retired = self._ask(_FIRST_FLOW) - 1  # no void row has this number or a lower one
         self._reserve_at = 0.0
         self._keep_reserve()
 
@@ -125,93 +117,97 @@ class SqliteStore:
         await trio.to_thread.run_sync(self.write_now, records)
 
     def close(self) -> None:
-        """Fold the log into the file and let go of it; the reserve goes too."""
+        """Fold the log into the file and let go of it; the reserve goes too. Idempotent."""
         self._connection.close()
+        self._mark.close()
         self._reserve.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ in the thread
 
     def read(self) -> list[Record]:
-        """Every record that counts, in order. Raises JournalError when the file is damaged."""
+        """Every record that counts, in order. Raises JournalError when the file is not what was written."""
+        head, total, rows, records = self._contents.head, 0, 0, []
+        self._flow_bytes = 0
         try:
-            with suppress(sqlite3.Error):  # a full disk: they go later
-                self._connection.execute("DELETE FROM records WHERE slot IS NULL AND number < ?", (self._begin,))
-                self._retired = max(self._retired, self._begin - 1)
-            counting = "slot IS NOT NULL OR number >= ?"
-            rows = self._connection.execute(
-                f"SELECT body, slot IS NULL FROM records WHERE {counting} ORDER BY number", (self._begin,)
-            )
-            return [record for body, is_flow in rows for record in self._decode(body, bool(is_flow))]
-        except (sqlite3.Error, ValueError) as error:
+            for values in self._connection.execute(ROWS, (-1,)):
+                row = StoredRecord(*values)
+                if not row.is_whole:
+                    raise JournalError(f"{self.path}: row {row.number} is not what was written")
+                rows, total = rows + 1, total + int.from_bytes(row.digest, "little")
+                if row.request_index is not None or row.number >= head.begin:
+                    self._flow_bytes += len(row.body) if row.request_index is None else 0
+                    records += decode_all(row.body)
+        except SQL_ERRORS as error:
             raise JournalError(f"{self.path}: {error}") from error
-
-    def _decode(self, body: bytes, is_flow: bool) -> list[Record]:
-        self._flow_bytes += len(body) if is_flow else 0
-        return decode_all(body)
+        if (rows, total % TOTALS) != (head.rows, head.total):
+            raise JournalError(f"{self.path}: {head.rows} rows were written, {rows} are there, and they do not add up")
+        return records
 
     def write_now(self, records: Sequence[Record]) -> None:
-        """One transaction. A full disk costs the reserve before it costs the group."""
-        rows = [
-            StoredRecord(number, run[0].request_index if isinstance(run[0], LASTING) else None, encode(run), run[0])
-            for number, run in enumerate(_runs(records), self._last + 1)
-        ]
+        """One transaction, and its mark. A full disk costs the reserve before it costs the group."""
+        if self._unmarked is not None:
+            self._put_mark()
+            was, self._unmarked = self._unmarked, None
+            if was is records:
+                return
+        change, short = plan(self._contents, records), self.short
+        if change is not None:
+            self._commit(change)
+            self._unmarked = records
+            self._put_mark()
+            self._unmarked = None
+        if self.short or (change is not None and change.deleted):
+            self._vacuum()
+        if short and self.short == short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
+            with suppress(sqlite3.Error):
+                self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # what was given back is free only then
+            self._keep_reserve()
+
+    def _put_mark(self) -> None:
+        """What was committed may be acknowledged then."""
+        self._identity.check()
         try:
-            self._write_rows(rows)
+            self._mark.write(self._contents.head)
+        except OSError as error:
+            raise JournalError(f"{head_path(self.path)}: {error.strerror}") from error
+
+    def _commit(self, change: Change) -> None:
+        try:
+            self._write_rows(change)
         except sqlite3.Error as error:
             if not self._give_up_reserve(str(error)):
                 raise JournalError(f"{self.path}: {error}") from error
             try:
-                self._write_rows(rows)
+                self._write_rows(change)
             except sqlite3.Error as again:
                 raise JournalError(f"{self.path}: {again}") from again
-        else:
-            if self.short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
-                with suppress(sqlite3.Error):
-                    self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # what was given back is free only then
-                self._keep_reserve()
-        self._last += len(rows)
-        self._counters.written_bytes += sum(len(row.body) for row in rows)
+        self._contents.apply(change)
+        for row in change.rows:
+            if row.number == change.begun:
+                self._flow_bytes = 0
+            self._flow_bytes += len(row.body) if row.request_index is None else 0
+        self._counters.written_bytes += sum(len(row.body) for row in change.rows)
 
-    def _write_rows(self, rows: Sequence[StoredRecord]) -> None:
+    def _write_rows(self, change: Change) -> None:
         run = self._connection.execute
-        begun = next((row.number for row in rows if isinstance(row.first, SummaryBegun)), self._begun)
         run("BEGIN IMMEDIATE")
         try:
-            for part in _parts(rows):
-                self._write_part(part, begun)
-            retired = min(self._retired + RETIRED_ROWS, self._begin - 1)
-            if retired > self._retired:
-                void = self._retired, retired
-                run("DELETE FROM records WHERE slot IS NULL AND number > ? AND number <= ?", void)
+            for numbers in _batches(change.deleted):
+                self._delete(numbers)
+            for rows in _batches(change.rows):
+                values = ", ".join(["(?, ?, ?, ?, ?)"] * len(rows))
+                run(f"INSERT INTO records VALUES {values}", [it for row in rows for it in row])
             run("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 run("ROLLBACK")
             raise
-        has_deleted, self._retired = retired > self._retired, max(self._retired, retired)
-        for row in rows:
-            self._count(row)
-        if has_deleted or self.short:
-            self._vacuum()
 
-    def _write_part(self, part: Sequence[StoredRecord], begun: int) -> None:
-        run = self._connection.execute
-        if isinstance(first := part[0].first, RequestsForgotten):
-            for request_indices in _batches(unpack_int32(first.request_indices, "request_indices").tolist()):
-                run(f"DELETE FROM records WHERE slot IN ({', '.join('?' * len(request_indices))})", request_indices)
-        elif isinstance(first, SummaryEnded):
-            run("INSERT OR REPLACE INTO summary VALUES (0, ?)", (begun,))
-        for batch in _batches(part):
-            values = ", ".join(["(?, ?, ?)"] * len(batch))
-            run(f"INSERT OR REPLACE INTO records VALUES {values}", [it for row in batch for it in row[:3]])
-
-    def _count(self, row: StoredRecord) -> None:
-        """It is written."""
-        if isinstance(row.first, SummaryBegun):
-            self._begun, self._flow_bytes = row.number, 0
-        elif isinstance(row.first, SummaryEnded):
-            self._begin = self._begun
-        self._flow_bytes += len(row.body) if row.request_index is None else 0
+    def _delete(self, numbers: Sequence[int]) -> None:
+        places = ", ".join("?" * len(numbers))
+        deleted = self._connection.execute(f"DELETE FROM records WHERE number IN ({places})", numbers).rowcount
+        if deleted != len(numbers):
+            raise JournalError(f"{self.path}: of {len(numbers)} rows to delete {deleted} are there")
 
     def _vacuum(self) -> None:
         """Give back some of what will not be needed soon. The group is written: a disk too full for this is no
@@ -228,7 +224,7 @@ class SqliteStore:
 
     @property
     def _reserve(self) -> Path:
-        return self.path.with_name(self.path.name + ".reserve")
+        return reserve_path(self.path)
 
     def _keep_reserve(self) -> None:
         self._reserve_at = time.monotonic()
@@ -259,49 +255,71 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + STATEMENT_ROWS] for start in range(0, len(items), STATEMENT_ROWS))
 
 
-def _runs(records: Sequence[Record]) -> list[list[Record]]:
-    """Records as rows hold them: each lasting one alone, the others between them together; a run begins with what
-    voids others, or says from where."""
-    runs: list[list[Record]] = []
-    for record in records:
-        is_alone = isinstance(record, (*LASTING, RequestsForgotten, SummaryBegun, SummaryEnded))
-        if is_alone or not runs or isinstance(runs[-1][0], LASTING):
-            runs.append([record])
-        else:
-            runs[-1].append(record)
-    return runs
-
-
-def _parts(rows: Sequence[StoredRecord]) -> Iterator[Sequence[StoredRecord]]:
-    """Rows cut before each one that voids others."""
-    cuts = [0, *(at for at, row in enumerate(rows) if at and isinstance(row.first, (RequestsForgotten, SummaryEnded)))]
-    for start, stop in zip(cuts, [*cuts[1:], len(rows)], strict=True):
-        if start < stop:
-            yield rows[start:stop]
-
-
 def open_store(path: Path, counters: JournalCounters) -> SqliteStore:
-    """The journal at `path`, made if it is not there. Raises ConfigError when it cannot be used."""
+    """The journal at `path`, made if there never was one. Raises ConfigError when it cannot be used, or is damaged."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        connection = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+        check_private(path)
+        mark = Mark(path)
+    except BlockingIOError as error:
+        raise unusable(path, "it is locked by another process") from error
+    except OSError as error:
+        raise unusable(path, str(error)) from error
+    try:
+        if _is_new(path, mark):
+            _create(path, mark)
+        contents = _inspected(path, mark)
+        return SqliteStore(path, _connect(path), mark, contents, counters)
+    except (OSError, *SQL_ERRORS) as error:
+        mark.close()
+        raise unusable(path, str(error)) from error
+    except BaseException:
+        mark.close()
+        raise
+
+
+def _is_new(path: Path, mark: Mark) -> bool:
+    is_there = path.exists() and not read_form(path).is_empty
+    return not is_there and (mark.is_blank or (mark.head is not None and mark.head.commits == 0))
+
+
+def _create(path: Path, mark: Mark) -> None:
+    """The mark of an empty journal, then the journal, whole or not at all."""
+    mark.reset(first_head(os.urandom(DIGEST_BYTES)))
+    draft = path.with_name(path.name + ".new")
+    for file in (draft, log_path(draft), log_path(path)):
+        file.unlink(missing_ok=True)
+    os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    connection = _connect(draft)
+    connection.execute(SCHEMA)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.close()
+    os.replace(draft, path)
+    sync_directory(path)
+
+
+def _inspected(path: Path, mark: Mark) -> Contents:
+    """What `path` has, and a mark that says so in both of its slots."""
+    contents, _, damages = inspect(path, mark)
+    if damages:
+        more = f"; {len(damages) - 1} more" if len(damages) > 1 else ""
+        raise ConfigError(
+            f"the journal is damaged: {damages[0]}{more}",
+            field="coordinator.journal",
+            value=path,
+            remedy="see what is lost with hisparse journal check; then restore a backup of all its files, or keep what "
+            "is whole with hisparse journal salvage, or move all of them away: its requests are lost then",
+        )
+    mark.reset(contents.head)
+    return contents
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+    try:
         for setting in _SETTINGS:
             connection.execute(setting)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version in (0, VERSION_BEFORE):
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-    except (OSError, sqlite3.Error) as error:
-        raise _unusable(path, str(error)) from error
-    if version not in (0, VERSION_BEFORE, VERSION):
-        raise _unusable(path, f"it has form {version}, this hisparse writes form {VERSION}")
-    return SqliteStore(path, connection, counters)
-
-
-def _unusable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"cannot keep the journal: {reason}",
-        field="coordinator.journal",
-        value=path,
-        remedy="name a file on a disk with room that no other coordinator keeps, or none",
-    )
+    except BaseException:
+        connection.close()
+        raise
+    return connection

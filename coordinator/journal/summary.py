@@ -79,7 +79,7 @@ class Summarizing:
         for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
             known = self._book.requests.get(self._request_indices[0])
             if known is not None:
-                facts += _facts_of(known)
+                facts += facts_of(known)
                 part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
                 if part is not None:
                     outputs.append(
@@ -92,7 +92,7 @@ class Summarizing:
         return facts, outputs
 
 
-def _facts_of(known: RequestRecord) -> Iterator[Record]:
+def facts_of(known: RequestRecord) -> Iterator[Record]:
     """All but what every request begins with."""
     request_index, stay = known.accepted.request_index, known.stay
     if known.ended is None and known.ordered != no_order(request_index):

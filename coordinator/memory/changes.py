@@ -13,7 +13,7 @@ from protocol.sizing import Memory
 
 
 class LedgerChange(msgspec.Struct, frozen=True, array_like=True):
-    """Base: tagged, so that a change can be written down and read again."""
+    """Base: tagged, so that a change can be written down and read again. Tags are part of the journal's form."""
 
 
 class AddWorker(LedgerChange, frozen=True, tag="add_worker"):

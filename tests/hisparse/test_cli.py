@@ -127,6 +127,7 @@ def test_the_readme_lists_every_verb_and_exit_code() -> None:
         (["submit", "a\udcff"], 2, "prompt=argument: is no UTF-8 text"),
         (["requests", "--state", "runing"], 2, "'runing' is none of queued"),
         (["keys", "init", "--keys-dir", "/proc/none"], 8, "cluster.keys_dir=/proc/none: No such file"),
+        (["journal", "check", "/nowhere/journal"], 8, "coordinator.journal=/nowhere/journal: cannot keep"),
         (["coordinator", "--runtime-dir", "/proc/none"], 8, "cluster.runtime_dir=/proc/none: No such file"),
         (["coordinator", "--set", "coordinator.metrics_port=65536"], 8, "coordinator.metrics_port=65536: not a port"),
     ],

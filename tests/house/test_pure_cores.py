@@ -10,6 +10,7 @@ from tests import ROOT
 
 PURE = [
     "coordinator/gateway/subscriptions",
+    "coordinator/journal/chain",
     "coordinator/journal/ledger_image",
     "coordinator/journal/records",
     "coordinator/journal/state",

@@ -247,6 +247,41 @@ async def test_what_was_acknowledged_is_there_after_a_crash(model: Path, tmp_pat
             await assert_nothing_leaked(admin)
 
 
+async def test_a_damaged_journal_is_refused_and_salvaged(model: Path, tmp_path: Path) -> None:
+    """The end of the log is cut off while nothing runs but the worker, which goes on decoding. What is salvaged is
+    decoded to its end, token for token; the worker gives up what the new journal does not know of."""
+    config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(9, 3)
+    journal = Path(config.coordinator.journal)
+    async with crew_of(config, tmp_path, "w0") as crew:
+        async with open_client(config.cluster.client_endpoint) as client:
+            quiet = await decode_all(client, prompts, "quiet-")
+            for i, prompt in enumerate(prompts):
+                await client.submit_detached(prompt, Sampling(NEW_TOKENS, ignore_eos=True), request_id=f"again-{i}")
+            stream = await client.attach("again-2")
+            while stream.offset < NEW_TOKENS // 2:
+                await stream.__anext__()
+        crew.kill("coordinator")
+        log = journal.with_name(journal.name + "-wal")
+        os.truncate(log, log.stat().st_size - 9_000)
+        crew.start("coordinator")
+        refused = crew.running.pop("coordinator")
+        assert await trio.to_thread.run_sync(refused.wait) == 8
+        assert "missing at its end, all acknowledged" in crew.log("coordinator")
+        salvaged = await trio.run_process(
+            [sys.executable, "-m", "coordinator.cli", "journal", "salvage", str(journal)], capture_stdout=True, cwd=ROOT
+        )
+        assert b"left: 3 live requests, 3 ended ones" in salvaged.stdout, salvaged.stdout
+        crew.start("coordinator")
+        await crew.client_when(1)
+        async with open_client(config.cluster.client_endpoint) as client:
+            with trio.fail_after(LIMIT_S):
+                for i in quiet:
+                    assert (await (await client.attach(f"quiet-{i}")).collect()).tolist() == quiet[i]
+                    assert (await (await client.attach(f"again-{i}")).collect()).tolist() == quiet[i]
+            await assert_nothing_leaked(client)
+        assert len(set(re.findall(r"welcomed .*epoch=(\d+)", crew.log("w0")))) == 2, "begun anew"
+
+
 async def test_without_a_journal_workers_begin_anew_and_nobody_is_left_waiting(model: Path, tmp_path: Path) -> None:
     config = cluster_config(model, tmp_path / "run")
     config = msgspec.structs.replace(config, coordinator=msgspec.structs.replace(config.coordinator, journal="none"))

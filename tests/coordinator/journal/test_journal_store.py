@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import resource
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,23 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.journal import files
 from coordinator.journal import store as journal_store
+from coordinator.journal.chain import RETIRED_ROWS
 from coordinator.journal.journal import JournalError
 from coordinator.journal.records import (
     Record,
     RequestAccepted,
     RequestEnded,
     RequestOrdered,
-    RequestPlaced,
     RequestsForgotten,
     SummaryBegun,
     SummaryEnded,
     TokensAppended,
-    encode,
 )
-from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError
 from protocol.messages import Sampling
@@ -115,10 +112,10 @@ def test_void_rows_go_a_few_with_each_group(tmp_path: Path) -> None:
         store.write_now([BEGUN, SummaryEnded()])
         left = [rows_of(store)]
         while left[-1] > 102:
-            store.write_now([])
-            left.append(rows_of(store))
+            store.write_now([order(1)])
+            left.append(rows_of(store) - len(left))
         steps = {before - after for before, after in itertools.pairwise(left)}
-        assert (left[0], max(steps)) == (202, journal_store.RETIRED_ROWS // 2), "every other one outlives summaries"
+        assert (left[0], max(steps), store._contents.head.rows) == (202, RETIRED_ROWS, rows_of(store))
 
 
 def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +140,11 @@ def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pyte
 SUMMARIZER = """
 import sys
 from pathlib import Path
-from coordinator.tokens.token_log import TokenLog
-from coordinator.journal import store as journal_store
-from coordinator.journal.state import replay
+from coordinator.journal import chain, store as journal_store
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
 from tests.coordinator.journal.test_journal_store import BEGUN, SummaryEnded, order
-journal_store.FREE_PAGES_KEPT, journal_store.RETIRED_ROWS = 4, 2
+journal_store.FREE_PAGES_KEPT, chain.RETIRED_ROWS = 4, 2
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.read()
 for number in range(int(sys.argv[2]), 1_000_000):
@@ -186,29 +181,44 @@ def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path
         said = numbers[-1]
 
 
-def test_a_torn_write_costs_the_last_group_at_most(tmp_path: Path) -> None:
-    """The files as they are at some moment, the log cut anywhere: a prefix of whole groups is read."""
+def test_a_torn_write_costs_what_was_not_acknowledged(tmp_path: Path) -> None:
+    """A power cut after each commit: the log cut or torn anywhere behind what was marked leaves a prefix of whole
+    groups, with all that was acknowledged. Torn before that it is damaged, and refused."""
     groups = [[order(10 * number), order(10 * number + 1)] for number in range(20)]
-    dice = random.Random(3)
+    written: list[Record] = [record for group in groups for record in group]
+    dice, marks, ends, read_lengths = random.Random(3), [], [], set()
     with opened(tmp_path / "j") as store:
         for group in groups:
             store.write_now(group)
-        log = (tmp_path / "j-wal").read_bytes()
-        lengths = set()
-        for attempt in range(15):
-            copy = tmp_path / f"copy{attempt}" / "j"
-            copy.parent.mkdir()
-            shutil.copy(tmp_path / "j", copy)
-            torn = bytearray(log[: dice.randrange(len(log))])
-            if attempt % 3 == 0 and len(torn) > 100:
-                torn[dice.randrange(len(torn) // 2, len(torn))] ^= 0xFF
-            copy.with_name("j-wal").write_bytes(torn)
-            with opened(copy) as torn_store:
-                read = torn_store.read()
-            assert read == [record for group in groups for record in group][: len(read)]
-            assert len(read) % 2 == 0, "a group is whole or not there"
-            lengths.add(len(read))
-    assert len(lengths) > 3
+            marks.append((tmp_path / "j.head").read_bytes())
+            ends.append((tmp_path / "j-wal").stat().st_size)
+        base, log = (tmp_path / "j").read_bytes(), (tmp_path / "j-wal").read_bytes()
+    for attempt in range(30):
+        marked, copy = dice.randrange(len(groups)), tmp_path / f"copy{attempt}" / "j"
+        cut = dice.randrange(len(log))
+        torn = bytearray(log[:cut])
+        if attempt % 3 == 0 and cut > ends[marked]:
+            torn[dice.randrange(ends[marked], cut)] ^= 0xFF
+        put(copy, {"j": base, "j-wal": bytes(torn), "j.head": marks[marked]})
+        if cut < ends[marked]:
+            with pytest.raises(ConfigError, match=rf"{marked + 1} (is|are) missing at its end|missing: all"):
+                open_store(copy, JournalCounters())
+            continue
+        with opened(copy) as torn_store:
+            read = torn_store.read()
+        assert read == written[: len(read)]
+        assert len(read) % 2 == 0, "a group is whole or not there"
+        assert len(read) >= 2 * (marked + 1), "what was acknowledged is there"
+        read_lengths.add(len(read))
+    assert len(read_lengths) > 3
+
+
+def put(journal: Path, files: dict[str, bytes]) -> None:
+    """Files of a journal as they are after a crash."""
+    journal.parent.mkdir()
+    for name, data in files.items():
+        (journal.parent / name).write_bytes(data)
+        (journal.parent / name).chmod(0o600)
 
 
 WRITER = """
@@ -330,54 +340,28 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
 
 
 def test_a_journal_has_one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_store, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.05)
     with opened(tmp_path / "j"), pytest.raises(ConfigError, match=r"cannot keep the journal.*locked.*no other"):
         open_store(tmp_path / "j", JournalCounters())
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database, but long enough to be taken for one" * 100)
-    with pytest.raises(ConfigError, match="cannot keep the journal"):
+    (tmp_path / "text").chmod(0o600)
+    with pytest.raises(ConfigError, match="cannot keep the journal: it is no journal"):
         open_store(tmp_path / "text", JournalCounters())
-    with opened(tmp_path / "j"):
-        pass
+
+
+@pytest.mark.parametrize("form", [2, 99])
+def test_a_journal_of_another_form_is_refused(tmp_path: Path, form: int) -> None:
     connection = sqlite3.connect(tmp_path / "j")
-    connection.execute("PRAGMA user_version = 99")
+    connection.execute("CREATE TABLE records (number INTEGER PRIMARY KEY, request_index INTEGER, body BLOB NOT NULL)")
+    connection.execute(f"PRAGMA user_version = {form}")
     connection.close()
-    with pytest.raises(ConfigError, match="form 99"):
+    (tmp_path / "j").chmod(0o600)
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(
+        ConfigError, match=rf"coordinator.journal=.*j: it has form {form}, .* form 3 \(let its requests"
+    ):
         open_store(tmp_path / "j", JournalCounters())
-
-
-def test_a_journal_of_the_form_before_goes_on(tmp_path: Path) -> None:
-    """Its rows, written down here as that form had them, and summaries of this one behind."""
-    path = tmp_path / "j"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE records (number INTEGER PRIMARY KEY, slot INTEGER, body BLOB NOT NULL)")
-    connection.execute("CREATE INDEX by_slot ON records (slot) WHERE slot IS NOT NULL")
-    ordered, stay = ["Ordered", 0, True, -1, "", ""], ["Admission", 0, 7, "n0", "w0", 1, 64, False, 0]
-    old = [[["Summary", 5, 9, [ordered], [stay], [["Departed", 0, 64, -1]]]], [["Ordered", 0, False, 3, "", ""]]]
-    rows = [(4, 0, encode([accepted(0)])), (700, None, encode(old[0])), (701, None, encode(old[1]))]
-    connection.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
-    connection.execute("PRAGMA user_version = 1")
-    connection.commit()
-    connection.close()
-    with opened(path) as store:
-        book = replay(store.read(), TokenLog(4, 1 << 12, journalled=True))
-        known = book.requests[0]
-        assert (book.arrivals, book.placements, known.ordered) == (5, 9, order(3))
-        assert (known.stay, known.on_worker, known.kept_tokens) == (
-            RequestPlaced(0, 7, "n0", "w0", 1, 64),
-            False,
-            64,
-        )
-        store.write_now([BEGUN, order(4), SummaryEnded()])
-        store.write_now([])
-        assert rows_of(store) == 3, "what the form before had written went like any other"
-        assert store.read() == [accepted(0), BEGUN, order(4), SummaryEnded()]
-
-
-def test_a_damaged_record_is_said(tmp_path: Path) -> None:
-    with opened(tmp_path / "j") as store:
-        store._connection.execute("INSERT INTO records (body) VALUES (x'00')")
-        with pytest.raises(JournalError, match="j: "):
-            store.read()
+    assert (tmp_path / "j").read_bytes() == before

@@ -1,0 +1,256 @@
+"""What is whole in a damaged journal, as a new one: requests, their tokens and ends. `rebuild` is pure.
+
+    rows that are whole ──► requests with a submission that is whole, tokens up to the first gap, ends whose output is
+                            whole, what operators want by what is left
+    left out                pools, workers, page tables: any of them may have changed in a row that is gone
+
+A request that had not ended is queued again and prefilled, its kept tokens are forced, as after the loss of a host
+pool; workers that come with memory of the life before are told to empty themselves. So no page can be given out twice,
+however little is left. Tokens beyond a gap are decoded again, and a request whose end is gone runs again.
+
+Rows are taken from two views, the file with its log and the file alone: with a log that was copied into the file
+already and is damaged in its middle, the file has what the log does not say any more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from coordinator.journal.chain import Head, StoredRecord, unpack
+from coordinator.journal.files import Mark, check_private, files_of, head_path, sync_directory, unusable
+from coordinator.journal.inspection import SQL_ERRORS, drop_index, inspect, open_read_only, read_rows
+from coordinator.journal.journal import JournalError
+from coordinator.journal.records import (
+    Record,
+    RequestAccepted,
+    RequestEnded,
+    RequestHandedOver,
+    RequestOutput,
+    RequestPlaced,
+    RequestsForgotten,
+    SummaryBegun,
+    SummaryEnded,
+    TokensAppended,
+    decode_all,
+)
+from coordinator.journal.state import JournalState
+from coordinator.journal.store import open_store
+from coordinator.journal.summary import facts_of
+from metrics.state import JournalCounters
+from protocol.arrays import unpack_int32
+
+#: Admission numbers that the lost part may have given out; workers may still hold some.
+ADMISSIONS_SKIPPED: Final = 1 << 24
+#: Records written with one commit.
+RECORDS_EACH: Final = 512
+
+
+class Salvaged(NamedTuple):
+    """`records` are the new journal; `lost` says of each request that is not whole what is gone."""
+
+    records: tuple[Record, ...]
+    live: int
+    ended: int
+    tokens: int
+    lost: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Request:
+    """Pieces of output, by position."""
+
+    accepted: RequestAccepted
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def output(self) -> tuple[bytes, bool]:
+        """Tokens up to the first gap, and whether there is none."""
+        whole = bytearray()
+        for start, tokens in sorted(self.pieces, key=lambda piece: piece[0]):
+            if 4 * start > len(whole):
+                return bytes(whole), False
+            whole += tokens[len(whole) - 4 * start :]
+        return bytes(whole), True
+
+
+class _Rebuilding:
+    def __init__(self) -> None:
+        self.book = JournalState()
+        self.requests: dict[int, _Request] = {}
+        self.lost: list[str] = []
+        self._orphans: set[int] = set()  # slots of which there is something, but no submission
+
+    def take(self, record: Record) -> None:
+        match record:
+            case RequestAccepted(request_index):
+                self.requests[request_index] = _Request(record)
+                self._orphans.discard(request_index)
+            case RequestsForgotten(request_indices):
+                for request_index in unpack_int32(request_indices, "request_indices").tolist():
+                    self.requests.pop(request_index, None)
+                    self._orphans.discard(request_index)
+            case RequestEnded(request_index) if request_index not in self.requests:
+                self._orphans.add(request_index)
+            case RequestOutput(request_index, start, tokens):
+                self._add(request_index, start, tokens)
+            case TokensAppended():
+                self._take_tokens(record)
+            case RequestPlaced(placement=number) | RequestHandedOver(ticket=number):
+                self.book.placements = max(self.book.placements, number)
+        if not isinstance(record, RequestPlaced | RequestHandedOver):
+            self.book.note(record)
+
+    def _take_tokens(self, news: TokensAppended) -> None:
+        columns = (unpack_int32(it, "news").tolist() for it in (news.request_indices, news.starts, news.counts))
+        at = 0
+        for request_index, start, count in zip(*columns, strict=True):
+            self._add(request_index, start, news.tokens[4 * at : 4 * (at + count)])
+            at += count
+
+    def _add(self, request_index: int, start: int, tokens: bytes) -> None:
+        if request_index not in self.requests:
+            self._orphans.add(request_index)
+        elif tokens:
+            self.requests[request_index].pieces.append((start, tokens))
+
+    def finish(self) -> Salvaged:
+        book = self.book
+        self.lost += [
+            f"the request of index {request_index}: its submission is gone" for request_index in sorted(self._orphans)
+        ]
+        begun = SummaryBegun(book.arrivals, book.placements + ADMISSIONS_SKIPPED, (), (), tuple(book.drains.values()))
+        newest = {
+            it.accepted.request_id: request_index for request_index, it in sorted(self.requests.items(), key=_arrival)
+        }
+        kept = [record for request_index in sorted(newest.values()) for record in self._records_of(request_index)]
+        ended = sum(isinstance(it, RequestEnded) for it in kept)
+        live = sum(isinstance(it, RequestAccepted) for it in kept) - ended
+        tokens = sum(len(it.tokens) // 4 for it in kept if isinstance(it, RequestOutput))
+        return Salvaged((begun, *kept, SummaryEnded()), live, ended, tokens, tuple(self.lost))
+
+    def _records_of(self, request_index: int) -> list[Record]:
+        request, known = self.requests[request_index], self.book.requests[request_index]
+        (output, is_whole), ended = request.output(), known.ended
+        name, said = f"request {request.accepted.request_id}", len(output) // 4
+        if ended is not None and said != ended.generated_tokens:
+            self.lost.append(f"{name}, which has ended: {said} of {ended.generated_tokens} tokens are left")
+            return []
+        if not is_whole:
+            self.lost.append(f"{name}: tokens from position {said} on")
+        outputs: list[Record] = [RequestOutput(request_index, 0, output, 0)] if output else []
+        return [request.accepted, *facts_of(known), *outputs, *([ended] if ended else [])]
+
+
+def _arrival(item: tuple[int, _Request]) -> int:
+    return item[1].accepted.arrival
+
+
+def rebuild(rows: Sequence[StoredRecord]) -> Salvaged:
+    """Of `rows` that are whole, in the order of their numbers."""
+    heads = [head for row in rows if row.head is not None and (head := unpack(row.head))]
+    begin = heads[-1].begin if heads else 0
+    rebuilding = _Rebuilding()
+    for row in rows:
+        if row.request_index is not None or row.number >= begin:
+            for record in decode_all(row.body):
+                rebuilding.take(record)
+    return rebuilding.finish()
+
+
+# ---------------------------------------------------------------- on disk
+
+
+class Check(NamedTuple):
+    """What a journal has, and what is wrong with it; `salvaged` is what could be kept."""
+
+    head: Head | None
+    damages: tuple[str, ...]
+    salvaged: Salvaged
+
+
+def check(path: Path) -> Check:
+    """Look at the journal at `path`, which no coordinator may have open. Raises ConfigError."""
+    with _held(path) as mark:
+        return _check(path, mark)
+
+
+def salvage(path: Path) -> tuple[Check, Path | None]:
+    """Put what is whole of a damaged journal in its place; its files go to the directory that is returned. None: it
+    is whole, and stays as it is. Raises ConfigError."""
+    with _held(path) as mark:
+        found = _check(path, mark)
+        if not found.damages:
+            return found, None
+        draft = path.with_name(path.name + ".salvaged")
+        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
+        try:
+            _write_draft(draft, found.salvaged)
+            aside.mkdir(mode=0o700)
+            for file in (*files_of(path)[1:], path):  # the journal last: without it nothing starts
+                with suppress(FileNotFoundError):
+                    os.rename(file, aside / file.name)
+            os.rename(head_path(draft), head_path(path))
+            os.rename(draft, path)
+            sync_directory(path)
+        except OSError as error:
+            raise unusable(path, str(error)) from error
+        return found, aside
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[Mark | None]:
+    """Locked, as far as there is something to lock."""
+    try:
+        check_private(path)
+        mark = Mark(path, is_kept=False) if head_path(path).exists() else None
+    except BlockingIOError as error:
+        raise unusable(path, "a coordinator has it open", "stop it first: hisparse stop --deadline 0") from error
+    except OSError as error:
+        raise unusable(path, str(error)) from error
+    try:
+        if not path.exists() and mark is None:
+            raise unusable(path, "there is none", "name the file that coordinator.journal names")
+        yield mark
+    finally:
+        if mark is not None:
+            mark.close()
+
+
+def _check(path: Path, mark: Mark | None) -> Check:
+    try:
+        contents, _, damages = inspect(path, mark)
+        rows: dict[int, StoredRecord] = {}
+        for with_log in (False, True):
+            rows |= _whole_rows(path, with_log=with_log)
+    except OSError as error:
+        raise unusable(path, str(error)) from error
+    head = contents.head if contents.head.commits else None
+    return Check(head, damages, rebuild([rows[number] for number in sorted(rows)]))
+
+
+def _whole_rows(path: Path, *, with_log: bool) -> dict[int, StoredRecord]:
+    try:
+        with closing(open_read_only(path, with_log=with_log)) as connection:
+            return {row.number: row for row in read_rows(connection, []) if row.is_whole}
+    except (FileNotFoundError, *SQL_ERRORS):
+        return {}
+    finally:
+        drop_index(path)
+
+
+def _write_draft(draft: Path, salvaged: Salvaged) -> None:
+    for file in files_of(draft):
+        file.unlink(missing_ok=True)
+    store = open_store(draft, JournalCounters())
+    try:
+        for start in range(0, len(salvaged.records), RECORDS_EACH):
+            store.write_now(salvaged.records[start : start + RECORDS_EACH])
+    except JournalError as error:
+        raise unusable(draft, str(error), "make room on its disk") from error
+    finally:
+        store.close()
