@@ -351,9 +351,9 @@ def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
 def test_a_torn_header_is_none(tmp_path: Path) -> None:
     path = tmp_path / "n.pool"
     header = Header.of(GEOMETRY, PAGES, "m", {"pid": 1})
-    with path.open("w+b") as file:
-        header.write(file.fileno())
-        assert Header.read(file.fileno()) == header
+    with path.open("w+b") as pool:
+        header.write(pool.fileno())
+        assert Header.read(pool.fileno()) == header
         assert find_pool(path, header) == header
-        os.pwrite(file.fileno(), b"\xff", file.OWNER_AT)
-        assert Header.read(file.fileno()) is None
+        os.pwrite(pool.fileno(), b"\xff", file.OWNER_AT)
+        assert Header.read(pool.fileno()) is None
