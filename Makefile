@@ -4,11 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
+# Processes that share the suite. Each may run a cluster of five more, so there are four at most.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup
+CHECKED := $(addprefix tests/,house protocol metrics coordinator hisparse examples worker/link worker/pool worker/transfer)
 SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000
 
-.PHONY: demo test transfer-test sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -23,7 +27,11 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 $(PYTEST_FLAGS)
+
+# What to run before each commit: no processes, no models.
+check: lint
+	$(PARALLEL) -m "not process and not fuzz and not pd" $(CHECKED) $(PYTEST_FLAGS)
 
 # Page transfer through the engines that cross nodes. Their wheels (170 MB) are not part of `make test`, which skips these.
 transfer-test: $(STAMP)

@@ -1,16 +1,38 @@
-"""What holds in every process of the suite. It runs in several at once (`-n`): a test owns what it names, and one core.
-
-A test's files lie under tmp_path, its ports are those that the kernel gives it, and what costs long to make is made
-once for all processes (tests/support/shared.py).
+"""What holds in every process of the suite. `make test` runs it in several at once: the files of a test lie under
+tmp_path, its ports are those that the kernel gives it, and it computes on one core.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Final
 
-#: Of torch, here and in what is started here: more threads would take the cores from the tests beside this one.
-os.environ["OMP_NUM_THREADS"] = "1"
+import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; children would inherit it
+#: Of torch, here and in child processes: more threads would take the cores from the tests beside this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in `make test &` of a script; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: Kinds of test that take seconds to minutes.
+LONG: Final = ("sim", "mutation", "process", "compile")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among several processes, long tests begin first: the end of a run waits for short ones. One GPU, one test."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this run, the same one in each of its processes."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

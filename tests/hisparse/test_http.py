@@ -637,7 +637,7 @@ def test_a_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None
 # ---------------------------------------------------------------- hisparse up --http
 
 
-@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x"])
+@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x", "host:-1"])
 def test_up_wants_an_address_for_the_front(address: str) -> None:
     result = run("up", "--http", address)
     assert result.exit_code == 2

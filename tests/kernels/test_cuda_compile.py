@@ -6,6 +6,7 @@ import ctypes
 import json
 import struct
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +31,18 @@ REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168}
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
+@pytest.fixture(scope="session")
+def kernel_cache(run_dir: Path) -> Path:
+    """Of this run alone: what two tests look at is compiled once."""
+    return run_dir / "kernels"
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
-def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_variant_compiles_without_spills(
+    arch: str, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels_compile, "compile_unit", partial(jit.cached_unit, directory=kernel_cache))
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     alone = {"null_kernel", "index_scores", "index_select"} | ({"attend_rows"} if arch == "sm_90" else set())
@@ -45,13 +56,13 @@ def test_every_variant_compiles_without_spills(arch: str, capsys: pytest.Capture
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
 def test_host_loads_of_swap_in_wait_for_none_of_each_other(
-    row_bytes: int, index_row_bytes: int, split: int, ranks: int
+    row_bytes: int, index_row_bytes: int, split: int, ranks: int, kernel_cache: Path
 ) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
     over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
     layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
     defines = (*layout, ("RANKS", ranks))
-    text = section(jit.compile_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
+    text = section(jit.cached_unit("swap_in", defines, "sm_90", kernel_cache).cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     loads = [place for place, it in enumerate(code) if it.loads_once]
     first = loads[: 5 if split else 8]  # those that are in flight together

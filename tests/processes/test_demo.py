@@ -61,7 +61,6 @@ def test_the_demo_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     """By request of the demo: its checkpoint and prompts are functions of its options."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, "glm-5", index_topk=128)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -29,6 +29,7 @@ from tests.support.nodes_rig import (
     COORDINATOR,
     REQUESTS,
     Spot,
+    colocated_outputs,
     decode_all,
     decode_hot,
     mixed_prompts,
@@ -57,15 +58,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def colocated(model: Path, run_dir: Path) -> list[list[int]]:
     """What workers that do both say."""
-    directory = tmp_path_factory.mktemp("both")
-
-    async def run() -> list[list[int]]:
-        async with cluster_of_two(crash_config(model, directory, HOST_MEM), directory) as (_, client, _):
-            return await decode_all(client, mixed_prompts(), "both-")
-
-    return trio.run(run)
+    return colocated_outputs(model, run_dir)
 
 
 async def test_two_and_two_say_what_workers_say_that_do_both(

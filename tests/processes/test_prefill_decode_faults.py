@@ -18,8 +18,8 @@ import trio
 from hisparse.client.client import Client
 from protocol.messages import Sampling
 from protocol.units import pages_for
-from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, write_model
-from tests.support.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
+from tests.support.cluster_rig import assert_nothing_leaked, crash_config, write_model
+from tests.support.nodes_rig import Nodes, Spot, colocated_outputs, decode_all, mixed_prompts, running_nodes
 from tests.worker.transfer.test_transfer_engines import why_absent
 
 pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
@@ -38,15 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def undisturbed(model: Path, run_dir: Path) -> list[list[int]]:
     """What workers that do both say."""
-    directory = tmp_path_factory.mktemp("both")
-
-    async def run() -> list[list[int]]:
-        async with cluster_of_two(crash_config(model, directory, HOST_MEM), directory) as (_, client, _):
-            return await decode_all(client, PROMPTS, "both-")
-
-    return trio.run(run)
+    return colocated_outputs(model, run_dir)[: len(PROMPTS)]
 
 
 @pytest.fixture(params=["shared", "nixl"])

@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from tests.hisparse.test_http_tls import ask, certificate_of, write_pair
-from tests.support.prometheus_rig import free_port
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -230,11 +229,12 @@ def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: P
 
 
 def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, tmp_path: Path) -> None:
-    (cert, key), port = write_pair(tmp_path), free_port()
-    front = ("--http", f"127.0.0.1:{port}", "--tls-cert", cert, "--tls-key", key)
+    cert, key = write_pair(tmp_path)
+    front = ("--http", "127.0.0.1:0", "--tls-cert", cert, "--tls-key", key)
     with running(model, tmp_path, *front) as up:
-        assert up.ready["http"]["url"] == f"https://127.0.0.1:{port}"
-        assert ask(port, cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
+        address, _, port = up.ready["http"]["url"].rpartition(":")
+        assert address == "https://127.0.0.1"
+        assert ask(int(port), cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
 
 
 def test_front_on_any_port_says_which(model: Path, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_front_on_any_port_says_which(model: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
     cert, other_key = write_pair(tmp_path)[0], write_pair(tmp_path, "other")[1]
-    front = ("--http", f"127.0.0.1:{free_port()}", "--tls-cert", cert)
+    front = ("--http", "127.0.0.1:0", "--tls-cert", cert)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for path, args, code, complaint in (

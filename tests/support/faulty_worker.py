@@ -39,7 +39,7 @@ REFUSED: Final = 3
 #: Some of those requests end with their first token, and nobody waits for a word.
 MUTED: Final = 6
 LIMIT_S: Final = 4.0
-PAGE_S: Final = 0.2
+PAGE_S: Final = 0.05
 TARGETS: Final = (SharedTarget, NetworkTarget)
 SOURCES: Final = (SharedSource, NetworkSource)
 

@@ -29,8 +29,9 @@ from protocol.config import pool_path, to_environ
 from protocol.messages import AUTO, Sampling
 from protocol.settings import Config
 from protocol.transport.keys import make_keys
-from tests.support.cluster_rig import RECONNECT_LIMIT_S, assert_books_agreed, prompts_of
+from tests.support.cluster_rig import RECONNECT_LIMIT_S, assert_books_agreed, cluster_of_two, crash_config, prompts_of
 from tests.support.netns_rig import Namespace
+from tests.support.once import made_once
 from worker.pool.file import remove_pool
 
 START_LIMIT_S: Final = 240.0
@@ -201,6 +202,19 @@ async def decode_all(
     async with trio.open_nursery() as nursery:
         for i in range(len(prompts)):
             nursery.start_soon(collect, i)
+    return outputs
+
+
+def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
+    """What two workers that do both say of the mixed prompts. Decoded once in a run of the suite."""
+
+    async def run() -> list[list[int]]:
+        directory = run_dir / "both"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        async with cluster_of_two(crash_config(model, directory, "48MiB"), directory) as (_, client, _):
+            return await decode_all(client, mixed_prompts(), "both-")
+
+    outputs: list[list[int]] = made_once(run_dir, "colocated", lambda: trio.run(run))
     return outputs
 
 

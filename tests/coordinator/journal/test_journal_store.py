@@ -156,6 +156,7 @@ for number in range(int(sys.argv[2]), 1_000_000):
 """
 
 
+@pytest.mark.process
 def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path) -> None:
     """Lives that end by SIGKILL amid summaries, deletions and vacuum; after each, everything since the last complete
     summary is there, in order."""
@@ -231,6 +232,7 @@ for number in range(1_000_000):
 """
 
 
+@pytest.mark.process
 def test_what_a_killed_process_had_committed_is_there(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE) as writer:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,14 +38,6 @@ SETTINGS = WorkerSettings(
 )
 TEXT = Path(worker.oracle.__file__).read_bytes()
 PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -44,6 +44,7 @@ def test_the_file_is_private_and_holds_exactly_the_pages(tmp_path: Path) -> None
     assert status.st_size == HEADER_BYTES + PAGES * GEOMETRY.page_bytes
 
 
+@pytest.mark.process
 def test_bytes_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
     path = pool_path(str(tmp_path), "n")
     code = (

@@ -253,6 +253,7 @@ def test_the_owner_is_recorded(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.process
 def test_a_user_that_was_killed_does_not_count(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from tests.worker.pool.test_pool_start import config_for, start\n"
@@ -358,9 +359,9 @@ def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
 def test_a_torn_header_is_none(tmp_path: Path) -> None:
     path = tmp_path / "n.pool"
     header = Header.of(GEOMETRY, PAGES, "m", {"pid": 1})
-    with path.open("w+b") as opened:
-        header.write(opened.fileno())
-        assert Header.read(opened.fileno()) == header
+    with path.open("w+b") as pool:
+        header.write(pool.fileno())
+        assert Header.read(pool.fileno()) == header
         assert find_pool(path, header) == header
-        os.pwrite(opened.fileno(), b"\xff", file.OWNER_AT)
-        assert Header.read(opened.fileno()) is None
+        os.pwrite(pool.fileno(), b"\xff", file.OWNER_AT)
+        assert Header.read(pool.fileno()) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,14 +23,6 @@ TOPK, TOKENS, ROWS = 32, 12, 3
 TEXT = Path(worker.oracle.__file__).read_bytes()
 #: Largest error of attended latents of order 1 in float32: of sums over at most TOPK rows.
 BOUND = 1e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -3,7 +3,7 @@ nothing that a step depends on may be read when it is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -159,13 +159,10 @@ def test_a_runner_that_reads_inputs_at_launch_is_caught() -> None:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield path
-    torch.set_num_threads(threads)
+    return path
 
 
 def test_steps_of_the_model_may_be_replayed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
