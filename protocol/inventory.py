@@ -1,4 +1,4 @@
-"""What a worker's inventory says of host pages: a digest of their ids for some, their number for the rest."""
+"""Digests of host page ids in a worker's inventory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Final
 
 from protocol.arrays import Int32Array
 
-#: Host pages whose ids one inventory checks; of requests beyond it only the number.
+#: Most host pages that one inventory digests. Requests beyond it report only their number of pages.
 PAGES_MAX: Final = 8_192
-#: `Inventory.digests` of a request whose ids were not looked at.
+#: `Inventory.digests` of a request whose page ids were not digested.
 UNCHECKED: Final = -1
-#: Of a request that is leaving: what it was granted since, the ledger counts and the worker does not take any more.
+#: Digest of a leaving request. The ledger counts its later grants; the worker ignores them.
 LEAVING: Final = -2
 
 
 def digest_of(pages: Int32Array) -> int:
+    """CRC-32 of the page ids as little-endian int32."""
     return zlib.crc32(pages.astype("<i4", copy=False).tobytes())

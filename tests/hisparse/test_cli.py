@@ -172,7 +172,7 @@ def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch
     ("args", "text"),
     [
         (["--tokens", "1 2147483648"], "prompt=2147483648: a token id does not fit int32"),
-        (["--tokens", f"1 {10**30}"], "prompt=2 values: no row of int32 token ids"),
+        (["--tokens", f"1 {10**30}"], "prompt=2 values: expected a list of int32 token ids"),
         (["a", "--seed", str(10**30)], f"seed={10**30}: cannot be sent"),
         (["a", "--priority", str(-(10**30))], f"priority=-{10**30}: cannot be sent"),
         (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): cannot be sent"),

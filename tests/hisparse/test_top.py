@@ -267,7 +267,7 @@ def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
 
 def test_nothing_is_asked_while_nobody_is_there() -> None:
     screen = screen_of(REQUEST)
-    screen.disconnected("nobody listens there", 1.0)
+    screen.disconnected("no coordinator listens there", 1.0)
     press(screen, "r")
     assert screen.pending is None
     assert "not connected" in shown(screen)[-1]
@@ -330,7 +330,7 @@ def test_rates_of_the_link_are_five_cells_at_most(size_bytes: float, text: str) 
 def test_losing_the_coordinator_changes_the_head_and_nothing_else() -> None:
     screen = screen_of(REQUEST)
     before = shown(screen)
-    screen.disconnected("nobody listens there", 2.0)
+    screen.disconnected("no coordinator listens there", 2.0)
     screen.disconnected("still nobody", 3.0)
     after = shown(screen, now=12.0)
     assert "DISCONNECTED for 10.0s, trying again: still nobody" in after[0]

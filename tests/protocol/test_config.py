@@ -136,7 +136,7 @@ def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
             "ipc:///same",
             "its own",
         ),
-        ({"flags": {"cluster.insecure": True, "cluster.keys_dir": "/k"}}, "cluster.insecure", "True", "leave one out"),
+        ({"flags": {"cluster.insecure": True, "cluster.keys_dir": "/k"}}, "cluster.insecure", "True", "set only one"),
         ({"flags": {"worker.transfer": "pigeon"}}, "worker.transfer", "pigeon", "nixl"),
         ({"flags": {"worker.transfer": "nixl"}}, "worker.transfer_address", "", "tcp://"),
         ({"flags": {"worker.role": "encode"}}, "worker.role", "encode", "prefill"),
