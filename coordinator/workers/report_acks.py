@@ -1,4 +1,4 @@
-"""Reports of workers, acknowledged when what they said is in the journal: until then the worker keeps them."""
+"""Acknowledgement of workers' reports once they are in the journal; until then the worker keeps them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.workers.worker_epoch import WorkerEpoch
 
 
 class ReportingLink(Protocol):
-    """A worker link: whoever said something."""
+    """A worker link that sends reports."""
 
     @property
     def state(self) -> WorkerEpoch: ...
@@ -22,7 +22,7 @@ L = TypeVar("L", bound=ReportingLink)
 
 
 class ReportAcks(Generic[L]):
-    """One commit covers all reports that came while the one before was written. `acknowledge` sends the word."""
+    """One commit covers all reports that arrived during the previous one. `acknowledge` sends a ReportAck."""
 
     def __init__(self, journal: Journal, acknowledge: Callable[[L, int], None]) -> None:
         self._journal = journal
@@ -31,12 +31,12 @@ class ReportAcks(Generic[L]):
         self._news = trio.Event()
 
     def received(self, link: L) -> None:
-        """All of its reports up to `report_ack` were applied."""
+        """All reports of `link` up to its `report_ack` were applied."""
         self._received[link] = link.state.report_ack
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Commit and acknowledge reports, until cancelled."""
         while True:
             await self._news.wait()
             self._news = trio.Event()

@@ -47,7 +47,7 @@ def test_incarnations_grow_even_when_the_clock_goes_back(tmp_path: Path) -> None
 
 def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "incarnation").write_text("garbage")
-    with pytest.raises(ConfigError, match="cannot keep the coordinator's number"):
+    with pytest.raises(ConfigError, match="cannot read or write the coordinator's incarnation"):
         next_incarnation(tmp_path)
 
 

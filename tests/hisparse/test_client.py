@@ -58,7 +58,7 @@ async def test_errors_come_out_of_the_block_as_they_are(rig: GatewayRig) -> None
         "nobody",
         "hisparse requests",
     )
-    with pytest.raises(ProtocolError, match="this is the client socket"):
+    with pytest.raises(ProtocolError, match="this is the client endpoint"):
         async with open_client(rig.client_socket.endpoint, role="admin"):
             pass
 

@@ -142,7 +142,7 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("security.md", f"`coordinator.connections_max` ({CoordinatorSettings().connections_max:,})"),
         ("security.md", f"`connections_per_key_max` ({CoordinatorSettings().connections_per_key_max})"),
         ("security.md", f"| {connection_tracker.INTRODUCE_LIMIT_S:g} s, {connection_tracker.NEWCOMERS_MAX} at once |"),
-        ("security.md", f"| {router.HANDSHAKE_LIMIT_MS / 1e3:g} s each; {zap.KNOCKS_PER_S:g} a second per key |"),
+        ("security.md", f"| {router.HANDSHAKE_LIMIT_MS / 1e3:g} s each; {zap.HANDSHAKES_PER_S:g} a second per key |"),
         ("security.md", f"found by heartbeats of {watched.TRANSPORT_HEARTBEAT_MS / 1e3:g} s"),
         ("crash-safety.md", f"at least {1e3 * journal.INTERVAL_S:g} ms apart"),
         ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB"),

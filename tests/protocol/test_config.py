@@ -93,7 +93,7 @@ def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
         ({"flags": {"worker.device_mem": "lots"}}, "worker.device_mem", "lots", "GiB"),
         ({"flags": {"worker.host_mem": "0"}}, "worker.host_mem", "0", "size"),
         ({"flags": {"worker.hot_size_classes": (256, 128)}}, "worker.hot_size_classes", "(256, 128)", "sort"),
-        ({"flags": {"worker.hot_size_classes": (100,)}}, "worker.hot_size_classes", "100", "whole chunks"),
+        ({"flags": {"worker.hot_size_classes": (100,)}}, "worker.hot_size_classes", "100", "multiples of 64"),
         ({"flags": {"worker.hot_size_classes": ()}}, "worker.hot_size_classes", "()", "at least one"),
         ({"flags": {"worker.tail_slots": 17}}, "worker.tail_slots", "17", "1 to 16"),
         ({"flags": {"worker.lookahead_steps": 2}}, "worker.lookahead_steps", "2", "0 to 1"),

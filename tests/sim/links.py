@@ -116,7 +116,10 @@ class Network:
         return self.routers[role]
 
     def connect(self, role: str, owner: str, process: int, gate: Gate) -> FakeDealer:
-        """A connection of `process`, which is `owner`. Raises Unavailable when no coordinator listens or `owner` is cut off."""
+        """A connection of `process`, which is `owner`.
+
+        Raises Unavailable when no coordinator listens or `owner` is cut off.
+        """
         router = self.routers.get(role)
         if router is None or router.closed or self.cut_off.get(owner, 0.0) > trio.current_time():
             raise Unavailable("no coordinator listens there", field="endpoint", value=role)
