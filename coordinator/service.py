@@ -162,7 +162,7 @@ class Coordinator:
             return NoJournal(self.deliveries.wake)
         began = time.perf_counter()
         try:
-            book = replay(await self._store.load(), self.token_log)
+            state = replay(await self._store.load(), self.token_log)
         except JournalError as error:
             raise ConfigError(
                 f"the journal cannot be read: {error}",
@@ -171,11 +171,11 @@ class Coordinator:
                 remedy="restore it, or move it away: its requests are lost then",
             ) from error
         known = fields(
-            path=str(self._store.path), requests=len(book.requests), seconds=round(time.perf_counter() - began, 3)
+            path=str(self._store.path), requests=len(state.requests), seconds=round(time.perf_counter() - began, 3)
         )
         log.info("journal", extra=known)
         return GroupCommit(
-            self._store, book, self.token_log, on_tokens=self.deliveries.wake, counters=self.counters.journal
+            self._store, state, self.token_log, on_tokens=self.deliveries.wake, counters=self.counters.journal
         )
 
     def _start_actors(self, supervisor: Supervisor, journal: Journal) -> Scheduler:
@@ -211,7 +211,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
-        recover(journal.book, scheduler, links, self.deliveries)
+        recover(journal.state, scheduler, links, self.deliveries)
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
         supervisor.start(scheduler, Level.SCHEDULER)

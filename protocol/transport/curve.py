@@ -47,7 +47,8 @@ def hung_up(endpoint: str, key: PeerKey | None) -> Unavailable:
         remedy = "set cluster.keys_dir, or start the coordinator"
     else:
         message = (
-            f"the coordinator ended the handshake: the server key in {key.path} may not be its key, or it uses no keys"
+            f"the coordinator ended the handshake: the server key in {key.path} may not be this coordinator's, "
+            "or it uses no keys"
         )
         remedy = "get a fresh key file from its operator, or start the coordinator"
     return Unavailable(message, field="endpoint", value=endpoint, remedy=remedy)

@@ -54,7 +54,7 @@ def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [str(10**30), str(1 << 53), "-1", "9" * 5_000])
 def test_an_incarnation_that_is_no_such_number_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "incarnation").write_text(text)
-    with pytest.raises(ConfigError, match=r"cluster.runtime_dir=.*incarnation: .*remove that file"):
+    with pytest.raises(ConfigError, match=r"cluster.runtime_dir=.*incarnation: .*remove the file"):
         next_incarnation(tmp_path)
     assert (tmp_path / "incarnation").read_text() == text
 

@@ -134,7 +134,7 @@ def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
             {"flags": {f"cluster.{name}_endpoint": "ipc:///same" for name in ("client", "admin")}},
             "cluster.admin_endpoint",
             "ipc:///same",
-            "its own",
+            "different addresses",
         ),
         ({"flags": {"cluster.insecure": True, "cluster.keys_dir": "/k"}}, "cluster.insecure", "True", "set only one"),
         ({"flags": {"worker.transfer": "pigeon"}}, "worker.transfer", "pigeon", "nixl"),

@@ -189,7 +189,7 @@ def test_files_that_others_may_open_and_links_are_refused(killed: Path, name: st
     assert f"{name}: cannot keep the journal: it is a symlink" in refusal(killed)
     file.unlink()
     os.mkfifo(file, 0o600)
-    assert "no regular file" in refusal(killed)
+    assert "not a regular file" in refusal(killed)
 
 
 # ---------------------------------------------------------------- while it runs
@@ -328,4 +328,4 @@ def test_a_journal_that_is_kept_or_not_there_is_refused(
     (tmp_path / "old").write_bytes(b"SQLite format 3\0" + bytes(47) + b"\2" + bytes(4_032))
     (tmp_path / "old").chmod(0o600)
     done = hisparse(command, tmp_path / "old")
-    assert (done.exit_code, "it has form 2, this hisparse keeps form 3" in done.output) == (8, True), done.output
+    assert (done.exit_code, "it has form 2, this hisparse uses form 3" in done.output) == (8, True), done.output
