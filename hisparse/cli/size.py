@@ -86,7 +86,7 @@ def _print(plan: Plan, model: str, kind: str) -> None:
     ]
     print_table(plan.choices, columns)
     write_line(
-        f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest hot size at no cost in batch:\n"
+        f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest that does not reduce the batch:\n"
     )
     write_line("[worker]")
     for name, value in _chosen(plan.settings).items():

@@ -267,7 +267,7 @@ def read(path: Path) -> tuple[JournalState, TokenLog]:
 
 def test_check_says_that_a_journal_is_whole_and_changes_nothing(killed: Path) -> None:
     before = {file.name: file.read_bytes() for file in killed.parent.iterdir()}
-    for command, words in (("check", "all that was acknowledged is there"), ("salvage", "nothing to do")):
+    for command, words in (("check", "every acknowledged commit exists"), ("salvage", "nothing to do")):
         done = hisparse(command, killed)
         assert (done.exit_code, words in done.output) == (0, True), done.output
         assert "1 live requests, 1 ended ones, 5 tokens" in done.output
