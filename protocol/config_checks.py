@@ -215,14 +215,14 @@ def _http(config: Config) -> Iterator[SettingCheck]:
         bool(http.api_keys_file) or config.cluster.insecure or http.host in LOOPBACK,
         "http.host",
         http.host,
-        "whoever reaches it could ask, since there are no API keys",
+        "without API keys any client that reaches this address could use the service",
         f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
     )
     yield SettingCheck(
         bool(http.tls_cert_file) == bool(http.tls_key_file),
         "http.tls_key_file" if http.tls_cert_file else "http.tls_cert_file",
         "",
-        "a certificate and its key are named together or not at all",
+        "a certificate needs its key, and a key its certificate",
         "set both http.tls_cert_file and http.tls_key_file",
     )
     yield _between("http.port", http.port, 0, PORT_MAX)

@@ -214,7 +214,7 @@ class _Found:
     def compare(self, mark: Head | None, path: Path) -> None:
         head = self._head
         if mark is None:
-            self.note(f"{head_path(path).name}, which says how far it must go, is missing or damaged")
+            self.note(f"{head_path(path).name}, which has the last acknowledged commit, is missing or damaged")
         elif head is None:
             if not mark.commits and not self.damages and path.exists():
                 self.contents.head = mark

@@ -46,7 +46,7 @@ from metrics.state import JournalCounters
 from protocol.arrays import unpack_int32
 
 #: Placement numbers that the lost part may have used; workers may still hold such placements.
-ADMISSIONS_SKIPPED: Final = 1 << 24
+PLACEMENTS_SKIPPED: Final = 1 << 24
 #: Records written with one commit.
 RECORDS_EACH: Final = 512
 
@@ -124,7 +124,7 @@ class _Rebuilding:
             f"the request of index {request_index}: its submission is gone" for request_index in sorted(self._orphans)
         ]
         begun = SummaryBegun(
-            state.arrivals, state.placements + ADMISSIONS_SKIPPED, (), (), tuple(state.drains.values())
+            state.arrivals, state.placements + PLACEMENTS_SKIPPED, (), (), tuple(state.drains.values())
         )
         newest = {
             it.accepted.request_id: request_index for request_index, it in sorted(self.requests.items(), key=_arrival)

@@ -39,7 +39,7 @@ class FloodControl:
     def admits(self, received: Received, now: float) -> bool:
         """Whether to read `received`. The rate is per user, over all of its connections; without keys, per connection.
 
-        A message that is not read was counted, and answered or its connection ended, as RateVerdict says.
+        A message that is not read is counted. By its RateVerdict it is answered, ignored, or its connection is ended.
         """
         sender = received.user.encode() or received.peer
         match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):

@@ -78,7 +78,7 @@ class RootGroup(click.Group):
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Exit with the code of `error`. An error that is neither ours nor click's is a defect and shows its traceback."""
+    """Exit with the code of `error`. An error of another class than those below is a defect and shows its traceback."""
     if isinstance(error, NameClash):  # `protocol` may be another package
         _complain(str(error))
         sys.exit(EXIT_CODES["config"])

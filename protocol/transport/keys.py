@@ -150,11 +150,11 @@ def _read_table(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(_read(path, secret=True))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"no key file: {error}", field="key file", value=path, remedy=_MAKE) from error
+        raise ConfigError(f"not a key file: {error}", field="key file", value=path, remedy=_MAKE) from error
 
 
 def _read(path: Path, *, secret: bool) -> str:
-    """What is checked is the open file itself, so that nobody can exchange it in between."""
+    """Check and read one open file, so that no other process can exchange it between check and read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -177,8 +177,8 @@ def _check_private(status: os.stat_result, path: Path, *, secret: bool) -> None:
             f"owner {status.st_uid}, mode {mode:04o}: others could {'read' if secret else 'change'} it",
             field="key file",
             value=path,
-            remedy=f"chown it to user {os.geteuid()} and chmod {'600' if secret else '644'}, and if others were there "
-            "already, make new keys",
+            remedy=f"chown it to user {os.geteuid()} and chmod {'600' if secret else '644'}; if others may have "
+            f"{'read' if secret else 'changed'} it, make new keys",
         )
 
 

@@ -19,7 +19,7 @@ from coordinator.journal.files import head_path, log_path
 from coordinator.journal.inspection import read_rows
 from coordinator.journal.journal import RETRY_S, GroupCommit, JournalError, check_writes
 from coordinator.journal.records import Record, RequestEnded, TokensAppended
-from coordinator.journal.salvage import ADMISSIONS_SKIPPED, rebuild
+from coordinator.journal.salvage import PLACEMENTS_SKIPPED, rebuild
 from coordinator.journal.state import JournalState, replay
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.tokens.token_log import TokenLog
@@ -153,7 +153,7 @@ def test_a_mark_that_is_gone_or_of_another_journal_is_refused(killed: Path, tmp_
     head_path(killed).write_bytes(head_path(tmp_path / "other").read_bytes())
     assert "j.head belongs to another journal" in refusal(killed)
     head_path(killed).write_bytes(bytes(len(mark)))
-    assert "j.head, which says how far it must go, is missing or damaged" in refusal(killed)
+    assert "j.head, which has the last acknowledged commit, is missing or damaged" in refusal(killed)
     head_path(killed).write_bytes(flipped(4_100)(bytearray(mark)))
     with opened(killed) as store:
         assert len(store.read()) == 8, "the other of the two is whole"
@@ -290,7 +290,7 @@ def test_salvage_keeps_what_is_whole(killed: Path) -> None:
     ended = book.requests[1].ended
     assert ended is not None
     assert (ended.generated_tokens, log.length(1)) == (1, 1)
-    assert (book.arrivals, book.placements >= ADMISSIONS_SKIPPED) == (1, True)
+    assert (book.arrivals, book.placements >= PLACEMENTS_SKIPPED) == (1, True)
     assert hisparse("check", killed).exit_code == 0
 
 
