@@ -36,7 +36,7 @@ from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.zap import AllowList, ZapHandler
-from coordinator.scheduling.recovery import recover
+from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.tokenizer_store import TokenizerStore
@@ -144,7 +144,7 @@ class Coordinator:
                     nursery.start_soon(gc_policy.collect)
                     if self._zap is not None:
                         nursery.start_soon(self._zap.run)
-                    for role, socket in self._sockets.items():
+                    for role, socket in self._router_sockets.items():
                         nursery.start_soon(socket.sweep, partial(self._note_cut, role))
                     gc_policy.settle()
                     self._announce(exporter)
@@ -211,7 +211,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
-        recover(journal.state, scheduler, links, self.deliveries)
+        scheduler.recover(expect_workers(journal.state, links.expect))
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
         supervisor.start(scheduler, Level.SCHEDULER)
@@ -244,7 +244,7 @@ class Coordinator:
     # ------------------------------------------------------------ listeners
 
     @property
-    def _sockets(self) -> dict[str, RouterSocket]:
+    def _router_sockets(self) -> dict[str, RouterSocket]:
         return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
 
     def _note_cut(self, role: str, reason: str) -> None:
@@ -264,7 +264,7 @@ class Coordinator:
             log.warning("allowed keys not read, the old list holds", extra=fields(error=error))
             return
         lost = self._zap.allowed.replace(allowed)
-        ended = sum(socket.cut_users(lost) for socket in self._sockets.values())
+        ended = sum(socket.cut_users(lost) for socket in self._router_sockets.values())
         log.info("allowed keys read", extra=fields(keys=len(allowed), lost=sorted(lost), connections_ended=ended))
 
     # ------------------------------------------------------------ stopping

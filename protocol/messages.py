@@ -318,12 +318,16 @@ AdminMessage: TypeAlias = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Answer to Hello. `model` is None until the first worker has registered."""
+    """Answer to Hello. `model` is None until the first worker has registered.
+
+    `refusal`: why every new request would be refused now; empty: they are not.
+    """
 
     protocol: int
     incarnation: int
     version: str
     model: ModelInfo | None = None
+    refusal: str = ""
 
 
 class Failure(Message, frozen=True, tag="failure"):
@@ -683,33 +687,13 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 # ---------------------------------------------------------------- worker -> coordinator
 
 
-class Held(Part, frozen=True):
-    """A placement that a worker still has, or whose Released was not acknowledged. Part of WorkerHello.
-
-    Token counts are current. `host_pages`, `hot_slots`, `hot_chunks` and `resizing` (hot slots and chunks of the Resize
-    under way) reflect the commands applied. The flags reflect the reports acknowledged: the worker sends the other
-    reports again after the welcome.
-    """
-
-    placement: int
-    generated_tokens: int
-    durable_tokens: int
-    request_index: int = -1
-    host_pages: int = 0
-    hot_slots: int = 0
-    hot_chunks: int = 0
-    resizing: tuple[int, int] | None = None
-    is_staged: bool = False
-    is_started: bool = False
-    is_parked: bool = False
-    is_released: bool = False
-
-
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message on a worker connection; each connect uses a new DEALER.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
-    `receiver` describes how other nodes send it host pages (worker/transfer); empty: it receives none.
+    `inventory`: rows of the placements that it still has, or whose Released was not acknowledged
+    (protocol/inventory.py). `receiver` describes how other nodes send it host pages (worker/transfer); empty: it
+    receives none.
     """
 
     protocol: int
@@ -722,7 +706,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     report_next: int
     model: ModelInfo
     capacity: WorkerCapacity
-    held: tuple[Held, ...] = ()
+    inventory: bytes = b""
     report_first: int = 1
     receiver: bytes = b""
 
@@ -789,22 +773,27 @@ class Faulted(Part, frozen=True, tag="faulted"):
 class Released(Part, frozen=True, tag="released"):
     """A placement has ended: every stream that could touch its memory has passed a fence (I2).
 
-    Rows below `durable_tokens` are in host memory. Hits, misses and retained counters are final. `first_token` was
-    drawn but not reported, because a stop string may begin in it: the next placement continues from it. `warm_start`
-    holds the positions that the last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py).
+    Rows below `durable_tokens` are in host memory. `first_token` was drawn but not reported, because a stop string may
+    begin in it: the next placement continues from it. `warm_start` holds the positions that the last step, or the
+    prompt's last token, selected: a hint (worker/loop/warm_start.py).
     """
 
     placement: int
     durable_tokens: int
-    hits: int
-    misses: int
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in counters of requests, cumulative: int64 `placements`, `hits`, `misses`. Sent about once a second."""
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests.
 
+    A report has the requests that were counted since the last one with counters. They are counted about once a second,
+    and when they leave, before Released.
+    """
+
+    total_hits: int
+    total_misses: int
+    total_bytes: int
     placements: bytes
     hits: bytes
     misses: bytes
@@ -813,20 +802,12 @@ class Counters(Part, frozen=True, tag="counters"):
 class Inventory(Part, frozen=True, tag="inventory"):
     """Memory held by a worker, after all commands before Audit `number` and all events before this one.
 
-    Parallel arrays, one element per placement that holds memory: int64 `placements` and `digests` (CRC-32 of the host
-    page ids as int32; -1: not digested; -2: leaving), int32 `host_pages` (their number), `index_pages`, `hot_chunks`
-    (granted) and `slab_pages`. `chunks_held` counts the chunks of all placements, in hot buffers and slab.
+    `rows` of all placements that hold memory (protocol/inventory.py), and the free memory.
     """
 
     number: int
-    placements: bytes
-    digests: bytes
-    host_pages: bytes
-    index_pages: bytes
-    hot_chunks: bytes
-    slab_pages: bytes
+    rows: bytes
     seats_free: int
-    chunks_held: int
     chunks_free: int
     index_pages_free: int
 
@@ -863,12 +844,6 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     executor_beats: int
     steps: int
     step_us: float  # moving average of recent decode steps
-    running: int
-    hits: int
-    misses: int
-    staged_bytes: int
-    swapped_bytes: int
-    backed_up_bytes: int
     leaving: bool = False
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.listener.router import Sent
+from coordinator.listener.router import RouterSocket, Sent
 from protocol.errors import CapacityError
 
 #: Replies that wait for a client whose socket is full.
@@ -25,12 +25,6 @@ OUTBOX_BYTES_MAX: Final = 64 * 1024 * 1024
 #: Roles, which decide what a connection may do.
 CLIENT: Final = "client"
 ADMIN: Final = "admin"
-
-
-class Router(Protocol):
-    """The part of coordinator.listener.router.RouterSocket that connections use."""
-
-    def send(self, peer: bytes, frame: bytes) -> Sent: ...
 
 
 @dataclass(eq=False)
@@ -42,7 +36,7 @@ class ClientConnection:
     """
 
     index: int
-    router: Router
+    router: RouterSocket
     peer: bytes
     role: str
     name: str
@@ -85,7 +79,9 @@ class ClientConnections:
     def get(self, index: int) -> ClientConnection | None:
         return self._by_index.get(index)
 
-    def open(self, router: Router, peer: bytes, role: str, name: str, now: float, user: str = "") -> ClientConnection:
+    def open(
+        self, router: RouterSocket, peer: bytes, role: str, name: str, now: float, user: str = ""
+    ) -> ClientConnection:
         """A new connection. Raises CapacityError when `limit` are open."""
         if not self._free:
             raise CapacityError(

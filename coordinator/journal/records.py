@@ -33,6 +33,9 @@ from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacit
 #: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
 
+#: (-priority, arrival): a total order that never changes; the lower rank goes first.
+Rank: TypeAlias = tuple[int, int]
+
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
     """Base: one array, whose first element is the record's tag. A tag is part of the form: classes may be renamed."""
@@ -41,23 +44,44 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------- of a request
 
 
-class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
-    """A request, as it was submitted. `arrival` orders requests of one priority; `at_s` is in seconds since 1970.
+class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
+    """The immutable facts of a request: made once, at submission or from the journal, and shared by reference.
 
-    `prompt` is int32 token ids. `user` is the user of the key that submitted it, "" without keys. `prefill_mode` is
-    that of the Submit.
+    `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
+    keys. `prompt_digest` identifies the prompt, after the prompt itself is only in the journal. `at_s`: time of
+    submission, in seconds since 1970. `prefill_mode` is that of the Submit.
     """
 
     request_index: int
-    arrival: int
     request_id: str
+    rank: Rank
     owner: str
-    priority: int
-    prompt: bytes
+    user: str
+    prompt_tokens: int
+    prompt_digest: bytes
     sampling: Sampling
     at_s: float
-    user: str = ""
     prefill_mode: str = AUTO
+
+    @property
+    def priority(self) -> int:
+        return -self.rank[0]
+
+    @property
+    def arrival(self) -> int:
+        """Orders requests of one priority."""
+        return self.rank[1]
+
+
+class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
+    """A request, as it was submitted. `prompt` is int32 token ids."""
+
+    facts: RequestFacts
+    prompt: bytes
+
+    @property
+    def request_index(self) -> int:
+        return self.facts.request_index
 
 
 class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
@@ -273,7 +297,7 @@ class RequestOutput(JournalEntry, frozen=True, tag="output"):
 
 
 def digest_of(prompt: bytes) -> bytes:
-    """Hash that identifies a prompt, after the prompt itself is only in the journal."""
+    """Hash that identifies a prompt."""
     return blake2b(prompt, digest_size=16).digest()
 
 

@@ -31,6 +31,7 @@ from coordinator.journal.records import (
     RequestAccepted,
     RequestDeparted,
     RequestEnded,
+    RequestFacts,
     RequestHandedOver,
     RequestOrdered,
     RequestOutput,
@@ -43,7 +44,6 @@ from coordinator.journal.records import (
     WorkerDrained,
     WorkerJoined,
     WorkerUndrained,
-    digest_of,
     news_of,
 )
 from coordinator.memory.changes import Change, Reserve, apply
@@ -67,8 +67,8 @@ class RequestRecord:
     its prompt is only in the journal.
     """
 
-    accepted: RequestAccepted
-    prompt_tokens: int
+    facts: RequestFacts
+    prompt: bytes
     ordered: RequestOrdered
     stay: RequestPlaced | None = None
     on_worker: bool = False
@@ -78,11 +78,6 @@ class RequestRecord:
     mark: int = -1  # generated tokens at the last strike
     killed: str = ""  # worker that died at the last strike
     ended: RequestEnded | None = None
-    prompt_digest: bytes = b""
-
-    def end(self, ended: RequestEnded) -> None:
-        self.ended, self.prompt_digest = ended, digest_of(self.accepted.prompt)
-        self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
 
 
 @dataclass(slots=True)
@@ -103,9 +98,10 @@ class JournalState:
     def note(self, record: Record) -> None:
         """Update the state for an appended record. Ledgers and tokens are updated by their owners."""
         match record:
-            case RequestAccepted(request_index):
-                self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
-                self.arrivals = max(self.arrivals, record.arrival)
+            case RequestAccepted(facts, prompt):
+                request_index = facts.request_index
+                self.requests[request_index] = RequestRecord(facts, prompt, no_order(request_index))
+                self.arrivals = max(self.arrivals, facts.arrival)
             case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
             case RequestsStruck():
@@ -174,7 +170,12 @@ class JournalState:
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
             case RequestEnded():
-                known.end(record)
+                known.ended, known.prompt = record, b""
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """The empty ledger of a node's new pool. Only the node's HostPool changes it."""
+        self.ledgers[opened.node] = ledger = Ledger(opened.capacity.host_pages)
+        return ledger
 
     def joined(self, node: str) -> list[WorkerJoined]:
         """Epochs of `node` that its ledger still holds something of."""
@@ -210,8 +211,8 @@ class _Replay:
     def take(self, record: Record) -> None:
         state, token_log = self.state, self.token_log
         match record:
-            case RequestAccepted():
-                token_log.reopen(record.request_index, record.sampling.max_tokens)
+            case RequestAccepted(facts):
+                token_log.reopen(facts.request_index, facts.sampling.max_tokens)
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     if request_index in state.requests:
@@ -230,8 +231,8 @@ class _Replay:
     def _take_of_node(self, record: Record) -> None:
         ledgers = self.state.ledgers
         match record:
-            case PoolOpened(node, capacity):
-                ledgers[node] = Ledger(capacity.host_pages)
+            case PoolOpened(node):
+                self.state.open_pool(record)
                 self.collected.pop(node, None)
             case SummaryBegun(pools=pools):
                 self.collected = {opened.node: _Collected([], []) for opened in pools}

@@ -96,7 +96,7 @@ class Summarizing:
 
 def facts_of(known: RequestRecord) -> Iterator[Record]:
     """Records of a request beside RequestAccepted, its output and its end, if they differ from the initial state."""
-    request_index, stay = known.accepted.request_index, known.stay
+    request_index, stay = known.facts.request_index, known.stay
     if known.ended is None and known.ordered != no_order(request_index):
         yield known.ordered
     if known.strikes and known.ended is None:

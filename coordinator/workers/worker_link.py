@@ -26,7 +26,7 @@ proves no exit.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
@@ -37,6 +37,7 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
+from coordinator.scheduling.api import SchedulerApi
 from coordinator.scheduling.events import LinkStats, WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
@@ -49,6 +50,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
@@ -66,20 +68,6 @@ STARVING_INTERVAL_S: Final = 0.02
 EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.workers.worker_link")
-
-
-class LinkScheduler(Protocol):
-    """The part of coordinator.scheduling.scheduler.Scheduler that worker links use."""
-
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None: ...
-    async def worker_back(self, hello: messages.WorkerHello) -> None: ...
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None: ...
-    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None: ...
-    def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
-    def starving(self, request_indices: Int32Array) -> None: ...
-    async def drain(
-        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
-    ) -> tuple[str, ...]: ...
 
 
 class WorkerLink:
@@ -126,7 +114,7 @@ class WorkerLinks:
 
     def __init__(
         self,
-        scheduler: LinkScheduler,
+        scheduler: SchedulerApi,
         token_log: TokenLog,
         tokenizers: TokenizerStore,
         counters: CoordinatorCounters,
@@ -145,7 +133,7 @@ class WorkerLinks:
         self._socket = socket
         self._incarnation = incarnation
         self._journal = journal
-        self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
+        self._acks = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
         self._flood_control = FloodControl(
             socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._answer_refused
@@ -190,7 +178,7 @@ class WorkerLinks:
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
-    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, is_live: bool) -> WorkerPort:
         """Await an epoch from the journal; call before `run`. Its commands wait for its hello.
 
         `is_live` False: the epoch was down; only its exit is awaited.
@@ -295,6 +283,8 @@ class WorkerLinks:
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
         for event in report.events:
+            if isinstance(event, messages.Counters):
+                link.state.count_swaps(event)
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
     def _refuse(self, peer: bytes, error: HiSparseError) -> None:
@@ -384,6 +374,7 @@ class WorkerLinks:
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
         """Continue an epoch from the journal with the inventory of its hello. If that fails, the epoch is down."""
         try:
+            inventory = unpack_rows(hello.inventory)
             link.state.adopt(hello, trio.current_time())
             await self._scheduler.worker_back(hello)
         except HiSparseError as error:
@@ -395,10 +386,10 @@ class WorkerLinks:
         if link.is_down:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
-        for held in hello.held:
-            self._log.rebind(held.request_index, held.placement, link.number)
+        for row in inventory:
+            self._log.rebind(row.request_index, row.placement, link.number)
         link.is_awaited = False
-        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
+        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(inventory)))
         self._welcome(link, received.peer, adopted=True)
 
     def _welcome(self, link: WorkerLink, peer: bytes, *, adopted: bool = False) -> None:

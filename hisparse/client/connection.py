@@ -132,8 +132,8 @@ class Connection:
         """Send another Hello, for the current Welcome: the coordinator's version and incarnation, and its model."""
         call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
-        self._hellos.append(call.take)
         await dealer.send(messages.encode(self._hello))
+        self._hellos.append(call.take)  # no checkpoint since the send: a cancelled send expects no answer
         return await call.wait()
 
     # ------------------------------------------------------------ connecting

@@ -30,7 +30,7 @@ RETRACTED_FOR_S: Final = 0.5
 MOVE_LIMIT_S: Final = 60.0
 #: Time limit from the last token until all pages are free.
 RELEASE_LIMIT_S: Final = 20.0
-#: Counters of bytes come with heartbeats; after two more heartbeats they are final.
+#: Workers' counters come with reports and heartbeats; after this time they are final.
 COUNTERS_LAG_S: Final = 1.2
 #: "Mid-decode": after this part of the new tokens.
 MID_DECODE_SHARE: Final = 1 / 8

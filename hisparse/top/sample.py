@@ -1,7 +1,7 @@
 """Samples of the coordinator's rows, and rates between them. Pure.
 
-Workers' counters arrive by heartbeat, twice a second, so a rate over one second would vary by half. Rates are taken
-over the last WINDOW_S. Tokens per second are summed over the requests of each worker.
+Workers' counters arrive once or twice a second, so a rate over one second would vary by half. Rates are taken over the
+last WINDOW_S. Tokens per second are summed over the requests of each worker.
 """
 
 from __future__ import annotations

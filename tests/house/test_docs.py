@@ -24,7 +24,19 @@ from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cluster import keeper
 from hisparse.demo import compare
-from hisparse.http import api_keys, asks, bodies, exchange, front, link, server
+from hisparse.http import (
+    api_keys,
+    asks,
+    bodies,
+    connection,
+    exchange,
+    front,
+    link,
+    listener,
+    outputs,
+    renderers,
+    wire,
+)
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages
@@ -52,6 +64,19 @@ def default_of(command: str, option: str) -> float:
     return next(float(it.default) for it in main.commands[command].params if option in it.opts)
 
 
+# ---------------------------------------------------------------- prose
+
+
+def test_prose_names_its_subjects() -> None:
+    """Words that CONTRIBUTING's rule for prose bars, code spans and the generated metrics.md aside."""
+    barred = r"(?i)\b(whoever|whatever|whom|(?:no|some|every|any)body|surely)\b"
+    pages = DOCUMENTS | {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.md")}
+    for name, text in pages.items():
+        if name not in ("metrics.md", "TABLES.md"):
+            prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+            assert re.findall(barred, prose) == [], name
+
+
 # ---------------------------------------------------------------- commands and settings
 
 
@@ -76,8 +101,8 @@ def test_each_command_and_option_exists() -> None:
         assert isinstance(command, click.Group) or options <= known, f"{name}: hisparse {' '.join(words)}"
 
 
-def test_each_flag_in_prose_is_somebodys() -> None:
-    """`--deterministic` by itself: of some command."""
+def test_each_flag_in_prose_is_an_option() -> None:
+    """`--deterministic` without a command: an option of one."""
     commands = [
         each for command in main.commands.values() for each in (command, *getattr(command, "commands", {}).values())
     ]
@@ -123,11 +148,20 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("http.md", f"`http.requests_max`, {HttpSettings().requests_max} |"),
         ("http.md", f"| {exchange.BODY_BYTES_MAX >> 20} MiB, within {exchange.BODY_LIMIT_S:g} s |"),
         ("http.md", f"all bodies that are being read | {exchange.BODIES_BYTES_MAX >> 20} MiB |"),
-        ("http.md", f"tokenizing at the same time | {front.READERS_MAX}, in threads"),
-        ("http.md", f"unread by a client | {server.READ_LIMIT_S} s |"),
-        ("http.md", f"idle connections, headers | {server.IDLE_LIMIT_S} s, {server.HEADER_BYTES_MAX >> 10} KiB |"),
-        ("http.md", f"a TLS handshake | {server.IDLE_LIMIT_S} s |"),
-        ("http.md", f"after SIGTERM | {server.STOP_DEADLINE_S:g} s for running answers"),
+        ("http.md", f"a field that is no prompt | {bodies.FIELD_BYTES_MAX >> 10} KiB of JSON |"),
+        ("http.md", f"| {renderers.RENDER_LIMIT_S:g} s, {renderers.MEMORY_BYTES_MAX >> 20} MiB, the bytes of a text |"),
+        ("http.md", f"same time | {front.READERS_MAX}, in threads; {front.READERS_PER_KEY} of one key |"),
+        ("http.md", f"has not answered | {outputs.SUBMITS_MAX}; {outputs.SUBMITS_PER_KEY} of one key |"),
+        ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
+        ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
+        (
+            "http.md",
+            f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, "
+            f"{listener.CONNECTIONS_MIN:,} at least |",
+        ),
+        ("http.md", f"`ID.OWNER`, with {api_keys.OWNER_CHARS} digits"),
+        ("http.md", f"after SIGTERM | {listener.STOP_DEADLINE_S:g} s for running answers"),
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
         ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),
@@ -171,7 +205,7 @@ def test_each_metric_is_exported() -> None:
     assert [it for it in named if it[1] not in BY_NAME and not it[1].endswith("_")] == []
 
 
-def test_the_readme_boasts_with_what_was_measured() -> None:
+def test_readme_quotes_measurements() -> None:
     said = re.sub(r"\s+", " ", DOCUMENTS["README.md"])
     rows = result("decode-H200.json")
     best, worst = ([decode_ratio(rows, context, hits) for context in (32_768, 131_072)] for hits in (0.99, 0.8))

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from hisparse.cli import main
-from hisparse.console.session import access_of
+from hisparse.console.session import endpoint_for
 from protocol.config import HostFacts, build
 from protocol.errors import BadInput, ConfigError, NotFound
 from protocol.settings import ClusterSettings
@@ -166,8 +166,8 @@ def test_verbs_of_both_go_through_the_door_that_the_operator_chose(
     flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
-    assert access_of(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
-    assert access_of(config, "admin")[0] == "admin", "an operator's command is one whoever asks"
+    assert endpoint_for(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
+    assert endpoint_for(config, "admin")[0] == "admin", "an operator's command is one whoever asks"
 
 
 def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

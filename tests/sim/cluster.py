@@ -57,7 +57,7 @@ from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
 from worker.link.link import Link, Pace
-from worker.link.link_state import Action, Identity, LinkState
+from worker.link.link_state import Action, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
@@ -192,7 +192,7 @@ class WorkerProcess:
         )
         self.address = f"{name}/{pid}"
         receiver = cluster.wire.receiver(self.address, cluster.pools[node])
-        identity = Identity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
+        identity = WorkerIdentity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
         self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)
@@ -287,7 +287,7 @@ class CoordinatorLife:
     def held(self) -> list[str]:
         """Requests that wait for the operator."""
         lives = self._scheduler._requests.live.values() if self._scheduler else ()
-        return [it.state.request_id for it in lives if it.state.held]
+        return [it.facts.request_id for it in lives if it.state.held]
 
     @property
     def is_draining(self) -> bool:
@@ -304,7 +304,7 @@ class CoordinatorLife:
 
     def truth_of(self, request_index: int) -> Truth | None:
         live = self.scheduler._requests.by_index.get(request_index)
-        return self._cluster.truths[live.state.request_id] if live is not None else None
+        return self._cluster.truths[live.facts.request_id] if live is not None else None
 
     def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log

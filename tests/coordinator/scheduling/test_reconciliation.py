@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -18,13 +18,17 @@ from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
-from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
+from protocol.inventory import InventoryRow
+from protocol.messages import Grant, Resize, Resized, Staged, Withdraw
 from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
+from tests.support.facts import add_request, make_facts, make_ordered
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
 STARTING = Memory(PAGES, PAGES, PAGES, 2)
-RESIDENT = Held(1, 30, 100, request_index=7, host_pages=PAGES, hot_chunks=PAGES, is_staged=True, is_started=True)
+RESIDENT = InventoryRow(
+    1, PAGES, PAGES, request_index=7, generated_tokens=30, durable_tokens=100, is_staged=True, is_started=True
+)
 
 
 class Desk:
@@ -39,12 +43,12 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
+        self.entry: RequestEntry = placement_table.recover(make_facts(7, 100, 300), 30)
         placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
 
-    def adopt(self, *held: Held) -> Effects:
+    def adopt(self, *held: InventoryRow) -> Effects:
         heard = adopt(self.dispatch, self.worker, held, self.ledger)
         for step in heard.steps:
             apply(self.ledger, step.change)
@@ -52,19 +56,19 @@ class Desk:
         self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
-    def adopted(self, *held: Held) -> PlacementAdopted:
+    def adopted(self, *held: InventoryRow) -> PlacementAdopted:
         event = self.adopt(*held).tells[0].event
         assert isinstance(event, PlacementAdopted)
         return event
 
 
-def held(**changes: Any) -> Held:
-    return msgspec.structs.replace(RESIDENT, **changes)
+def held(**changes: Any) -> InventoryRow:
+    return replace(RESIDENT, **changes)
 
 
 def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
     desk = Desk()
-    desk.dispatch.placement_table.add(8, 0, 64, 64)
+    add_request(desk.dispatch.placement_table, 8, 0, 64, 64)
     desk.dispatch.dirty = True
     assert desk.dispatch.plan(0.0, tick=True) == []
     desk.adopt(held())
@@ -76,7 +80,7 @@ def test_what_was_staged_gives_its_slab_back() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
     assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
-    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
+    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0, 1)
 
 
 def test_a_prompt_that_is_being_prefilled_goes_on() -> None:
@@ -110,7 +114,7 @@ def test_chunks_of_a_resize_that_never_arrived_are_taken_back() -> None:
 
 def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
-    adopted = desk.adopted(held(resizing=(128, 3)))
+    adopted = desk.adopted(held(resize_slots=128, resize_chunks=3))
     assert adopted.resize == Resize(1, 128, 3)
     assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
@@ -120,7 +124,7 @@ def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
 
 def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
-    tells = desk.adopt(held(host_pages=4, hot_chunks=4, resizing=(128, 3))).tells
+    tells = desk.adopt(held(host_pages=4, hot_chunks=4, resize_slots=128, resize_chunks=3)).tells
     assert isinstance(tells[0].event, PlacementAdopted)
     assert tells[0].event.grant is None
     assert isinstance(tells[1].event, RetractOrder)
@@ -155,9 +159,14 @@ def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
 
 @pytest.mark.parametrize(
     "claims",
-    [held(host_pages=PAGES + 1), held(hot_chunks=PAGES + 1), held(resizing=(0, PAGES + 1)), held(placement=99)],
+    [
+        held(host_pages=PAGES + 1),
+        held(hot_chunks=PAGES + 1),
+        held(resize_slots=0, resize_chunks=PAGES + 1),
+        held(placement=99),
+    ],
 )
-def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: Held) -> None:
+def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: InventoryRow) -> None:
     """I4: memory is given after its commit, so the books never have less."""
     desk = Desk()
     with pytest.raises(WrongState):
@@ -170,8 +179,8 @@ def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: Held
 
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
-    state = RequestState("r", 7, 100, now=0.0)
-    state.recover_stay(1.0, 1, "w0", staged=False, held=hold)
+    state = RequestState(make_facts(7, 100), now=0.0)
+    state.recover_stay(1.0, 1, "w0", staged=False, ordered=make_ordered(7, held=hold))
     if outcome:
         state.recover_ending(1.0, outcome, "abort by me")
     state.check_invariants()

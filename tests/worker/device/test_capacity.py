@@ -26,7 +26,7 @@ from protocol.settings import WorkerSettings
 from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
 from protocol.units import managed_chunks, pages_for
 from tests import ROOT
-from worker.device.capacity import Plan, plan
+from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import Sizing, size_worker
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
 
@@ -48,7 +48,7 @@ def sized(geometry: Geometry | None = None, **changes: object) -> Sizing:
     return size_worker(msgspec.structs.replace(BIG, **changes), geometry or deepseek(), info())
 
 
-def planned(context: int, workers: int = 1, **changes: object) -> Plan:
+def planned(context: int, workers: int = 1, **changes: object) -> MemoryPlan:
     return plan(msgspec.structs.replace(BIG, **changes), deepseek(), info(), context, workers)
 
 
@@ -133,7 +133,7 @@ def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
         ledger.add_worker(f"w{worker}", 1, capacity)
         for number in range(found.recommended.batch):
             ledger.reserve(1 + worker * SEATS_MAX + number, f"w{worker}", each)
-    short = [ledger.shortfall(f"w{worker}", each, seat=False) for worker in range(workers)]
+    short = [ledger.shortfall(f"w{worker}", each) for worker in range(workers)]
     assert all(short) or found.recommended.by_host * workers < found.requests_by_host, "hosts' pages share out evenly"
 
 

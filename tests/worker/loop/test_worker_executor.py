@@ -143,7 +143,7 @@ def test_churn_over_50_requests_changes_no_output_and_leaks_nothing(backend: str
     assert counters.resized > 30
     assert counters.admitted > 60
     assert counters.parked > 10 or ahead_tokens
-    assert counters.misses > 1_000
+    assert counters.swap.totals[1] > 1_000
 
 
 def test_the_durable_length_counts_rows_that_were_written_and_no_more() -> None:
