@@ -95,7 +95,7 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes_max(self) -> int:
-        """No token stands for more bytes of text."""
+        """Most bytes of text of one token."""
         ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -171,7 +171,7 @@ class JsonTokenizer:
         return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """As a batch of one: that alone lets other threads run meanwhile."""
+        """Encoded as a batch of one, because only batches let other threads run meanwhile."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 

@@ -44,7 +44,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
-    EXIT_CODES["not_allowed"]: "permission denied: this key may not use that listener",
+    EXIT_CODES["not_allowed"]: "permission denied: this key's role may not use the endpoint",
     EXIT_CODES["internal"]: "a defect of hisparse",
     EXIT_INTERRUPTED: "interrupted",
 }
