@@ -94,7 +94,7 @@ class Load:
         self._journal = journal
         self._token_log = token_log
         pages = requests * (-(-(PROMPT_TOKENS + MAX_TOKENS) // PAGE_TOKENS))
-        self._ledger = journal.book.ledgers[NODE] = Ledger(pages)
+        self._ledger = journal.state.ledgers[NODE] = Ledger(pages)
         per_worker = -(-requests // WORKERS)
         chunks = pages // WORKERS + per_worker
         self._capacity = WorkerCapacity(

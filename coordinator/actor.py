@@ -2,14 +2,14 @@
 
 Rules, and why:
 
-- `tell` never blocks, so no cycle of tells can deadlock. It is synchronous: what an actor tells another in one turn
-  arrives in that order, before anything it tells later.
+- `tell` never blocks, so no cycle of tells can deadlock. It is synchronous: the messages that one actor tells another
+  arrive in the order of the calls.
 - `ask` waits for a reply, so asks go one way only: Gateway -> Scheduler -> HostPool -> Journal.
-- Every mailbox is bounded (I8). A full one refuses: an ask gets CapacityError, which its user can act on; a tell
-  raises MailboxFullError, which ends the process, because tells come from a bounded number of requests, workers and
-  timers, and only a defect fills a mailbox with them. A peer that may flood (a worker's events) is checked by `room`.
-- Crash-only: an exception that leaves an actor is logged with the actor's history and ends the process. Nobody
-  restarts an actor whose state may be half changed; recovery is the journal's business.
+- Every mailbox is bounded (I8). A full mailbox refuses. An ask raises CapacityError, which its user can act on. A tell
+  raises MailboxFullError, which ends the process: tells come from a bounded number of requests, workers and timers, so
+  only a defect fills a mailbox with them. For a peer that may flood (a worker's events), the caller checks `room`.
+- Crash-only: an exception that leaves an actor is logged with the actor's history and ends the process. An actor whose
+  state may be half changed is never restarted; the next process recovers from the journal.
 - An actor takes messages in batches: a wake-up costs about 10 us, a message in a batch a tenth of that.
 
 Rejected: trio memory channels (one message and one checkpoint per receive, two objects per actor); a task per
@@ -41,7 +41,7 @@ log = logger("coordinator.actor")
 
 
 class MailboxFullError(InternalError):
-    """More messages than the owner's bound: a defect in whoever sends them."""
+    """More messages than the mailbox's bound: a defect in their sender."""
 
 
 class Mailbox(Generic[M]):
@@ -62,7 +62,7 @@ class Mailbox(Generic[M]):
         return self._closed
 
     def put(self, message: M) -> None:
-        """Append and wake the reader. Raises MailboxFullError. On a closed mailbox: dropped, its owner has stopped."""
+        """Append and wake the reader. Raises MailboxFullError. A closed mailbox drops it: the owner has stopped."""
         if self._closed:
             return
         if len(self._messages) >= self.capacity:
@@ -73,14 +73,14 @@ class Mailbox(Generic[M]):
         self._wake()
 
     def close(self) -> None:
-        """Take no more; the reader gets what is there, then the end. Idempotent."""
+        """Accept no more messages. The reader still gets those in the mailbox, then an empty list. Idempotent."""
         self._closed = True
         self._wake()
 
     async def take(self, batch_max: int) -> list[M]:
         """The next 1 to `batch_max` messages, in order; an empty list once closed and empty.
 
-        Cancelled: nothing was taken. There is no checkpoint after the first message leaves the mailbox.
+        Cancelled: no message was taken. There is no checkpoint after the first message leaves the mailbox.
         """
         if self._messages or self._closed:
             await trio.lowlevel.checkpoint()
@@ -107,7 +107,7 @@ class Mailbox(Generic[M]):
 
 
 class Reply(Generic[T]):
-    """The other end of an ask: set or failed exactly once by whoever handles the message."""
+    """The reply of one ask. The actor that handles the message sets or fails it, exactly once."""
 
     __slots__ = ("_event", "_result")
 
@@ -122,7 +122,7 @@ class Reply(Generic[T]):
         self._finish(outcome.Error(error))
 
     async def wait(self) -> T:
-        """The value, or the error raised here. Cancelled: the asked-for change may still happen."""
+        """Return the value or raise the error. Cancelled: the change that was asked for may still happen."""
         await self._event.wait()
         assert self._result is not None
         return self._result.unwrap()
@@ -144,14 +144,14 @@ class Actor(ABC, Generic[M]):
 
     @abstractmethod
     async def handle(self, batch: list[M]) -> None:
-        """Act on messages in order. An exception that leaves it ends the process."""
+        """Handle messages in order. An exception that leaves it ends the process."""
 
     def history(self) -> tuple[str, ...]:
         """Recent history, one line each, logged when the actor fails."""
         return ()
 
     def tell(self, message: M) -> None:
-        """Put a message into the mailbox; never blocks. Raises MailboxFullError."""
+        """Put `message` into the mailbox; never blocks. Raises MailboxFullError."""
         self._mailbox.put(message)
 
     def room(self) -> int:
@@ -159,7 +159,7 @@ class Actor(ABC, Generic[M]):
         return 0 if self._mailbox.closed else self._mailbox.capacity - len(self._mailbox)
 
     async def ask(self, make: Callable[[Reply[T]], M]) -> T:
-        """Send `make(reply)` and wait for the reply; raises what the handler failed it with.
+        """Send `make(reply)` and wait for the reply. Raises the error that the handler set.
 
         Raises Unavailable when the actor has stopped, CapacityError when its mailbox is full. Cancelled after sending:
         the change may still happen.
@@ -173,17 +173,17 @@ class Actor(ABC, Generic[M]):
         return await reply.wait()
 
     def close(self) -> None:
-        """Handle what is in the mailbox, then end. Idempotent."""
+        """Handle the messages in the mailbox, then end. Idempotent."""
         self._mailbox.close()
 
     async def run(self) -> None:
-        """The task: until closed. Subclasses with timers of their own extend it."""
+        """The actor's task, until closed. Subclasses with timers extend it."""
         while batch := await self._mailbox.take(self._batch_max):
             await self.handle(batch)
 
 
 class Runs(Protocol):
-    """What a Supervisor starts and stops: an Actor, or a task that listens to something else than a mailbox."""
+    """A task that a Supervisor starts and stops: an Actor, or a task that reads something else than a mailbox."""
 
     @property
     def name(self) -> str: ...
@@ -193,7 +193,7 @@ class Runs(Protocol):
 
 
 class Level(IntEnum):
-    """Order of shutdown: whoever asks or feeds others stops before those it needs."""
+    """Order of shutdown: a level stops before the levels that it sends messages to."""
 
     GATEWAY = 0
     SCHEDULER = 1
@@ -204,9 +204,9 @@ class Level(IntEnum):
 
 
 class Supervisor:
-    """Runs actors, each level's in a nursery of its own, fails with the first that fails, stops them level by level.
+    """Runs actors in one nursery per level, fails with the first that fails, stops them level by level.
 
-    A cancel scope for each actor, of which there are as many as requests, would cost 4 us at each admission.
+    There is no cancel scope per actor: there are as many actors as requests, and a scope costs 4 us at each submission.
     """
 
     def __init__(self, nurseries: Mapping[Level, trio.Nursery]) -> None:
@@ -215,7 +215,7 @@ class Supervisor:
         self._emptied = {level: trio.Event() for level in Level}
 
     def start(self, actor: Runs, level: Level) -> None:
-        """Run `actor` in a task of its own until it ends, fails, or its level is shut down."""
+        """Run `actor` in a new task until it ends, fails, or its level is shut down."""
         self._running[level][actor] = None
         self._nurseries[level].start_soon(self._run, actor, level, name=actor.name)
 
@@ -223,7 +223,7 @@ class Supervisor:
         return len(self._running[level])
 
     async def shutdown(self) -> None:
-        """Close each level in order; what has not drained after SHUTDOWN_LEVEL_S is cancelled. Call once."""
+        """Close each level in order; cancel actors that have not drained after SHUTDOWN_LEVEL_S. Call once."""
         for level in Level:
             for actor in self._running[level]:
                 actor.close()
@@ -253,15 +253,17 @@ class Supervisor:
 
 @asynccontextmanager
 async def open_supervisor() -> AsyncIterator[Supervisor]:
-    """A Supervisor whose actors live at most as long as the block; leaving it early cancels them."""
+    """A Supervisor for the time of the block; leaving the block cancels all actors that still run."""
     async with trio.open_nursery() as nursery:
         yield Supervisor(await nursery.start(_hold_levels))
         nursery.cancel_scope.cancel()
 
 
 async def _hold_levels(task_status: trio.TaskStatus[dict[Level, trio.Nursery]]) -> None:
-    """Nurseries within one another, the level that stops first innermost: it has ended before one in which it may
-    start actors closes, also when all are cancelled at once."""
+    """One nursery per level, nested, the level that stops first innermost.
+
+    So a level has ended before the nursery closes in which it may start actors, even when all are cancelled at once.
+    """
     async with AsyncExitStack() as stack:
         nurseries = {level: await stack.enter_async_context(trio.open_nursery()) for level in reversed(Level)}
         task_status.started(nurseries)

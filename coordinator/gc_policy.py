@@ -1,13 +1,14 @@
-"""Python's garbage collector, kept from stopping the loop while thousands of requests live in it.
+"""When Python's garbage collector runs, so that it does not stop the event loop of a coordinator with many requests.
 
-Left alone it stops a full coordinator twice over. A full collection looks at every object there is, 0.2 s with 10,000
-live requests, and comes whenever the heap has grown by a quarter. A young one comes when 700 more objects were made
-than freed, but where each new object replaces an old one that balance hardly moves: measured here, 5 s of grants and
-history lines gathered until one "young" collection took 50 to 90 ms.
+By default both kinds of collection cause pauses. A full collection visits every object: 0.2 s with 10,000 live
+requests, each time the heap has grown by a quarter. A young collection starts when 700 more objects were allocated than
+freed. Where each new object replaces an old one, that balance hardly moves: measured here, 5 s of grants and history
+lines gathered until one "young" collection took 50 to 90 ms.
 
-So it is switched off and driven by time: what was made since the last look is looked at ten times a second, and once,
-which takes a millisecond or two; what start-up made, never; everything else rarely enough to stay far below one per
-cent of the time. Most of what a request leaves behind is freed by reference counts, without any of this.
+So automatic collection is off, and time drives it. Objects made since the last collection are visited ten times a
+second, each once, which takes a millisecond or two. Objects made during start-up are never visited. All others are
+visited rarely enough to stay far below one per cent of the time. Reference counts free most objects of an ended
+request without a collection.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from protocol.logs import fields, logger
 YOUNG_INTERVAL_S: Final = 0.1
 FULL_INTERVAL_S: Final = 600.0
 
-#: The generation that young survivors go to; collecting it includes the young, and sends survivors to the oldest.
+#: The generation of young survivors. Collecting it includes the young, and moves survivors to the oldest.
 MIDDLE: Final = 1
 
 log = logger("coordinator.gc_policy")
 
 
 def settle() -> None:
-    """Call once what stays was imported and made; `collect` must run from then on."""
+    """Exempt all objects made so far and switch automatic collection off. Call at the end of start-up.
+
+    `collect` must run from then on.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 async def collect() -> None:
-    """Until cancelled."""
+    """Collect in intervals, until cancelled."""
     full_at = trio.current_time() + FULL_INTERVAL_S
     while True:
         await trio.sleep(YOUNG_INTERVAL_S)

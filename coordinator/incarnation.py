@@ -1,7 +1,7 @@
-"""The number of this life of the coordinator: higher than any before it in this runtime directory (I4).
+"""The incarnation: the number of this coordinator process, higher than any earlier one in its runtime directory (I4).
 
-Milliseconds since the epoch, or one more than the last life's when the clock went back. The caller holds the locks of
-the endpoints, so no two lives take a number at the same time.
+It is milliseconds since the epoch, or the last incarnation plus one when the clock went back. The caller holds the
+locks of the endpoints, so no two processes take a number at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from protocol.errors import ConfigError
 
 FILE_NAME: Final = "incarnation"
-#: Beyond any clock's milliseconds and any count of restarts: what is higher is damage, and no message could carry it.
+#: Above any clock's milliseconds and any count of restarts. A higher number in the file is damage.
 INCARNATION_MAX: Final = 1 << 53
 
 
@@ -34,14 +34,14 @@ def next_incarnation(runtime_dir: Path, now_ms: int | None = None) -> int:
         os.replace(file.name, path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot keep the coordinator's number: {error}",
+            f"cannot read or write the coordinator's incarnation: {error}",
             field="cluster.runtime_dir",
             value=path,
-            remedy="make the directory writable, or remove that file",
+            remedy="make the directory writable, or remove the file",
         ) from error
     return incarnation
 
 
 def _check_range(last: int) -> None:
     if not 0 <= last < INCARNATION_MAX:
-        raise ValueError(f"no number between 0 and {INCARNATION_MAX} is in it")
+        raise ValueError(f"the file does not hold a number from 0 to {INCARNATION_MAX - 1}")

@@ -1,12 +1,12 @@
-"""The coordinator process: parts wired, started and stopped. No torch is imported here, nor by what this imports.
+"""The coordinator process: wires its parts, starts and stops them. Neither this module nor its imports import torch.
 
-start    locks and sockets; the number of this life; the journal, and what it recovers; actors; /metrics; one log line
-         per thing that was sized
-run      until every request has ended after a stop was asked for (client command, SIGTERM, SIGINT)
-stop     refuse new work, let running work finish until the deadline; what is not finished then stays in the journal
-         for the next life, without one it fails; flush what clients have not read, end the actors level by level
-         (coordinator.actor); each of these is bounded
-second signal   exits at once
+start    take locks and bind sockets; take the incarnation; open the journal and recover from it; start actors and
+         /metrics; log the sizes and endpoints
+run      until a stop is requested (admin command, SIGTERM, SIGINT) and every request has ended
+stop     refuse new requests; let running ones finish until the deadline. Unfinished requests then stay in the journal
+         for the next process; without a journal they fail. Flush outputs to clients, end the actors level by level
+         (coordinator.actor). Each of these steps has a time limit
+second signal   exit at once
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from protocol.transport.keys import Insecure, read_allowed, read_server_key
 from protocol.transport.private_dir import make_private_dir
 from protocol.version import our_version
 
-#: How long running requests may finish after the first signal.
+#: How long requests may run on after the first signal.
 SIGNAL_DEADLINE_S: Final = 30.0
 
-#: Longest that a stop takes beyond its deadline.
+#: Longest time of a stop beyond its deadline.
 STOP_MARGIN_S: Final = 10.0
 
-#: Messages of one client that libzmq holds unread: with the largest message, what it can make the coordinator hold.
+#: Messages of one client that libzmq holds unread. Times the largest message, this bounds the memory a client can take.
 CLIENT_UNREAD_MESSAGES: Final = 64
 
 EXIT_CLEAN: Final = 0
@@ -76,9 +76,10 @@ log = logger("coordinator")
 
 
 def run_coordinator(config: Config) -> int:
-    """Serve until stopped; the exit code. `config` is resolved (protocol.config).
+    """Serve until stopped; returns the exit code. `config` is resolved (protocol.config).
 
-    Raises ConfigError or Unavailable when it cannot start. An actor's failure comes out as it is: the process ends.
+    Raises ConfigError or Unavailable when it cannot start. The exception of a failed actor leaves this function: the
+    process must end.
     """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     counters = CoordinatorCounters()
@@ -87,7 +88,7 @@ def run_coordinator(config: Config) -> int:
 
 
 class Coordinator:
-    """The parts of one coordinator, wired. Owns everything but the sockets."""
+    """The parts of one coordinator. Owns all of them but the sockets and the ZAP handler."""
 
     def __init__(
         self,
@@ -123,12 +124,12 @@ class Coordinator:
         self._version = our_version()
 
     async def serve(self) -> int:
-        """Run until stopped; the exit code. `started` is set once messages are being read."""
+        """Run until stopped; returns the exit code. `started` is set once messages are being read."""
         try:
             await self._serve()
         finally:
             if self._store is not None:
-                self._store.close()  # after its actor has ended: a thread of it may be writing until then
+                self._store.close()  # after the Journal actor has ended: its thread may write until then
         log.info("stopped")
         return EXIT_CLEAN
 
@@ -156,12 +157,12 @@ class Coordinator:
                     exporter.close()
 
     async def _recover(self) -> Journal:
-        """The journal, with what it knows in its book and in the token log. Raises ConfigError when it is damaged."""
+        """The journal, with its state and the token log restored. Raises ConfigError when it is damaged."""
         if self._store is None:
             return NoJournal(self.deliveries.wake)
         began = time.perf_counter()
         try:
-            book = replay(await self._store.load(), self.token_log)
+            state = replay(await self._store.load(), self.token_log)
         except JournalError as error:
             raise ConfigError(
                 f"the journal cannot be read: {error}",
@@ -170,11 +171,11 @@ class Coordinator:
                 remedy="restore it, or move it away: its requests are lost then",
             ) from error
         known = fields(
-            path=str(self._store.path), requests=len(book.requests), seconds=round(time.perf_counter() - began, 3)
+            path=str(self._store.path), requests=len(state.requests), seconds=round(time.perf_counter() - began, 3)
         )
         log.info("journal", extra=known)
         return GroupCommit(
-            self._store, book, self.token_log, on_tokens=self.deliveries.wake, counters=self.counters.journal
+            self._store, state, self.token_log, on_tokens=self.deliveries.wake, counters=self.counters.journal
         )
 
     def _start_actors(self, supervisor: Supervisor, journal: Journal) -> Scheduler:
@@ -210,7 +211,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
-        scheduler.recover(expect_workers(journal.book, links.expect))
+        scheduler.recover(expect_workers(journal.state, links.expect))
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
         supervisor.start(scheduler, Level.SCHEDULER)
@@ -250,8 +251,10 @@ class Coordinator:
         self.counters.dropped_messages[role, reason] += 1
 
     def _reload_keys(self) -> None:
-        """Whoever lost a key is cut off, and comes back if another key of that name is allowed. A list that cannot be
-        read changes nothing."""
+        """Read the allowed keys again. A list that cannot be read changes nothing.
+
+        Connections of users who lost a key are ended; those with another allowed key of that name reconnect.
+        """
         if self._zap is None:
             log.info("no keys to read again")
             return
@@ -272,7 +275,7 @@ class Coordinator:
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: keys anew."""
+        """The first SIGTERM or SIGINT starts a stop, the second ends the process at once. SIGHUP reloads the keys."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
             async for number in signals:
@@ -288,12 +291,12 @@ class Coordinator:
                 nursery.start_soon(self._stop, scheduler)
 
     async def _stop(self, scheduler: Scheduler) -> None:
-        """Within a deadline that always exists: a Scheduler that waits for a failing journal does not hear of it."""
+        """Stop within a time limit even if the Scheduler does not react because it waits for a failing journal."""
         with trio.move_on_after(SIGNAL_DEADLINE_S + STOP_MARGIN_S):
             await scheduler.stop(SIGNAL_DEADLINE_S, "signal")
             await scheduler.stopped.wait()
             return
-        log.error("not stopped in time, exiting as a crash would; what was acknowledged is in the journal")
+        log.error("not stopped in time, exiting without cleaning up; acknowledged requests are in the journal")
         logging.shutdown()
         os._exit(EXIT_INTERRUPTED)
 
@@ -346,12 +349,12 @@ def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | I
 
 @contextmanager
 def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandler | None]:
-    """Who is let in over tcp; None when every endpoint is ipc, or the operator wants no keys. Raises ConfigError."""
+    """The handler of handshakes over tcp; None when every endpoint is ipc, or with `insecure`. Raises ConfigError."""
     cluster = config.cluster
     endpoints = (cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint)
     if cluster.insecure or not any(map(_is_tcp, endpoints)):
         if cluster.insecure:
-            log.warning("tcp without keys: whoever reaches these ports may use them, and can read what others send")
+            log.warning("tcp without keys: any peer that reaches these ports may use them and read the traffic")
         yield None
         return
     handler = ZapHandler(AllowList(read_allowed(Path(cluster.keys_dir))), counters.dropped_messages)
@@ -363,7 +366,7 @@ def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandl
 
 @contextmanager
 def open_sockets(config: Config) -> Iterator[tuple[RouterSocket, RouterSocket, RouterSocket]]:
-    """Client, admin and worker sockets, bound and locked. Raises ConfigError or Unavailable; nothing stays behind."""
+    """Client, admin and worker sockets, bound and locked. Raises ConfigError or Unavailable, with none left open."""
     cluster = config.cluster
     connections_max = max(config.coordinator.connections_max, WORKERS_MAX)
     make_room(3 * (connections_max + NEWCOMERS_MAX))

@@ -1,4 +1,4 @@
-"""What coordinator, worker and clients share: the wire protocol, errors, settings, units and the transport.
+"""Shared by coordinator, worker and clients: the wire protocol, errors, settings, units and the transport.
 
-Internal to hisparse: programs import `hisparse` alone.
+Internal to hisparse: programs import only `hisparse`.
 """

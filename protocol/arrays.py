@@ -21,11 +21,14 @@ def pack_int32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Token ids from outside as little-endian int32 bytes. Raises BadInput for what is no row of such numbers."""
+    """Token ids given by a user as little-endian int32 bytes.
+
+    Raises BadInput unless `tokens` is one-dimensional, of an integer type, and each value fits int32.
+    """
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise BadInput(
-            f"no row of int32 token ids, but {ids.ndim} dimensions of {ids.dtype}",
+            f"expected a list of int32 token ids, got {ids.ndim} dimensions of {ids.dtype}",
             field="prompt",
             value=f"{ids.size} values",
             remedy="give a list, or a one-dimensional array, of whole numbers",
@@ -43,12 +46,12 @@ def pack_int64(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def unpack_int32(data: bytes, field: str) -> Int32Array:
-    """A read-only view of `data` as int32. Raises ProtocolError naming `field` when its size does not divide by 4."""
+    """A read-only view of `data` as int32. Raises ProtocolError naming `field` when its size is no multiple of 4."""
     return _view(data, field, 4).view("<i4")
 
 
 def unpack_int64(data: bytes, field: str) -> Int64Array:
-    """A read-only view of `data` as int64. Raises ProtocolError naming `field` when its size does not divide by 8."""
+    """A read-only view of `data` as int64. Raises ProtocolError naming `field` when its size is no multiple of 8."""
     return _view(data, field, 8).view("<i8")
 
 

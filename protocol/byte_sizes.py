@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Memory sizes as text: "256MiB", "auto"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from protocol.errors import ConfigError
 
-#: In the place of a size, or of a dtype: what the worker works out for itself.
+#: In place of a size or a dtype: the worker chooses it.
 AUTO: Final = "auto"
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     name: scale**power

@@ -1,13 +1,13 @@
-"""Where settings (protocol/settings.py) come from: parsed once and refused loudly.
+"""Sources of the settings (protocol/settings.py): each is parsed once, and an error in any refuses the start.
 
 Sources in rising precedence: defaults, one TOML file (tables as their structs), `HISPARSE_*` environment variables
 (`HISPARSE_WORKER_SEATS=16`), command-line flags. Unknown keys and impossible relations raise ConfigError naming the
 field, the value and the remedy.
 
-`load` reads and `build` is pure: the same table, environment, flags and host facts give the same Config. A Config that
-was built is *resolved*: empty endpoints, directories and names are filled in, every check that needs no model has
-passed (`protocol.config_checks`). What needs the model (row size, hot buffer against top-k) is checked when a worker
-sizes itself.
+`load` reads files and environment. `build` is pure: the same table, environment, flags and host facts give the same
+Config. A built Config is *resolved*: empty endpoints, directories and names are filled in, and every check that needs
+no model has passed (`protocol.config_checks`). Checks that need the model (row size, hot buffer against top-k) run
+when a worker sizes its memory.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from protocol.settings import ClusterSettings, Config, CoordinatorSettings, Http
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
 #: The path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
-#: Variables that are no settings; the second is where compiled kernels are kept (kernels/cuda/jit.py).
+#: Variables that are not settings. The second names the directory of compiled kernels (kernels/cuda/jit.py).
 OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "HISPARSE_KERNEL_CACHE")
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What `build` may know of the machine: it names defaults, nothing else."""
+    """The facts of the machine that `build` uses, for defaults only."""
 
     hostname: str
     pid: int
@@ -64,8 +64,8 @@ def load(
 ) -> Config:
     """The resolved Config of this process.
 
-    `path` defaults to `$HISPARSE_CONFIG`, and to no file. `flags` maps "section.field" to a value; None values mean
-    that the flag was not given. Raises ConfigError.
+    `path` defaults to `$HISPARSE_CONFIG`; without either, no file is read. `flags` maps "section.field" to a value;
+    None means that the flag was not given. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get(CONFIG_VARIABLE) or None
@@ -138,7 +138,7 @@ def resolve(config: Config, facts: HostFacts) -> Config:
 
 
 def _tmpfs_dir(runtime_dir: str) -> str:
-    """A directory in memory for the cluster of `runtime_dir` alone."""
+    """A tmpfs directory that only the cluster of `runtime_dir` uses."""
     return f"/dev/shm/hisparse-{runtime_dir.strip('/').replace('/', '-')}"
 
 
@@ -147,14 +147,14 @@ def _default_runtime_dir(facts: HostFacts) -> str:
 
 
 def listening_at(config: Config, host: str, port: int) -> Config:
-    """`config` with the HTTP front there. Raises ConfigError."""
+    """`config` with the HTTP front at `host` and `port`. Raises ConfigError."""
     changed = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, host=host, port=port))
     check(changed)
     return changed
 
 
 def to_environ(config: Config) -> dict[str, str]:
-    """Every setting of `config` as environment variables: how a parent hands it to its children, whole."""
+    """Every setting of `config` as environment variables, for child processes."""
     variables = {}
     for section in SECTIONS:
         for field, value in msgspec.structs.asdict(getattr(config, section)).items():
@@ -164,13 +164,13 @@ def to_environ(config: Config) -> dict[str, str]:
 
 
 def pool_path(pool_dir: str, node: str) -> Path:
-    """Where the host pool of `node` lies."""
+    """The file of the host pool of `node`."""
     return Path(pool_dir) / f"{node}.pool"
 
 
 # ---------------------------------------------------------------- sources
 
-_Value = tuple[str, str, object, str]  # section, field, value, where it came from
+_Value = tuple[str, str, object, str]  # section, field, value, origin
 
 
 def _all_values(
@@ -223,7 +223,7 @@ def _require_known(name: str, known: Iterable[str], field: str, value: object, o
     raise ConfigError(f"unknown setting in {origin}", field=field, value=value, remedy=remedy)
 
 
-#: How a type of setting is called in an error.
+#: The name of a setting's type in an error.
 _TYPE_NAMES: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 

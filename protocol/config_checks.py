@@ -1,8 +1,8 @@
-"""Relations between settings that can never work, refused at start. Pure.
+"""Checks of single settings and of relations between settings; a failure refuses the start. Pure.
 
-Each check is a row: does it hold, which field, its value, what is wrong, what to do. Rows are evaluated in order and
-the first failure is raised, so that one start names one thing to change. Checks that need the model or the node's
-memory belong to the worker's sizing.
+Each check is a row: whether it holds, the field, its value, what is wrong, what to do. Rows are evaluated in order and
+the first failure is raised, so each start names one thing to change. Checks that need the model or the node's memory
+are part of the worker's sizing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
 SEATS_MAX: Final = 1_024
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
-#: A peer that misses one heartbeat is not gone: the limit must leave room for several.
+#: heartbeat_limit_s must span at least this many heartbeats: one that is late or lost ends no connection.
 HEARTBEATS_PER_LIMIT_MIN: Final = 3
 
 
@@ -73,12 +73,16 @@ def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
         not (cluster.insecure and cluster.keys_dir),
         "cluster.insecure",
         cluster.insecure,
-        f"and keys in {cluster.keys_dir}: only one of them can be meant",
-        "leave one out",
+        f"cluster.keys_dir is set, too, to {cluster.keys_dir}",
+        "set only one of cluster.insecure and cluster.keys_dir",
     )
     distinct = len(set(endpoints.values())) == len(endpoints)
     yield SettingCheck(
-        distinct, "cluster.admin_endpoint", cluster.admin_endpoint, "endpoints coincide", "give each socket its own"
+        distinct,
+        "cluster.admin_endpoint",
+        cluster.admin_endpoint,
+        "two endpoints are the same",
+        "give client, admin and worker endpoint different addresses",
     )
 
 
@@ -91,12 +95,12 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Settin
         field,
         endpoint,
         "tcp is neither encrypted nor authenticated without keys",
-        "set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or say --insecure on a network you trust",
+        "set cluster.keys_dir (`hisparse keys init` makes keys), use ipc://, or pass --insecure on a network you trust",
     )
     port = address.rpartition(":")[2]
-    named = scheme != "tcp" or port == "*" or (port.isdecimal() and int(port) <= PORT_MAX)
+    has_port = scheme != "tcp" or port == "*" or (port.isdecimal() and int(port) <= PORT_MAX)
     yield SettingCheck(
-        named, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}"
+        has_port, field, endpoint, f"{port or 'nothing'} is not a port", f"write tcp://host:port, 0 to {PORT_MAX}"
     )
     fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
     yield SettingCheck(
@@ -122,7 +126,7 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
         coordinator.queue_max <= coordinator.live_requests_max,
         "coordinator.queue_max",
         coordinator.queue_max,
-        f"more than live_requests_max={coordinator.live_requests_max}, so the queue could never fill",
+        f"above live_requests_max={coordinator.live_requests_max}, so the queue could never fill",
         "lower queue_max or raise live_requests_max",
     )
     yield SettingCheck(
@@ -144,8 +148,8 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
         worker.transfer in ("", "shared") or worker.transfer_address.startswith("tcp://"),
         "worker.transfer_address",
         worker.transfer_address,
-        f"pages of other nodes come by {worker.transfer} through a network",
-        "name an address of this node, as in tcp://10.0.0.2:0",
+        f"transfer engine {worker.transfer} receives pages through a network and needs an address",
+        "set an address of this node, as in tcp://10.0.0.2:0",
     )
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
     yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
@@ -175,9 +179,15 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
 
 
 def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
-    for field, known in (("device_mem", worker.device != "cpu"), ("host_mem", True)):  # how much there is
+    for field, is_measured in (("device_mem", worker.device != "cpu"), ("host_mem", True)):
         text = getattr(worker, field)
-        yield SettingCheck(known or text != AUTO, f"worker.{field}", text, "is for a GPU", "give it a size, as in 4GiB")
+        yield SettingCheck(
+            is_measured or text != AUTO,
+            f"worker.{field}",
+            text,
+            "only a GPU's memory has a size",
+            "set one, as in 4GiB",
+        )
         sized = text == AUTO or parse_size(text, f"worker.{field}") > 0
         yield SettingCheck(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
@@ -188,7 +198,7 @@ def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
             "worker.hot_size_classes",
             slots,
             f"not a multiple of {PAGE_TOKENS} from {PAGE_TOKENS} to {SLOTS_MAX - PAGE_TOKENS}",
-            "choose sizes in whole chunks",
+            f"choose multiples of {PAGE_TOKENS}",
         )
     yield SettingCheck(
         all(smaller < larger for smaller, larger in pairwise(classes)),
@@ -205,14 +215,14 @@ def _http(config: Config) -> Iterator[SettingCheck]:
         bool(http.api_keys_file) or config.cluster.insecure or http.host in LOOPBACK,
         "http.host",
         http.host,
-        "whoever reaches it could ask, since there are no API keys",
+        "without API keys any client that reaches this address could use the service",
         f"set http.api_keys_file, listen on {LOOPBACK[0]}, or set cluster.insecure = true on a network that you trust",
     )
     yield SettingCheck(
         bool(http.tls_cert_file) == bool(http.tls_key_file),
         "http.tls_key_file" if http.tls_cert_file else "http.tls_cert_file",
         "",
-        "a certificate and its key are named together or not at all",
+        "a certificate needs its key, and a key its certificate",
         "set both http.tls_cert_file and http.tls_key_file",
     )
     yield _between("http.port", http.port, 0, PORT_MAX)

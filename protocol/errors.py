@@ -1,17 +1,18 @@
-"""Errors that say whose fault it is, what was wrong and what to do.
+"""Errors, one class for each cause, with what was wrong and what to do.
 
-    HiSparseError                      every error that may reach a user
-    ├── BadInput                       the caller's: a value that can never work
-    │   ├── ConfigError                a setting; refused at start
-    │   └── NotFound                   an id that nobody here has
-    ├── WrongState                     the caller's: right command, wrong moment (retract a finished request)
-    ├── NotAllowed                     the caller's: its key or role does not permit it
-    ├── CapacityError                  nobody's: it does not fit, now (`retry`) or ever
-    ├── ProtocolError                  the peer's: unreadable, out of order, wrong version or role
-    ├── Unavailable                    ours or the network's: gone, draining, closed; try again later
-    └── InternalError                  ours: an invariant does not hold
+    class                              cause
+    HiSparseError                      any; every error that may reach a user
+    ├── BadInput                       caller: a value that can never work
+    │   ├── ConfigError                caller: a setting; refused at start
+    │   └── NotFound                   caller: an id that the coordinator does not know
+    ├── WrongState                     caller: the right command at the wrong moment (retract a finished request)
+    ├── NotAllowed                     caller: the role of the key may not use the endpoint
+    ├── CapacityError                  load: it does not fit, now (`retry`) or ever
+    ├── ProtocolError                  peer: a message that is unreadable, out of order, of a wrong version or role
+    ├── Unavailable                    service or network: gone, draining, closed; try again later
+    └── InternalError                  a defect of HiSparse: an invariant does not hold
 
-`code` is stable and crosses the wire in Failure; the exit codes of the CLI derive from it (hisparse.cli).
+`code` is stable and crosses the wire in Failure. The exit codes of the CLI derive from it (hisparse.cli).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import ClassVar
 
 
 class HiSparseError(Exception):
-    """`message` says what happened; `field` and `value` where; `remedy` what to do about it."""
+    """`message`: what happened; `field` and `value`: where; `remedy`: what to do."""
 
     code: ClassVar[str] = "internal"
 
@@ -68,25 +69,25 @@ class NotAllowed(HiSparseError):
 
 
 class CapacityError(HiSparseError):
-    """It does not fit, now or ever; the message says which."""
+    """The request does not fit, now or ever; the message says which."""
 
     code = "capacity"
 
 
 class ProtocolError(HiSparseError):
-    """The peer sent what cannot be read, out of order, or in another version."""
+    """The peer sent a message that is unreadable, out of order, or of another version."""
 
     code = "protocol"
 
 
 class Unavailable(HiSparseError):
-    """The peer is gone, draining or closed; later it may work."""
+    """The peer is gone, draining or closed; the same call may succeed later."""
 
     code = "unavailable"
 
 
 class InternalError(HiSparseError):
-    """A defect of ours: an invariant does not hold."""
+    """A defect of HiSparse: an invariant does not hold."""
 
     code = "internal"
 

@@ -1,7 +1,7 @@
-"""What a worker says it holds: rows of one struct, in its hello and in answers to audits.
+"""The memory of a worker as rows of one struct, in its hello and in answers to audits.
 
     hello    as of the commands applied and the reports acknowledged (worker/link/outbox.py). Reports that were not
-             acknowledged come again, behind the welcome
+             acknowledged are sent again after the welcome
     audit    as of the step boundary where the Audit was applied (worker/loop/executor.py). Page ids are compared by a
              digest, for at most PAGES_MAX pages an audit
 
@@ -21,9 +21,9 @@ import numpy as np
 from protocol.arrays import Int32Array
 from protocol.errors import ProtocolError
 
-#: Host pages whose ids one audit checks; of requests beyond it only the number.
+#: Most host pages that one audit digests. Requests beyond it report only their number of pages.
 PAGES_MAX: Final = 8_192
-#: `digest` of page ids that were not looked at.
+#: `digest` of page ids that were not digested.
 UNCHECKED: Final = -1
 #: `resize_slots` when no Resize is under way.
 NO_RESIZE: Final = -2
@@ -31,9 +31,9 @@ NO_RESIZE: Final = -2
 
 @dataclass(slots=True)
 class InventoryRow:
-    """One placement on a worker: what it was given, what it uses, how far it has come.
+    """One placement on a worker: its granted memory, its use, its progress.
 
-    A hello leaves out what the audit alone knows (`digest` to `is_leaving`), an audit what is progress
+    A hello leaves out the fields that only an audit has (`digest` to `is_leaving`); an audit leaves out progress
     (`request_index` to `is_released`).
     """
 
@@ -45,7 +45,7 @@ class InventoryRow:
     index_pages: int = 0
     slab_pages: int = 0
     chunks: int = 0  # in use, in its slab or its hot buffer
-    is_leaving: bool = False  # grants to it are not taken any more
+    is_leaving: bool = False  # the worker ignores further grants
     # hello
     request_index: int = -1
     generated_tokens: int = 0
@@ -91,4 +91,5 @@ def unpack_rows(data: bytes) -> list[InventoryRow]:
 
 
 def digest_of(pages: Int32Array) -> int:
+    """CRC-32 of the page ids as little-endian int32."""
     return zlib.crc32(pages.astype("<i4", copy=False).tobytes())

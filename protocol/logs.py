@@ -3,8 +3,8 @@
     2026-01-31T12:00:00.123Z info worker.link welcomed incarnation=3 epoch=1764
     {"ts": "2026-01-31T12:00:00.123Z", "level": "info", "logger": "worker.link", "event": "welcomed", "incarnation": 3}
 
-Modules log through the standard library: `log.info("welcomed", extra=fields(incarnation=3))`. Fields of the process
-(worker name, node) are given to `configure` once. A line never spans two lines: newlines of tracebacks are escaped.
+Modules log through the standard library: `log.info("welcomed", extra=fields(incarnation=3))`. `configure` takes the
+fields of the process (worker name, node) once. Newlines of tracebacks are escaped: an event is always one line.
 """
 
 from __future__ import annotations

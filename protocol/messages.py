@@ -1,11 +1,11 @@
 """The whole wire protocol: every struct that crosses a ZMQ socket, the unions, the version and the codecs.
 
-This file imports msgspec alone. All structs are frozen and `array_like` (no field names on the wire). The first element
-of a message is its tag, written down in the struct: renaming a struct changes nothing on the wire. Arrays of numbers
-travel as little-endian `bytes` (int32 unless said otherwise): a list of 256 ints costs 5.5 us to decode, the same bytes
-0.9 us. `protocol.arrays` packs and unpacks them.
+This file imports only msgspec. All structs are frozen and `array_like` (no field names on the wire). The first element
+of a message is its tag, which each struct spells out: renaming a struct changes nothing on the wire. Arrays of numbers
+travel as little-endian `bytes`, of int32 unless noted: decoding a list of 256 ints takes 5.5 us, the same bytes 0.9 us.
+`protocol.arrays` packs and unpacks them.
 
-Four directions, each with its own union, so that a peer cannot say what its role does not allow:
+Each direction has a union of its messages, so that a peer can only send what its role allows:
 
     client  -> gateway      ClientMessage      submit, attach, abort, ask
     admin   -> gateway      AdminMessage       the client's commands and the operator's
@@ -17,10 +17,10 @@ Identities that appear in several messages:
 
     request_id  str     chosen by the client or made by the gateway; unique among the requests the coordinator knows
     request_index int32   index of a live request in the coordinator's token log; reused after the request is forgotten
-    admission   int64   one stay of one request on one worker; never reused. Reports and commands that carry an
-                        admission that has departed are acknowledged and do nothing
-    epoch       int64   one life of one worker process; command and report numbers start at 1 in each
-    incarnation int64   one life of the coordinator; a worker refuses a lower one than it has seen (I4)
+    placement   int64   one stay of one request on one worker; never reused. Reports and commands of a placement that
+                        has ended are acknowledged and do nothing
+    epoch       int64   one worker process, from start to exit; command and report numbers start at 1 in each
+    incarnation int64   one coordinator process, from start to exit; a worker refuses a lower one than it has seen (I4)
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-#: 2: tags are written down in each struct; they were class names before, which no peer understands any more.
+#: Since 2, each struct spells out its tag; in 1, class names were the tags.
 PROTOCOL_VERSION: Final = 2
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: Largest message between coordinator and worker: an Admit carries prompt and delivered tokens.
 WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Longest `warm_start` of a request; one that is longer is not sent, and its request starts cold.
+#: Largest `warm_start` of a request; a larger one is not sent, and the request starts cold.
 WARM_START_BYTES_MAX: Final = 1024 * 1024
-#: A tokenizer travels in pieces of this size, so that it never delays commands for long.
+#: A tokenizer is sent in chunks of this size, so that it delays commands only briefly.
 TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
 #: Longest request id, worker name or node name.
 NAME_CHARS_MAX: Final = 128
-#: Stop strings per request and the length of each.
+#: Most stop strings per request, and most characters of each.
 STOP_STRINGS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256
 
-#: What a worker is for (`WorkerCapacity.role`): it computes prompts, it decodes, or it does both.
+#: Role of a worker (`WorkerCapacity.role`): it computes prompts, decodes, or does both.
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
-#: How a prompt comes to where it is decoded (`Submit.prefill_mode`): prefilled and staged by the worker that decodes
-#: it, directly into host pages by another one, or as the scheduler sees fit.
+#: Where a prompt is prefilled (`Submit.prefill_mode`). STAGED: on the worker that decodes it, which stages it to host
+#: pages. DIRECT: on another worker, which writes into the host pages. AUTO: the scheduler chooses.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"
 PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
-#: `Admit.hot_slots` of a stay that only computes the prompt.
+#: `Admit.hot_slots` of a placement that only computes the prompt.
 NO_HOT_BUFFER: Final = -1
-#: No first token is held back: none was drawn, or it was said.
+#: No first token is held back: none was drawn, or it was reported.
 NO_TOKEN: Final = -1
 
 assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
-assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # what a client may send, an Admit can carry
+assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # an Admit carries any prompt that a client may send
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of everything on the wire: one array whose first element names the struct."""
+    """Base of all messages: on the wire, one array whose first element is the struct's tag."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A struct that only appears inside messages."""
+    """Base of structs that only appear inside messages."""
 
 
 # ---------------------------------------------------------------- shared parts
@@ -80,9 +80,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Sampling(Part, frozen=True):
     """How tokens are chosen and when a request ends.
 
-    `temperature` 0 is greedy. `seed` with the position feeds a counter-based generator, so a resumed or replayed
-    request draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts
-    generated tokens.
+    `temperature` 0 is greedy. A counter-based generator takes `seed` and the position, so a resumed or replayed request
+    draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts generated
+    tokens.
     """
 
     max_tokens: int
@@ -94,9 +94,9 @@ class Sampling(Part, frozen=True):
 
 
 class ModelInfo(Part, frozen=True):
-    """What clients and the coordinator need to know of the model a worker serves.
+    """Facts of the model that a worker serves, for clients and the coordinator.
 
-    `fingerprint` hashes config and weights index: workers of one group must agree on it. `tokenizer_kind` is "bytes"
+    `fingerprint` is a hash of config and weights index; it must be equal for all workers. `tokenizer_kind` is "bytes"
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     """
 
@@ -113,13 +113,13 @@ class ModelInfo(Part, frozen=True):
 
 
 class WorkerCapacity(Part, frozen=True):
-    """The countable memory of one worker and its node, in units of the ledger, and what it is for.
+    """Memory of one worker and its node, in units of the ledger, and the worker's role.
 
-    A host page holds 64 tokens of all layers; an index page the index keys and slot map of 64 tokens on the GPU; a
-    hot chunk 64 device rows in every layer. Prefill slab pages hold 64 prompt tokens each. `hot_size_classes` are the
-    managed hot-buffer sizes in slots, ascending; `tail_slots` come on top in a chunk of their own. `pool_id` is drawn
-    when the pool at `pool_path` is created: another id means that the rows of before are gone. `sends`, `receives`:
-    host pages, to and from other nodes.
+    A host page holds 64 tokens of all layers. An index page holds the index keys and slot map of 64 tokens on the GPU.
+    A hot chunk holds 64 device rows in every layer. A slab page holds 64 prompt tokens. `hot_size_classes` are the
+    managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one more chunk. `pool_id` is drawn
+    when the pool at `pool_path` is created: when it changes, the earlier rows are gone. `sends` and `receives`: whether
+    the worker can send host pages to other nodes, and receive them.
     """
 
     seats: int
@@ -158,10 +158,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Ask for a completion. `prompt` is int32 token ids. Refused in full or accepted in full.
+    """Ask for a completion. `prompt` is int32 token ids. Answered by Accepted or Failure.
 
-    With `subscribe` the connection receives Delivery and Ended for it, under the handle given in Accepted.
-    `prefill_mode` is one of PREFILL_MODES."""
+    With `subscribe` the connection receives Delivery and Ended of the request, under the handle given in Accepted.
+    `prefill_mode` is one of PREFILL_MODES.
+    """
 
     tag: int
     prompt: bytes
@@ -191,21 +192,21 @@ class AbortRequests(Message, frozen=True, tag="abort_requests"):
 
 
 class AcknowledgeOutputs(Message, frozen=True, tag="acknowledge_outputs"):
-    """The outputs of these ended requests were received and are safe: they need not be kept any more."""
+    """The client has stored the outputs of these ended requests; the coordinator may drop them."""
 
     tag: int
     request_ids: tuple[str, ...]
 
 
 class ListRequests(Message, frozen=True, tag="list_requests"):
-    """Rows of live and recently ended requests; `limit` bounds the reply."""
+    """Ask for rows of live and recently ended requests, at most `limit`."""
 
     tag: int
     limit: int = 10_000
 
 
 class DescribeRequest(Message, frozen=True, tag="describe_request"):
-    """One request with its history: every transition with time and reason."""
+    """Ask for one request with its history: every transition with time and reason."""
 
     tag: int
     request_id: str
@@ -224,7 +225,7 @@ class FetchTokenizer(Message, frozen=True, tag="fetch_tokenizer"):
 
 
 class RetractRequests(Message, frozen=True, tag="retract_requests"):
-    """Take requests off their workers. `keep` leaves host pages in place; `hold` waits for an operator's resume."""
+    """Take requests off their workers. `keep`: their host pages stay. `hold`: they wait for ResumeRequests."""
 
     tag: int
     request_ids: tuple[str, ...]
@@ -238,7 +239,7 @@ class ResumeRequests(Message, frozen=True, tag="resume_requests"):
 
 
 class ResizeRequests(Message, frozen=True, tag="resize_requests"):
-    """Force the hot buffer: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
+    """Force the hot size: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
 
     tag: int
     request_ids: tuple[str, ...]
@@ -246,8 +247,11 @@ class ResizeRequests(Message, frozen=True, tag="resize_requests"):
 
 
 class DrainWorkers(Message, frozen=True, tag="drain_workers"):
-    """Stop admitting to workers (empty tuple: all). With `handover` running requests move to other workers of the node;
-    what has nowhere to go finishes in place. At the deadline the rest is retracted (keep) and waits for capacity."""
+    """Stop placing requests on these workers (empty tuple: all).
+
+    With `handover`, running requests move to other workers of the node; a request that fits none finishes in place. At
+    the deadline the remaining requests are retracted, keep their host pages and wait for capacity.
+    """
 
     tag: int
     workers: tuple[str, ...]
@@ -261,21 +265,24 @@ class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
 
 
 class AuditWorkers(Message, frozen=True, tag="audit_workers"):
-    """Compare what all connected workers hold with the ledgers, now and twice; answered by AuditRows."""
+    """Compare the memory of all connected workers with the ledgers, now and twice; answered by AuditRows."""
 
     tag: int
 
 
 class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
-    """The operator vouches that the processes of these workers' lost epochs are gone, which nothing else can prove:
-    pages that they might still have written are free again. A worker that does live writes into what others own."""
+    """Free the quarantined pages of these workers' lost epochs.
+
+    The operator vouches that the processes of these epochs are gone, when the coordinator has no proof. A process that
+    still runs would overwrite pages of other requests.
+    """
 
     tag: int
     workers: tuple[str, ...]
 
 
 class StopCoordinator(Message, frozen=True, tag="stop_coordinator"):
-    """Drain the coordinator: refuse new work, let running work finish until the deadline, then exit."""
+    """Drain the coordinator: refuse new requests, let running ones finish until the deadline, then exit."""
 
     tag: int
     deadline_s: float = 30.0
@@ -311,8 +318,10 @@ AdminMessage: TypeAlias = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Answer to Hello. `model` is None until the first worker has registered. `refusal` says why new requests would be
-    refused now, whatever they are; empty when they would not."""
+    """Answer to Hello. `model` is None until the first worker has registered.
+
+    `refusal`: why every new request would be refused now; empty: they are not.
+    """
 
     protocol: int
     incarnation: int
@@ -322,9 +331,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Failure(Message, frozen=True, tag="failure"):
-    """Any refusal. `tag` is that of the request, or -1 when the message could not be read.
+    """Any refusal. `tag` is that of the refused message, or -1 when the message could not be read.
 
-    `code` is stable (see protocol.errors); `field`, `value` and `remedy` say what was wrong and what to do.
+    `code` is stable (see protocol.errors). `field` and `value`: what was wrong; `remedy`: what to do.
     """
 
     tag: int
@@ -336,7 +345,7 @@ class Failure(Message, frozen=True, tag="failure"):
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """A submitted or attached request. `handle` names it in this connection's deliveries (-1: not subscribed)."""
+    """Answer to Submit and Attach. `handle` names the request in this connection's deliveries; -1: not subscribed."""
 
     tag: int
     request_id: str
@@ -344,7 +353,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """An operator's or client's command was carried out; `detail` has one line per request or worker concerned."""
+    """A command was carried out; `detail` has one line per request or worker concerned."""
 
     tag: int
     detail: tuple[str, ...] = ()
@@ -353,8 +362,8 @@ class Done(Message, frozen=True, tag="done"):
 class Delivery(Message, frozen=True, tag="delivery"):
     """New tokens of any number of subscribed requests, as four int32 arrays.
 
-    Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`; `tokens` is their
-    concatenation. Each position comes once and in order per connection (I5).
+    Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`. `tokens` concatenates the
+    tokens of all entries. A connection receives each position once and in order (I5).
     """
 
     handles: bytes
@@ -364,9 +373,10 @@ class Delivery(Message, frozen=True, tag="delivery"):
 
 
 class Ended(Message, frozen=True, tag="ended"):
-    """The last word on a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
+    """The end of a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
 
-    `tail_text` is text before a stop string that ended inside a token; the client appends it to its decoded text.
+    `tail_text` is the text between the last token and a stop string that starts inside a token; the client appends it
+    to the decoded text.
     """
 
     handle: int
@@ -378,7 +388,7 @@ class Ended(Message, frozen=True, tag="ended"):
 
 
 class RequestRow(Part, frozen=True):
-    """A request and where it stands. `worker` is empty while none has it; `reason` says why it stands there."""
+    """State of one request. `worker` is empty while it has none. `reason` is why it is in `state`."""
 
     request_id: str
     state: str
@@ -389,7 +399,7 @@ class RequestRow(Part, frozen=True):
     max_tokens: int
     durable_tokens: int
     host_pages: int
-    hot_slots: int  # 0: resident; -1: holds no hot buffer
+    hot_slots: int  # 0: resident; -1: no hot buffer
     hot_chunks: int
     hits: int
     misses: int
@@ -400,7 +410,7 @@ class RequestRow(Part, frozen=True):
 
 
 class HistoryLine(Part, frozen=True):
-    """A transition of a request."""
+    """One transition of a request."""
 
     at_s: float  # seconds since the epoch
     event: str
@@ -409,7 +419,7 @@ class HistoryLine(Part, frozen=True):
 
 
 class WorkerRow(Part, frozen=True):
-    """A worker, what it is given and what of it is free. Counters are those of its `epoch`."""
+    """A worker with its capacity and what of it is free. Counters are of its `epoch`."""
 
     worker: str
     node: str
@@ -427,11 +437,11 @@ class WorkerRow(Part, frozen=True):
     misses: int
     link_age_s: float
     command_ack_ms: float
-    swapped_bytes: int = 0  # loaded from host memory by swap-in
+    swapped_bytes: int = 0  # rows that swap-in loaded from host memory
 
 
 class PoolRow(Part, frozen=True):
-    """The host pool of a node, in pages; `reservations` counts requests that hold some."""
+    """The host pool of a node, in pages; `reservations` counts the requests that hold pages."""
 
     node: str
     host_pages: int
@@ -445,7 +455,7 @@ class PoolRow(Part, frozen=True):
 
 
 class AuditedRow(Part, frozen=True):
-    """One worker or node (`epoch` 0) that was audited. `answered` false: it said nothing in time."""
+    """One worker or node (`epoch` 0) that was audited. `answered` false: no inventory arrived in time."""
 
     name: str
     epoch: int
@@ -456,7 +466,7 @@ class AuditedRow(Part, frozen=True):
 
 
 class DifferenceRow(Part, frozen=True):
-    """What a worker and the ledger of its node say of one thing; `placement` 0: of the worker, or node, as a whole."""
+    """One difference between a worker and the ledger of its node; `placement` 0: of the worker or node as a whole."""
 
     name: str
     kind: str
@@ -468,7 +478,7 @@ class DifferenceRow(Part, frozen=True):
 
 
 class RequestRows(Message, frozen=True, tag="request_rows"):
-    """Live and recently ended requests. `truncated`: there are more."""
+    """Live and recently ended requests. `truncated`: there are more than `limit`."""
 
     tag: int
     rows: tuple[RequestRow, ...]
@@ -476,7 +486,7 @@ class RequestRows(Message, frozen=True, tag="request_rows"):
 
 
 class RequestDetail(Message, frozen=True, tag="request_detail"):
-    """A request, and its transitions from the first one on."""
+    """A request with its transitions, the first one first."""
 
     tag: int
     row: RequestRow
@@ -494,7 +504,7 @@ class PoolRows(Message, frozen=True, tag="pool_rows"):
 
 
 class AuditRows(Message, frozen=True, tag="audit_rows"):
-    """Who was audited, and where a ledger and a worker disagree."""
+    """The audited workers and nodes, and the differences between ledgers and workers."""
 
     tag: int
     audited: tuple[AuditedRow, ...]
@@ -502,7 +512,7 @@ class AuditRows(Message, frozen=True, tag="audit_rows"):
 
 
 class TokenizerData(Message, frozen=True, tag="tokenizer_data"):
-    """The tokenizer of the served model: `kind` "bytes" has no data, "json" is a whole tokenizer.json."""
+    """The tokenizer of the served model. `data` is empty for `kind` "bytes", a tokenizer.json for "json"."""
 
     tag: int
     kind: str
@@ -530,21 +540,21 @@ GatewayMessage: TypeAlias = (
 
 
 class Admit(Part, frozen=True, tag="admit"):
-    """Take a request in. Memory is given with it, and was committed in the ledger before this was sent (I4).
+    """Start a placement. Its memory was committed in the ledger before this was sent (I4).
 
-    `prompt` and `generated` are int32 ids; `generated` tokens were delivered before (resume or replay) and are forced,
-    never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host pages
-    already hold that many rows (at least the prompt's): reload index keys, and rows as far as is worth it.
-    `host_pages` are int32 ids in order of position. Counts are this admission's totals, not increments.
+    `prompt` and `generated` are int32 ids. `generated` tokens were delivered before (resume or replay); they are
+    forced, never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host
+    pages already hold that many rows (at least the prompt's): reload index keys, and rows as far as that pays.
+    `host_pages` are int32 ids in order of position. Counts are totals of this placement, not increments.
 
-    `hot_slots` NO_HOT_BUFFER: only compute the prompt and stage it, draw the first token, and leave, with Staged and
-    then Released. `first_token` was drawn in an earlier stay and held back; it is forced like those of `generated`.
+    `hot_slots` NO_HOT_BUFFER: compute and stage the prompt, draw the first token, and leave, with Staged and then
+    Released. `first_token` was drawn in an earlier placement and held back; it is forced like those of `generated`.
 
-    `ticket`: its rows are to go to another node. Send each page, once it is staged, to the receiver that `destination`
-    describes (worker/transfer), and leave when all were delivered, or that has failed.
+    `ticket` not 0: the rows go to another node in this inbound transfer. Send each page, once it is staged, to the
+    receiver that `destination` describes (worker/transfer). Leave when all pages were delivered or the transfer failed.
 
-    `warm_start`, if any, is that of the Released that its rows come from: what to begin a managed hot buffer with. A
-    hint: one that cannot be read counts, and the request starts cold.
+    `warm_start`, if any, comes from the Released of the placement that wrote the rows: positions to begin a managed hot
+    buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
     """
 
     placement: int
@@ -566,9 +576,12 @@ class Admit(Part, frozen=True, tag="admit"):
 
 
 class Receive(Part, frozen=True, tag="receive"):
-    """Let another worker write the first `prompt_tokens` rows of a context into `host_pages` (int32 ids), under ticket
-    `placement`; answered by Released, with all rows or, when that has failed or was withdrawn, with none (I2: nothing
-    writes there any more). The pages behind the prompt wait for decoding."""
+    """Start an inbound transfer: another worker writes the first `prompt_tokens` rows into `host_pages` (int32 ids).
+
+    `placement` is the number (ticket) of the transfer. Answered by Released, with all rows; or with none, when the
+    transfer failed or was withdrawn. After Released nothing writes into the pages (I2). Pages behind the prompt are for
+    decoding.
+    """
 
     placement: int
     request_index: int
@@ -578,14 +591,14 @@ class Receive(Part, frozen=True, tag="receive"):
 
 
 class Exited(Part, frozen=True, tag="exited"):
-    """Process `pid` of `worker` is proved gone: it sends nothing any more."""
+    """Process `pid` of `worker` is proved gone: it sends no more host pages."""
 
     worker: str
     pid: int
 
 
 class Grant(Part, frozen=True, tag="grant"):
-    """More memory for a running request: `host_pages` (int32 ids) append to its list; the counts are increments."""
+    """More memory for a running request. `host_pages` (int32 ids) are appended; the counts are increments."""
 
     placement: int
     host_pages: bytes
@@ -594,7 +607,7 @@ class Grant(Part, frozen=True, tag="grant"):
 
 
 class Resize(Part, frozen=True, tag="resize"):
-    """Change the hot buffer at the next step boundary; answered by Resized. Counts are totals."""
+    """Change the hot size at the next step boundary; answered by Resized. Counts are totals."""
 
     placement: int
     hot_slots: int
@@ -602,23 +615,22 @@ class Resize(Part, frozen=True, tag="resize"):
 
 
 class Withdraw(Part, frozen=True, tag="withdraw"):
-    """Leave the batch at the next step boundary and release everything; answered by Released.
+    """End a placement at the next step boundary and release its memory; answered by Released.
 
-    Retraction (keep or drop), abort and handover are the same to a worker: what happens to the host pages is the
-    coordinator's business.
+    Retraction (keep or drop), abort and handover are the same to a worker: the coordinator decides about host pages.
     """
 
     placement: int
 
 
 class Stop(Part, frozen=True, tag="stop"):
-    """Exit once the running requests have ended, at the latest after `deadline_s`."""
+    """Exit once the running requests have ended, after `deadline_s` at the latest."""
 
     deadline_s: float
 
 
 class Audit(Part, frozen=True, tag="audit"):
-    """Say at this step boundary what every admission holds; answered by Inventory `number`."""
+    """Report the memory of every placement at this step boundary; answered by Inventory `number`."""
 
     number: int
 
@@ -627,9 +639,9 @@ Command: TypeAlias = Admit | Receive | Exited | Grant | Resize | Withdraw | Stop
 
 
 class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
-    """Answer to WorkerHello. `report_ack` is the last report of this epoch that counts: send what came after.
+    """Answer to WorkerHello. `report_ack` is the last report of this epoch that was applied: send the later ones.
 
-    `adopted`: a coordinator of a higher incarnation knows this epoch from its journal, and goes on with it.
+    `adopted`: a coordinator of a higher incarnation knows this epoch from its journal and continues it.
     """
 
     protocol: int
@@ -640,7 +652,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The worker may not join: wrong protocol, another model than its group, a pool of another shape, ..."""
+    """The worker may not join: wrong protocol, another model than the other workers, a pool of another shape, ..."""
 
     code: str
     message: str
@@ -656,14 +668,14 @@ class Commands(Message, frozen=True, tag="commands"):
 
 
 class ReportAck(Message, frozen=True, tag="report_ack"):
-    """All reports up to `number` were received, and what they said was written to the journal."""
+    """All reports up to `number` were received and written to the journal."""
 
     incarnation: int
     number: int
 
 
 class ReplayReports(Message, frozen=True, tag="replay_reports"):
-    """A gap was seen: send reports from `first` on again."""
+    """A report is missing: send reports from `first` on again."""
 
     incarnation: int
     first: int
@@ -676,12 +688,12 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 
 
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
-    """First message on a worker connection; a fresh DEALER per (re)connect.
+    """First message on a worker connection; each connect uses a new DEALER.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
-    `inventory`: rows of the admissions that it still has, or whose Released was not acknowledged
-    (protocol/inventory.py). `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty:
-    nowhere.
+    `inventory`: rows of the placements that it still has, or whose Released was not acknowledged
+    (protocol/inventory.py). `receiver` describes how other nodes send it host pages (worker/transfer); empty: it
+    receives none.
     """
 
     protocol: int
@@ -703,7 +715,8 @@ class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
     int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
-    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included)."""
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included).
+    """
 
     request_indices: bytes
     placements: bytes
@@ -714,7 +727,7 @@ class Progress(Part, frozen=True):
 
 
 class Staged(Part, frozen=True, tag="staged"):
-    """Prefill is in host memory and its slab pages are free. `prefill_ms` and `stage_ms` for the record."""
+    """The prompt's rows are in host memory and its slab pages are free. Times are for metrics and history."""
 
     placement: int
     prefill_ms: float
@@ -728,13 +741,13 @@ class Started(Part, frozen=True, tag="started"):
 
 
 class Parked(Part, frozen=True, tag="parked"):
-    """The request is out of granted pages and waits, while its batch goes on."""
+    """The request has used its granted pages and waits for a Grant, while its batch goes on."""
 
     placement: int
 
 
 class Resized(Part, frozen=True, tag="resized"):
-    """A Resize took effect; chunks beyond `hot_chunks` are free again."""
+    """A Resize took effect; chunks beyond `hot_chunks` are free."""
 
     placement: int
     hot_slots: int
@@ -742,7 +755,7 @@ class Resized(Part, frozen=True, tag="resized"):
 
 
 class Finished(Part, frozen=True, tag="finished"):
-    """The output is complete: `reason` is eos, stop, length. Released follows."""
+    """The output is complete: `reason` is eos, stop or length. Released follows."""
 
     placement: int
     reason: str
@@ -751,17 +764,19 @@ class Finished(Part, frozen=True, tag="finished"):
 
 
 class Faulted(Part, frozen=True, tag="faulted"):
-    """The request cannot go on (its own fault or the worker's); Released follows."""
+    """The request cannot go on, by a fault of the request or of the worker. Released follows."""
 
     placement: int
     message: str
 
 
 class Released(Part, frozen=True, tag="released"):
-    """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
-    are in host memory. `first_token` was drawn and, though nothing of the
-    output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
-    that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
+    """A placement has ended: every stream that could touch its memory has passed a fence (I2).
+
+    Rows below `durable_tokens` are in host memory. `first_token` was drawn but not reported, because a stop string may
+    begin in it: the next placement continues from it. `warm_start` holds the positions that the last step, or the
+    prompt's last token, selected: a hint (worker/loop/warm_start.py).
+    """
 
     placement: int
     durable_tokens: int
@@ -770,8 +785,11 @@ class Released(Part, frozen=True, tag="released"):
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests that were counted
-    since the last report that had any. They are counted about once a second, and when they leave: before Released."""
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests.
+
+    A report has the requests that were counted since the last one with counters. They are counted about once a second,
+    and when they leave, before Released.
+    """
 
     total_hits: int
     total_misses: int
@@ -782,8 +800,10 @@ class Counters(Part, frozen=True, tag="counters"):
 
 
 class Inventory(Part, frozen=True, tag="inventory"):
-    """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
-    one have happened: `rows` of all placements that hold memory (protocol/inventory.py), and what is free."""
+    """Memory held by a worker, after all commands before Audit `number` and all events before this one.
+
+    `rows` of all placements that hold memory (protocol/inventory.py), and the free memory.
+    """
 
     number: int
     rows: bytes
@@ -806,15 +826,18 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class ReplayCommands(Message, frozen=True, tag="replay_commands"):
-    """A gap was seen: send commands from `first` on again."""
+    """A command is missing: send commands from `first` on again."""
 
     epoch: int
     first: int
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Sent by the link, about the executor: `executor_beats` grows while the executor's loop turns, busy or idle, so a
-    live link over a hung executor is seen. `leaving`: the process withdraws everything and exits; admit nothing."""
+    """Sent by the link thread, about the executor.
+
+    `executor_beats` grows while the executor's loop turns, busy or idle; it shows a hung executor behind a live link.
+    `leaving`: the process withdraws all requests and exits; place none there.
+    """
 
     epoch: int
     command_ack: int
@@ -825,7 +848,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):
-    """Piece `index` of `total` of the worker's tokenizer."""
+    """Chunk `index` of `total` of the worker's tokenizer."""
 
     epoch: int
     hash: str
@@ -837,7 +860,7 @@ class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):
 WorkerMessage: TypeAlias = WorkerHello | Report | ReplayCommands | Heartbeat | TokenizerChunk
 
 
-# ---------------------------------------------------------------- codecs (reused: building one costs more than a call)
+# ---------------------------------------------------------------- codecs, built once: building costs more than a call
 
 encode = msgspec.msgpack.Encoder().encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode

@@ -1,12 +1,12 @@
-"""How much memory a request needs: pages by its length, and the hot sizes that it may have. Pure.
+"""Memory that a request needs: pages by its length, and the hot sizes that it may have. Pure.
 
-A *hot size* is a number of slots with its chunks. The options of a request, ascending: the managed size classes that
-are smaller than being resident, and resident last, which takes one chunk for each page granted. A short context has
-only the last: a managed buffer would cost more than all of its rows. So the least that a request needs at its longest
-is the smaller of the smallest class and its whole context, and it fits a worker alone exactly if that fits (`misfit`).
+A *hot size* is a number of slots with its chunks. The options of a request, ascending, are the managed size classes
+that take fewer chunks than resident, and resident last, which takes one chunk for each granted page. A short context
+has only resident: a managed buffer would take more chunks than all of its rows. At its longest, a request needs at
+least the smaller of the smallest class and its whole context. It fits an empty worker exactly if that fits (`misfit`).
 
 Index pages are granted with host pages, one for one. Slab pages hold the prompt while it is prefilled and staged.
-Nothing is ever granted beyond prompt + max_tokens + overshoot, the tokens that a step already launched may write after
+Grants end at prompt + max_tokens + overshoot. The overshoot is the tokens that a step already launched may write after
 the end is seen.
 """
 
@@ -25,10 +25,12 @@ RESIDENT: Final = 0
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An amount of every kind of memory: what a request needs or holds, what a worker has or has left.
+    """An amount of every kind of memory: needed or held by a request, total or free on a worker.
 
-    All but `seats` (requests) in units of 64 tokens. `host_pages` are of a worker's node, the others of its device.
-    A Struct, not a tuple, because policy compares thousands in a turn: a sum of two takes a third of the time."""
+    `seats` count requests, the other fields units of 64 tokens. `host_pages` are of a worker's node, the others of its
+    device. A Struct, not a tuple, because the policy compares thousands in a turn: a sum of two takes a third of the
+    time.
+    """
 
     host_pages: int = 0
     hot_chunks: int = 0
@@ -69,7 +71,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def shortages(
         self, need: Memory, worker: str, pool: str = "pool", *, chunks: str = "hot chunks", left: str = ""
     ) -> tuple[str, ...]:
-        """What of `need` is more than this, one phrase for each kind; empty exactly if this covers it."""
+        """One phrase for each kind of memory of which `need` is more than this; empty exactly if this covers it."""
         kinds, places = ("host pages", chunks, "index pages", "slab pages", "seats"), (pool, *[worker] * 4)
         rows = zip(kinds, astuple(need), places, astuple(self), strict=True)
         return tuple(
@@ -81,12 +83,12 @@ NO_MEMORY: Final = Memory()
 
 
 def memory_of(capacity: WorkerCapacity) -> Memory:
-    """All that an otherwise empty worker has."""
+    """The memory of an empty worker and of its node's pool."""
     return Memory(capacity.host_pages, capacity.hot_chunks, capacity.index_pages, capacity.slab_pages, capacity.seats)
 
 
 class HotSize(NamedTuple):
-    """`hot_slots` 0 is resident; NO_HOT_BUFFER for a stay that only computes the prompt."""
+    """`hot_slots` 0 is resident; NO_HOT_BUFFER for a placement that only computes the prompt."""
 
     hot_slots: int
     hot_chunks: int
@@ -104,7 +106,7 @@ class Length(NamedTuple):
 
 
 def page_limit(length: Length, capacity: WorkerCapacity) -> int:
-    """Pages of the longest that this request can become."""
+    """Pages of the request at its longest."""
     return pages_for(length.prompt + length.max + capacity.overshoot_tokens)
 
 
@@ -134,12 +136,12 @@ def largest_hot_size(pages: int, chunks: int, capacity: WorkerCapacity) -> HotSi
 
 
 def forced_hot_size(hot_slots: int, pages: int) -> HotSize:
-    """The size that an operator asked for."""
+    """The hot size of a request with `pages` pages whose operator forced `hot_slots`."""
     return HotSize(RESIDENT, pages) if hot_slots == RESIDENT else HotSize(hot_slots, managed_chunks(hot_slots))
 
 
 def can_force(hot_slots: int, length: Length, capacity: WorkerCapacity) -> bool:
-    """Whether a request could reach its longest with that size on an otherwise empty worker."""
+    """Whether a request could reach its greatest length with that hot size on an otherwise empty worker."""
     longest = forced_hot_size(hot_slots, page_limit(length, capacity))
     return hot_slots in (RESIDENT, *capacity.hot_size_classes) and longest.hot_chunks <= capacity.hot_chunks
 
@@ -150,12 +152,12 @@ def smallest_chunks(pages: int, hot_size_classes: tuple[int, ...]) -> int:
 
 
 def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
-    """Chunks without which a request cannot reach its longest."""
+    """Least chunks with which a request can reach its greatest length."""
     return smallest_chunks(page_limit(length, capacity), capacity.hot_size_classes)
 
 
 def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[str, ...]:
-    """Why an otherwise empty worker could not do `part` of a request, with the arithmetic; empty: it could."""
+    """Reasons, with the arithmetic, why an otherwise empty worker could not do `part` of a request; empty: it could."""
     pages = page_limit(length, capacity)
     chunks = least_chunks(length, capacity) if part != PREFILL else 0
     slab_pages = pages_for(length.prompt) if part != DECODE else 0
@@ -164,6 +166,6 @@ def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BO
 
 
 def first_memory(length: Length, pages: int, kept_pages: int, hot_size: HotSize) -> Memory:
-    """What a placement takes: fresh host pages beside those kept, and the slab unless rows were kept."""
+    """Memory of a new placement: fresh host pages beside those kept, and slab pages unless rows were kept."""
     slab_pages = 0 if kept_pages else pages_for(length.prompt)
     return Memory(pages - kept_pages, hot_size.hot_chunks, pages, slab_pages, 1)

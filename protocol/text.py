@@ -1,15 +1,15 @@
-"""Tokens to text as they come, and stop strings across token borders. No torch here: clients use it too.
+"""Incremental decoding of tokens to text, and stop strings across token borders. Imports no torch: clients use it, too.
 
-*Decided* text never changes with tokens to come: a character counts once complete. A token is a *border* when nothing
-is pending after it; borders are where characters and tokens meet.
+*Decided* text is text that later tokens cannot change: a character is decided once it is complete. A token is a
+*border* when nothing is pending after it: a character and a token end there together.
 
-Stop strings end the output before the first of them to be completed, reading character by character; of several that
-end at the same character, the longest. This does not depend on how the text was cut into tokens. Rejected: the
-occurrence that starts first, which a longer stop string still incomplete may always be about to become.
+The output ends before the stop string that is completed first, reading character by character. Of several that end at
+the same character, the longest counts. So the result does not depend on how the text was cut into tokens. Rejected:
+the occurrence that starts first, because an incomplete longer stop string could always still become it.
 
-Published tokens cannot be taken back, so those that may be part of a stop string are held: every token after the last
-border at or before the decided text without its longest suffix that begins a stop string. When a stop string ends
-inside a token, the text before it that no published token carries travels as `tail_text`.
+Published tokens cannot be taken back, so tokens that may be part of a stop string are held. Let S be the longest suffix
+of the decided text that begins a stop string; held is every token after the last border at or before the start of S.
+When a stop string starts inside a token, the text between the last published token and it travels as `tail_text`.
 
 Without stop strings nothing is held.
 """
@@ -32,11 +32,11 @@ BYTES: Final = "bytes"
 JSON: Final = "json"
 BYTE_IDS: Final = 256
 
-#: What chat templates call the special tokens that they write.
+#: Names of special tokens in chat templates.
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-#: Tokens that may stay without text before they count as text of length zero, so that holding is bounded: the longest
-#: character is 4 byte tokens, and past it the model emits special tokens or bytes that begin no character.
+#: After so many tokens without text, they count as text of length zero, which bounds how many tokens are held. The
+#: longest character has 4 byte tokens; a longer run is special tokens, or bytes that begin no character.
 PENDING_TOKENS_MAX: Final = 8
 
 
@@ -44,7 +44,7 @@ PENDING_TOKENS_MAX: Final = 8
 class TokenizerFile:
     """The tokenizer of a checkpoint: `kind` "bytes" (ids 0..255 are bytes, no data) or "json" (a tokenizer.json).
 
-    `chat_template` stands alone: the special tokens that it may name are bound in its first line.
+    `chat_template` is complete: its first line binds the special tokens that it may name.
     """
 
     kind: str
@@ -53,12 +53,15 @@ class TokenizerFile:
 
     @property
     def hash(self) -> str:
-        """What ModelInfo.tokenizer_hash holds: SHA-256 in hexadecimal, empty without data."""
+        """The value of ModelInfo.tokenizer_hash: SHA-256 in hexadecimal; empty without data."""
         return hashlib.sha256(self.data).hexdigest() if self.data else ""
 
 
 def read_tokenizer(path: str | Path) -> TokenizerFile:
-    """From a checkpoint directory; bytes when it has no tokenizer.json. Raises ConfigError when that is unreadable."""
+    """The tokenizer of a checkpoint directory; kind "bytes" when it has no tokenizer.json.
+
+    Raises ConfigError when the file cannot be read.
+    """
     file = Path(path) / "tokenizer.json"
     if not file.exists():
         return TokenizerFile(BYTES)
@@ -75,7 +78,7 @@ class Detokenizer(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether tokens were pushed whose text is not out yet: part of a character, or tokens without text."""
+        """Whether pushed tokens have not given their text yet: part of a character, or tokens without text."""
         ...
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -83,7 +86,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What is left when no more tokens come; an incomplete character reads as U+FFFD."""
+        """The remaining text, after the last token; an incomplete character becomes U+FFFD."""
         ...
 
 
@@ -92,12 +95,14 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes_max(self) -> int:
-        """No token stands for more bytes of text."""
+        """Most bytes of text of one token."""
         ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a prompt, with the special tokens that the model puts around one; those that `text` spells out are
-        read as such either way."""
+        """Token ids of a prompt. With `special`, the tokens that the model puts around a prompt are added.
+
+        Special tokens that `text` spells out become their ids in both cases.
+        """
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -166,7 +171,7 @@ class JsonTokenizer:
         return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """As a batch of one: that alone lets other threads run meanwhile."""
+        """Encoded as a batch of one, because only batches let other threads run meanwhile."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
@@ -175,7 +180,7 @@ class JsonTokenizer:
 
 
 class _JsonDetokenizer:
-    """The library's DecodeStream holds text back while the next token may change it; `finish` decodes what it holds."""
+    """The library's DecodeStream holds text back while the next token may change it; `finish` decodes that rest."""
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers.decoders import DecodeStream
@@ -206,7 +211,7 @@ class _JsonDetokenizer:
 
 @dataclass(frozen=True)
 class StopState:
-    """After a push: tokens 0..`publishable`-1 of the output may go out. `tail_text` only when `finished`."""
+    """Result of a push: tokens 0..`publishable`-1 of the output may be published. `tail_text` only when `finished`."""
 
     publishable: int
     finished: bool = False
@@ -214,13 +219,13 @@ class StopState:
 
 
 class StopMatcher:
-    """Watches one output for stop strings. Push every generated token, those of an earlier stay included.
+    """Finds stop strings in one output. Push every generated token, those of earlier placements included.
 
     Keeps decided text back to the last publishable border.
     """
 
     def __init__(self, stops: Sequence[str], detokenizer: Detokenizer) -> None:
-        """`detokenizer` decodes this output alone. Raises ValueError for an empty stop string."""
+        """`detokenizer` must not decode another output. Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string must have at least one character")
         self._stops = tuple(stops)
@@ -233,7 +238,7 @@ class StopMatcher:
         self._state = StopState(0)
 
     def push(self, tokens: Iterable[int]) -> StopState:
-        """Take the next tokens in. Once finished, later tokens change nothing."""
+        """Process the next tokens. After `finished`, further tokens change nothing."""
         for token in tokens:
             if not self._state.finished:
                 self._state = self._push(token)
@@ -256,7 +261,7 @@ class StopMatcher:
         return StopState(publishable[1])
 
     def _first_stop(self, decided: int) -> int | None:
-        """Where the stop string starts that is completed first by what follows the first `decided` of the window."""
+        """Start of the stop string completed first by the text behind the first `decided` characters of the window."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             place = self._window.find(stop, max(0, decided - len(stop) + 1))
@@ -278,7 +283,7 @@ class StopMatcher:
         return self._borders[bisect_right(self._borders, (characters, self._tokens)) - 1]
 
     def _forget(self, publishable: tuple[int, int]) -> None:
-        """Drop what lies before the publishable border: no stop string can start there any more."""
+        """Drop the text before the publishable border: no stop string can start there."""
         self._borders = [border for border in self._borders if border >= publishable]
         self._window = self._window[publishable[0] - self._window_start :]
         self._window_start = publishable[0]
@@ -286,11 +291,11 @@ class StopMatcher:
 
 def _chat_template(path: Path) -> str:
     file, settings = path / "chat_template.jinja", path / "tokenizer_config.json"
-    told = json.loads(settings.read_text()) if settings.exists() else {}
-    template = file.read_text() if file.exists() else told.get("chat_template")
+    config = json.loads(settings.read_text()) if settings.exists() else {}
+    template = file.read_text() if file.exists() else config.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {it["name"]: it["template"] for it in template}.get("default")
-    return _bindings(told) + template if isinstance(template, str) else ""
+    return _bindings(config) + template if isinstance(template, str) else ""
 
 
 def _bindings(settings: dict[str, Any]) -> str:

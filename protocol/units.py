@@ -1,4 +1,4 @@
-"""The units of memory that coordinator, worker and kernels count in. Where each byte lies is kernels/layout.py."""
+"""Units of memory in coordinator, worker and kernels. The layout of bytes is in kernels/layout.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which hisparse this is."""
+"""The version of this hisparse."""
 
 from __future__ import annotations
 
 
 def our_version() -> str:
-    """Of the installed distribution; "source" when running from a checkout that was not installed."""
+    """Version of the installed distribution; "source" in a checkout that is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # 20 ms that most imports of this module do not need
 
     try:

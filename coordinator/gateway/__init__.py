@@ -1,1 +1,1 @@
-"""Clients and admins: who is connected, what they asked for, and the tokens they are owed."""
+"""Clients and admins: their connections, their commands, and the delivery of tokens."""

@@ -1,8 +1,9 @@
-"""Connections of clients and admins: who they are, what waits for them, whether they still listen.
+"""Connections of clients and admins: their users, their outboxes, and whether their sockets accept messages.
 
-A ROUTER tells nothing about its peers: one comes with its Hello, and is gone when a message to it has no route. A
-reply that a full socket refuses waits in the connection's outbox, bounded in messages and bytes; past either bound the
-connection is dropped. Deliveries never wait: `offer` says whether one went out, and the caller's cursor stays.
+A ROUTER reports neither new nor lost peers: a connection opens with its Hello, and is gone when a message to it has no
+route. A reply that a full socket refuses waits in the connection's outbox, bounded in messages and bytes; beyond either
+bound the connection is dropped. Deliveries never wait: `offer` returns whether one was sent; if not, the caller's
+cursor stays.
 """
 
 from __future__ import annotations
@@ -21,30 +22,33 @@ from protocol.errors import CapacityError
 #: Replies that wait for a client whose socket is full.
 OUTBOX_MESSAGES_MAX: Final = 4_096
 OUTBOX_BYTES_MAX: Final = 64 * 1024 * 1024
-#: Roles, by which a connection may do more or less.
+#: Roles, which decide what a connection may do.
 CLIENT: Final = "client"
 ADMIN: Final = "admin"
 
 
 @dataclass(eq=False)
 class ClientConnection:
-    """One peer of one socket. `index` is small and reused, for arrays over connections. `user` is whose key it bears:
-    who its requests belong to. `name` is only what it calls itself."""
+    """One peer of one socket. `index` is small and reused, for arrays over connections.
+
+    `user` is the user of the connection's key, who owns its requests. `name` is the unverified name in its Hello.
+    `sent_at` is the time of the last message that its socket accepted.
+    """
 
     index: int
     router: RouterSocket
     peer: bytes
     role: str
     name: str
-    told_at: float
+    sent_at: float
     user: str = ""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     is_gone: bool = False
 
     @property
-    def sees(self) -> str | None:
-        """Whose requests it may see and touch; None: everybody's."""
+    def visible_user(self) -> str | None:
+        """User whose requests this connection may see and change; None: all (admin)."""
         return None if self.role == ADMIN else self.user
 
     @property
@@ -53,7 +57,7 @@ class ClientConnection:
 
 
 class ClientConnections:
-    """At most `limit`. `on_drop` is called for each connection that is given up, with the reason."""
+    """At most `limit` connections. `on_drop(connection, reason)` is called for each that is dropped."""
 
     def __init__(self, limit: int, on_drop: Callable[[ClientConnection, str], None]) -> None:
         self.limit = limit
@@ -78,7 +82,7 @@ class ClientConnections:
     def open(
         self, router: RouterSocket, peer: bytes, role: str, name: str, now: float, user: str = ""
     ) -> ClientConnection:
-        """A new connection. Raises CapacityError when `limit` are open and all of them listen."""
+        """A new connection. Raises CapacityError when `limit` are open."""
         if not self._free:
             raise CapacityError(
                 f"{self.limit} connections are open",
@@ -102,8 +106,8 @@ class ClientConnections:
         self._free.append(connection.index)
         self._on_drop(connection, reason)
 
-    def say(self, connection: ClientConnection, frame: bytes, now: float) -> None:
-        """Send `frame` behind what waits already, or let it wait; drop a connection that is gone or too far behind."""
+    def send(self, connection: ClientConnection, frame: bytes, now: float) -> None:
+        """Send `frame`, or append it to the outbox; drop a connection that is gone or whose outbox is full."""
         if self.offer(connection, frame, now) or connection.is_gone:
             return
         connection.outbox.append(frame)
@@ -112,12 +116,12 @@ class ClientConnections:
             self.drop(connection, "does not read")
 
     def offer(self, connection: ClientConnection, frame: bytes, now: float) -> bool:
-        """Send `frame` now. False: it was not sent; the connection is gone, or blocked until `unblock` finds room."""
+        """Send `frame` now. False: it was not sent; the connection is gone, or blocked until `unblock`."""
         if connection.is_gone or self.is_blocked[connection.index]:
             return False
         match connection.router.send(connection.peer, frame):
             case Sent.OK:
-                connection.told_at = now
+                connection.sent_at = now
                 return True
             case Sent.FULL:
                 self.is_blocked[connection.index] = True
@@ -126,17 +130,17 @@ class ClientConnections:
         return False
 
     def unblock(self, now: float) -> None:
-        """Try again what waits; connections whose outbox empties count as listening."""
+        """Send the outboxes of blocked connections; one whose outbox empties is not blocked any more."""
         for index in np.flatnonzero(self.is_blocked):
             connection = self._by_index[int(index)]
             self.is_blocked[index] = False
             while connection.outbox and self.offer(connection, connection.outbox[0], now):
                 connection.outbox_bytes -= len(connection.outbox.popleft())
 
-    def probe(self, frame: bytes, told_before: float, now: float) -> None:
-        """Send `frame` to those told nothing since `told_before`: the only way to learn that a peer is gone."""
+    def probe(self, frame: bytes, idle_since: float, now: float) -> None:
+        """Send `frame` to connections sent nothing after `idle_since`: only a failed send shows that a peer is gone."""
         for connection in tuple(self._by_index.values()):
-            if connection.told_at <= told_before:
+            if connection.sent_at <= idle_since:
                 self.offer(connection, frame, now)
 
     def count_by_role(self) -> Counter[str]:

@@ -1,12 +1,13 @@
-"""From the token log to client connections: flushes, and the last word on each request.
+"""Delivery of tokens from the token log to client connections, and of Ended after the last token.
 
     append ──► news ──► flush ──► one Delivery per connection with news ──► Ended behind each last token
                           ▲                                                  ▲
-                          │                                                  └── at once where the tokens are out
+                          │                                                  └── at once if all tokens were delivered
                           └── at once when there is news, and then at most every `flush_interval_s`
 
 A client whose socket is full costs one attempt every UNBLOCK_INTERVAL_S and nothing else: its cursors stay. When a
-request is forgotten that it has not read to the end, its connection is dropped, since its stream can never be complete.
+request is forgotten before a subscriber has read it to the end, that connection is dropped: its stream cannot be
+completed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from protocol.logs import fields, logger
 
 #: How soon a connection whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.05
-#: A connection that was told nothing for this long gets an empty Delivery, which shows whether it is still there.
+#: A connection that was sent nothing for this long gets an empty Delivery, which shows whether it is gone.
 KEEPALIVE_S: Final = 5.0
-#: When the coordinator stops, how long its clients have to take what they have not read.
+#: When the coordinator stops: time for clients to read the rest of their deliveries.
 LAST_FLUSH_S: Final = 1.0
 
 KEEPALIVE: Final = messages.encode(messages.Delivery(b"", b"", b"", b""))
@@ -37,7 +38,7 @@ log = logger("coordinator.gateway.deliveries")
 
 
 class Deliveries:
-    """The Listener of the Scheduler. `run` is the only task that sends deliveries; all else is synchronous."""
+    """The Listener of the Scheduler. `run` is the only task that sends deliveries; other methods are synchronous."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Deliveries:
         self._news = trio.Event()
         self._ends = trio.Event()
 
-    # ------------------------------------------------------------ what the coordinator tells
+    # ------------------------------------------------------------ calls of the coordinator
 
     def wake(self) -> None:
         """There are new tokens."""
@@ -70,19 +71,19 @@ class Deliveries:
         self.recovered(ending)
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, but it was counted in an earlier life."""
+        """As `ended`, for a request that an earlier process has counted."""
         self._endings[ending.request_index] = ending
         self._subscriptions.finish(ending.request_index)
         self._news.set()
         self._ends.set()
 
     def forgotten(self, request_index: int) -> None:
-        """The slot is about to be reused."""
+        """The request index is about to be reused: drop subscriptions, and connections that had not read it all."""
         self._endings.pop(request_index, None)
         for index in self._subscriptions.forget(request_index):
             self.connections.drop(self.connections[index], "did not read an output before it was forgotten")
 
-    # ------------------------------------------------------------ what clients ask
+    # ------------------------------------------------------------ calls of the gateway
 
     def subscribe(self, connection: ClientConnection, request_index: int, cursor: int) -> int:
         """The handle of the new subscription. Raises WrongState when this connection has one already."""
@@ -93,12 +94,12 @@ class Deliveries:
     def unsubscribe(self, connection: ClientConnection, request_index: int) -> None:
         self._subscriptions.remove(connection.index, request_index)
 
-    def say(self, connection: ClientConnection, message: messages.GatewayMessage) -> None:
-        self.connections.say(connection, messages.encode(message), self._clock())
+    def send(self, connection: ClientConnection, message: messages.GatewayMessage) -> None:
+        self.connections.send(connection, messages.encode(message), self._clock())
 
-    def probe(self, told_before: float) -> None:
-        """Find out which of the connections told nothing since `told_before` are gone."""
-        self.connections.probe(KEEPALIVE, told_before, self._clock())
+    def probe(self, idle_since: float) -> None:
+        """Drop connections that are gone, of those that were sent nothing after `idle_since`."""
+        self.connections.probe(KEEPALIVE, idle_since, self._clock())
 
     def _dropped(self, connection: ClientConnection, reason: str) -> None:
         self._subscriptions.remove_connection(connection.index)
@@ -107,13 +108,13 @@ class Deliveries:
     # ------------------------------------------------------------ flushing
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send deliveries and keepalives, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._flush_on_news)
             nursery.start_soon(self._keep_alive)
 
     async def last_flush(self) -> None:
-        """Deliver what is there, for at most LAST_FLUSH_S. `run` must have ended."""
+        """Deliver all tokens of the log, for at most LAST_FLUSH_S. `run` must have ended."""
         with trio.move_on_after(LAST_FLUSH_S):
             while self.flush() or self.connections.is_blocked.any():  # noqa: ASYNC110 - libzmq has no event for it
                 await trio.sleep(UNBLOCK_INTERVAL_S)
@@ -126,10 +127,10 @@ class Deliveries:
             if self.flush():
                 self._news.set()
             with trio.move_on_after(self._flush_interval_s):
-                await self._tell_ends()
+                await self._send_early_ends()
 
-    async def _tell_ends(self) -> None:
-        """Until cancelled: the ends of requests whose tokens were all delivered do not wait for the next flush."""
+    async def _send_early_ends(self) -> None:
+        """Send Ended of requests whose tokens were all delivered, without waiting for a flush. Until cancelled."""
         while True:
             await self._ends.wait()
             self._ends = trio.Event()
@@ -141,7 +142,7 @@ class Deliveries:
             self.probe(self._clock() - KEEPALIVE_S)
 
     def flush(self) -> bool:
-        """Send what can be sent now; True when listening connections have more coming to them."""
+        """Send one Delivery to each connection with news; True when an unblocked connection has more."""
         now = self._clock()
         connections = self.connections
         connections.unblock(now)

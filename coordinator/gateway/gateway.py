@@ -1,12 +1,12 @@
-"""The Gateway: what clients and admins say, and what they are answered.
+"""The Gateway: reads the messages of clients and admins, and answers them.
 
     client socket ─┐                       ┌─► ask the Scheduler (submit, abort, retract, ...): a task each, bounded
                    ├─ decode ─ connection ─┤
     admin socket ──┘   by role             └─► answer at once (attach, lists, descriptions)
 
-Each socket has its own union of messages, so a client cannot say what only an operator may. Whatever cannot be read or
-carried out is answered by Failure to its sender and counted; nobody else notices. Tokens take another way:
-coordinator.gateway.deliveries.
+Each socket has a union of messages, so a client cannot send operators' commands. A message that cannot be read or
+carried out is counted and answered by Failure, and affects no other connection. coordinator.gateway.deliveries sends
+the tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protocol.transport.frames import read_frame
 
 #: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
-#: How long commands may still be answered when the coordinator stops.
+#: When the coordinator stops: time to answer the commands in progress.
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
@@ -44,14 +44,14 @@ CommandHandler: TypeAlias = Callable[[ClientConnection, Any], Awaitable[tuple[st
 
 
 class TokenizerSource(Protocol):
-    """workers.tokenizer_store.TokenizerStore: rooms of one floor do not import each other."""
+    """Interface of coordinator.workers.tokenizer_store.TokenizerStore, which this room may not import."""
 
     def tokenizer(self, model: messages.ModelInfo | None) -> tuple[str, str, bytes]:
         """Kind, hash and data of the model's tokenizer. Raises Unavailable until a worker has sent it."""
 
 
 class Gateway:
-    """One per coordinator. `run` ends when `close` is called; deliveries are flushed once more by then."""
+    """One per coordinator. `run` ends after `close`, with a last flush of deliveries."""
 
     name = "gateway"
 
@@ -69,7 +69,7 @@ class Gateway:
         version: str,
         rate: tuple[float, float],
     ) -> None:
-        """`rate`: messages of one peer a second, and at once."""
+        """`rate`: messages of one peer per second, and in a burst."""
         self._scheduler = scheduler
         self._deliveries = deliveries
         self._log = token_log
@@ -102,7 +102,7 @@ class Gateway:
         return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
 
     async def run(self) -> None:
-        """Serve until `close`; what was asked by then may still be answered for LAST_ANSWERS_S."""
+        """Serve until `close`; commands in progress may still be answered for LAST_ANSWERS_S."""
         async with trio.open_nursery() as asks:
             async with trio.open_nursery() as nursery:
                 for role in self._sockets:
@@ -113,7 +113,7 @@ class Gateway:
             asks.cancel_scope.deadline = trio.current_time() + LAST_ANSWERS_S
         await self._deliveries.last_flush()
 
-    # ------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------ receiving
 
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
         while True:
@@ -126,12 +126,12 @@ class Gateway:
                     self._refuse(role, received, error)
 
     def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
-        """Raises what keeps the message from being read or its sender from being heard."""
+        """Handle one frame. Raises HiSparseError when it cannot be read or its connection is unknown or refused."""
         message = read_frame(self._decode[role], received.frame, self._sockets[role].message_bytes_max, role)
         connection = self._deliveries.connections.find(role, received.peer)
         if isinstance(message, messages.Hello):
             connection = connection or self._greet(role, received, message)
-            self._deliveries.say(connection, self._welcome())
+            self._deliveries.send(connection, self._welcome())
         elif connection is None:
             raise IntroductionError(message.tag)
         else:
@@ -147,17 +147,17 @@ class Gateway:
             )
         if hello.role != role:
             raise ProtocolError(
-                f"this is the {role} socket",
+                f"this is the {role} endpoint",
                 field="role",
                 value=hello.role[:NAME_CHARS_MAX],
-                remedy="use the other socket",
+                remedy="use the endpoint of that role",
             )
         if len(hello.name) > NAME_CHARS_MAX:
             text = f"longer than {NAME_CHARS_MAX} characters"
             raise BadInput(text, field="name", value=f"{len(hello.name)} characters", remedy="choose a shorter one")
         connections = self._deliveries.connections
         if len(connections) == connections.limit:
-            self._deliveries.probe(told_before=math.inf)
+            self._deliveries.probe(idle_since=math.inf)
         socket = self._sockets[role]
         socket.introduce(received)
         return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
@@ -167,7 +167,7 @@ class Gateway:
         return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
-        """Answer a message that could not be read or has no connection. A full socket loses the answer."""
+        """Answer a message that could not be read or has no connection. A full socket drops the answer."""
         self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
         self._answer_unread(role, received, error)
 
@@ -175,7 +175,7 @@ class Gateway:
         tag = error.tag if isinstance(error, IntroductionError) else -1
         self._sockets[role].send(received.peer, messages.encode(_failure(tag, error)))
 
-    # ------------------------------------------------------------ what is done about it
+    # ------------------------------------------------------------ handling
 
     def _serve(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         answer = self._answers.get(type(message))
@@ -187,16 +187,16 @@ class Gateway:
                 return
         except HiSparseError as error:
             reply = self._failed(tag, error)
-        self._deliveries.say(connection, reply)
+        self._deliveries.send(connection, reply)
 
     def _start(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
         if self._asks >= ASKS_MAX:
-            raise CapacityError(f"{ASKS_MAX} commands are being carried out", remedy="retry in a moment")
+            raise CapacityError(f"{ASKS_MAX} commands are in progress", remedy="retry in a moment")
         self._asks += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
     def _attach(self, connection: ClientConnection, attach: messages.Attach) -> messages.Accepted:
-        request_index = self._scheduler.lookup(attach.request_id, connection.sees)
+        request_index = self._scheduler.lookup(attach.request_id, connection.visible_user)
         length = int(self._log.committed[request_index])
         if not 0 <= attach.offset <= length:
             raise BadInput(
@@ -210,7 +210,7 @@ class Gateway:
         )
 
     def _detach(self, connection: ClientConnection, detach: messages.Detach) -> messages.Done:
-        self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id, connection.sees))
+        self._deliveries.unsubscribe(connection, self._scheduler.lookup(detach.request_id, connection.visible_user))
         return messages.Done(detach.tag)
 
     async def _carry_out(self, connection: ClientConnection, message: AdminMessage, tag: int) -> None:
@@ -225,7 +225,7 @@ class Gateway:
             reply = self._failed(tag, error)
         finally:
             self._asks -= 1
-        self._deliveries.say(connection, reply)
+        self._deliveries.send(connection, reply)
 
     async def _submit(self, connection: ClientConnection, submit: messages.Submit) -> messages.Accepted:
         request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
@@ -242,17 +242,17 @@ class Gateway:
 
 
 def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type, Answer]:
-    """What is answered at once, from state that this task may read."""
+    """Handlers of messages that are answered at once, from state that this task may read."""
 
-    def requests(who: ClientConnection, ask: messages.ListRequests) -> messages.RequestRows:
+    def requests(peer: ClientConnection, ask: messages.ListRequests) -> messages.RequestRows:
         limit = min(max(ask.limit, 1), ROWS_MAX)
-        rows = scheduler.request_rows(limit + 1, who.sees)
+        rows = scheduler.request_rows(limit + 1, peer.visible_user)
         return messages.RequestRows(ask.tag, tuple(rows[:limit]), truncated=len(rows) > limit)
 
     return {
         messages.ListRequests: requests,
-        messages.DescribeRequest: lambda who, m: messages.RequestDetail(
-            m.tag, *scheduler.describe(m.request_id, who.sees)
+        messages.DescribeRequest: lambda peer, m: messages.RequestDetail(
+            m.tag, *scheduler.describe(m.request_id, peer.visible_user)
         ),
         messages.ListWorkers: lambda _, m: messages.WorkerRows(m.tag, tuple(scheduler.worker_rows())),
         messages.ListPools: lambda _, m: messages.PoolRows(m.tag, tuple(scheduler.pool_rows())),
@@ -261,28 +261,28 @@ def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type,
 
 
 def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
-    """What takes the Scheduler's turn."""
+    """Handlers of commands that the Scheduler carries out."""
     it = scheduler
     return {
-        messages.AbortRequests: lambda who, m: it.abort(m.request_ids, who.owner, who.sees),
-        messages.AcknowledgeOutputs: lambda who, m: it.acknowledge(m.request_ids, who.owner, who.sees),
-        messages.RetractRequests: lambda who, m: it.retract(m.request_ids, who.owner, keep=m.keep, hold=m.hold),
-        messages.ResumeRequests: lambda who, m: it.resume(m.request_ids, who.owner),
-        messages.ResizeRequests: lambda who, m: it.resize(m.request_ids, who.owner, hot_slots=m.hot_slots),
-        messages.DrainWorkers: lambda who, m: it.drain(
-            m.workers, who.owner, handover=m.handover, deadline_s=m.deadline_s
+        messages.AbortRequests: lambda peer, m: it.abort(m.request_ids, peer.owner, peer.visible_user),
+        messages.AcknowledgeOutputs: lambda peer, m: it.acknowledge(m.request_ids, peer.owner, peer.visible_user),
+        messages.RetractRequests: lambda peer, m: it.retract(m.request_ids, peer.owner, keep=m.keep, hold=m.hold),
+        messages.ResumeRequests: lambda peer, m: it.resume(m.request_ids, peer.owner),
+        messages.ResizeRequests: lambda peer, m: it.resize(m.request_ids, peer.owner, hot_slots=m.hot_slots),
+        messages.DrainWorkers: lambda peer, m: it.drain(
+            m.workers, peer.owner, handover=m.handover, deadline_s=m.deadline_s
         ),
-        messages.UndrainWorkers: lambda who, m: it.undrain(m.workers, who.owner),
-        messages.ReleaseQuarantine: lambda who, m: it.release_quarantine(m.workers, who.owner),
-        messages.StopCoordinator: lambda who, m: it.stop(m.deadline_s, who.owner),
+        messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
+        messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner),
+        messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }
 
 
 class IntroductionError(ProtocolError):
-    """A message on a connection that has not said hello, or was given up."""
+    """A message on a connection without a hello, or one that was dropped."""
 
     def __init__(self, tag: int) -> None:
-        super().__init__("this connection is not known here", field="message", remedy="say hello first")
+        super().__init__("no hello on this connection", field="message", remedy="send Hello first")
         self.tag = tag
 
 

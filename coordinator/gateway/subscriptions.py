@@ -1,12 +1,11 @@
-"""Who reads which request, and how far: one cursor per (connection, request), in arrays over all connections.
+"""Subscriptions of connections to requests: one cursor per (connection, request), in arrays over all connections.
 
-A flush compares every cursor with the token log at once and makes one Delivery per connection that has news; a
-connection without news costs nothing, however many there are. Only committed tokens count: what is delivered is in the
-journal. A client that does not read keeps its cursor where it is: nothing is queued for it, and it catches up in
-bounded pieces when it reads again.
+A flush compares all cursors with the token log at once and makes one Delivery per connection that has news; connections
+without news add no cost. Only committed tokens count, so delivered tokens are in the journal. The cursor of a client
+that does not read stays: nothing is queued for the client, and it catches up in bounded pieces when it reads again.
 
     handle      row of the subscription in these arrays, and its name on the wire
-    connection  small integer given by the gateway
+    connection  index of the connection, a small integer given by the gateway
     final       the request is terminal: behind its last token its subscribers get Ended
 
 Pure. Rejected: arrays per connection (a thousand connections with one request each would be a thousand small numpy
@@ -26,18 +25,18 @@ from protocol.arrays import Int32Array, pack_int32
 from protocol.errors import InternalError, WrongState
 from protocol.messages import Delivery
 
-#: Most tokens in one Delivery: what a client that attaches to a long output gets at a time (256 KiB).
+#: Most tokens in one Delivery (256 KiB): the pieces of a long output for a client that attaches to it.
 DELIVERY_TOKENS_MAX: Final = 65_536
 ROWS_INITIAL: Final = 1_024
-#: A row that is not in use; it can never be behind.
-NOBODY: Final = -1
+#: Connection and cursor of a row that is not in use; such a row is never behind the token log.
+NO_CONNECTION: Final = -1
 CURSOR_NEVER: Final = np.iinfo(np.int32).max
 
 
 class Parcel(NamedTuple):
-    """News for one connection. `rows` and `counts` say which cursors move, and how far, once it was sent.
+    """News for one connection. Once it was sent, the cursors of `rows` advance by `counts`.
 
-    `is_partial`: there was more than one Delivery holds.
+    `is_partial`: the connection has more news than one Delivery holds.
     """
 
     connection: int
@@ -56,12 +55,12 @@ class Complete(NamedTuple):
 
 
 class Subscriptions:
-    """Owned by the gateway; reads the token log, never changes it."""
+    """All subscriptions, owned by the gateway. Reads the token log, never changes it."""
 
     def __init__(self, log: TokenLog) -> None:
         self._log = log
         self._request_indices: Int32Array = np.zeros(ROWS_INITIAL, np.int32)
-        self._connections: Int32Array = np.full(ROWS_INITIAL, NOBODY, np.int32)
+        self._connections: Int32Array = np.full(ROWS_INITIAL, NO_CONNECTION, np.int32)
         self._cursors: Int32Array = np.full(ROWS_INITIAL, CURSOR_NEVER, np.int32)
         self._is_final: npt.NDArray[np.bool_] = np.zeros(log.request_indices, np.bool_)
         self._rows: dict[tuple[int, int], int] = {}
@@ -71,7 +70,7 @@ class Subscriptions:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # ------------------------------------------------------------ who reads what
+    # ------------------------------------------------------------ subscriptions
 
     def add(self, connection: int, request_index: int, cursor: int) -> int:
         """Subscribe from position `cursor` on; returns the handle. Raises WrongState when it is subscribed already."""
@@ -88,7 +87,7 @@ class Subscriptions:
         """Unsubscribe; nothing happens when it was not subscribed."""
         row = self._rows.pop((connection, request_index), None)
         if row is not None:
-            self._connections[row] = NOBODY
+            self._connections[row] = NO_CONNECTION
             self._cursors[row] = CURSOR_NEVER
             self._free.append(row)
 
@@ -101,10 +100,10 @@ class Subscriptions:
         self._is_final[request_index] = True
 
     def forget(self, request_index: int) -> list[int]:
-        """The slot is about to be reused: drop its subscriptions. Returns the connections that had not read it all."""
+        """The request index is about to be reused: drop its subscriptions. Returns their connections."""
         self._is_final[request_index] = False
         rows = np.flatnonzero(
-            (self._request_indices[: self._top] == request_index) & (self._connections[: self._top] != NOBODY)
+            (self._request_indices[: self._top] == request_index) & (self._connections[: self._top] != NO_CONNECTION)
         )
         readers = [int(connection) for connection in self._connections[rows]]
         for connection in readers:
@@ -116,7 +115,7 @@ class Subscriptions:
             return self._free.pop()
         if self._top == len(self._request_indices):
             self._request_indices = np.concatenate([self._request_indices, np.zeros_like(self._request_indices)])
-            self._connections = np.concatenate([self._connections, np.full_like(self._connections, NOBODY)])
+            self._connections = np.concatenate([self._connections, np.full_like(self._connections, NO_CONNECTION)])
             self._cursors = np.concatenate([self._cursors, np.full_like(self._cursors, CURSOR_NEVER)])
         self._top += 1
         return self._top - 1
@@ -156,11 +155,11 @@ class Subscriptions:
         return Parcel(connection, rows, counts, delivery, is_partial)
 
     def advance(self, parcel: Parcel) -> None:
-        """`parcel` was sent. Its subscriptions must still be there."""
+        """`parcel` was sent. Its subscriptions must still exist."""
         self._cursors[parcel.rows] += parcel.counts
 
     def complete(self, is_blocked: npt.NDArray[np.bool_]) -> list[Complete]:
-        """Subscriptions to terminal requests that have delivered everything; `remove` each once Ended was sent."""
+        """Fully delivered subscriptions to terminal requests; `remove` each once Ended was sent."""
         request_indices, connections = self._request_indices[: self._top], self._connections[: self._top]
         rows = np.flatnonzero(
             self._is_final[request_indices] & (self._cursors[: self._top] == self._log.committed[request_indices])
@@ -170,7 +169,7 @@ class Subscriptions:
 
     def check_invariants(self) -> None:
         """Raise InternalError unless arrays and index agree and no cursor is ahead of its request."""
-        used = np.flatnonzero(self._connections[: self._top] != NOBODY)
+        used = np.flatnonzero(self._connections[: self._top] != NO_CONNECTION)
         index = {(int(self._connections[row]), int(self._request_indices[row])): int(row) for row in used}
         behind = self._cursors[used] <= self._log.committed[self._request_indices[used]]
         if index != self._rows or len(used) + len(self._free) != self._top or not behind.all():

@@ -1,1 +1,1 @@
-"""What survives a coordinator: records, the store that writes them, and recovery from them."""
+"""The journal, which outlives a coordinator process: records, the store of records, and recovery from them."""

@@ -1,20 +1,19 @@
-"""What a journal's rows must be: a checksum of each, and a chain over commits. Pure.
+"""Integrity of a journal's rows: a checksum of each row, and a chain over commits. Pure.
 
-    digest   of one row: over its number, its request index and its records
-    head     what a commit leaves: how many commits there were, how many rows are there, the sum of their digests,
-             and the chain
-    chain    hash of a head, which has the chain of the head before
+    digest   hash of one row: of its number, its request index and its records
+    head     state after a commit: the number of commits, the number of rows, the sum of their digests, and the chain
+    chain    hash of a head; each head contains the chain of the previous one
 
-Rows are deleted all the time, when requests are forgotten and when a summary has said everything again. So the head
-has a sum of the digests that are there (mod 2^128): a commit adds and subtracts, and nothing has to be read. A row that
-is changed, missing, doubled or back again gives another sum; the chain tells commits of one journal from those of an
-older copy, and in which order they came.
+Rows are deleted all the time, when requests are forgotten and when a summary has replaced them. So the head holds the
+sum of the digests of all rows (mod 2^128): a commit adds and subtracts, and reads no row. A row that is changed,
+missing, doubled or restored gives another sum. The chain gives the order of commits, and distinguishes a journal from
+an older copy of it.
 
 A head lies in the last row of its commit, and once more, as the *mark*, in a file beside the journal
-(coordinator.journal.files): the one says what must be there, the other how far the commits went that were acknowledged.
+(coordinator.journal.files). The first describes the rows that must exist; the mark gives the last acknowledged commit.
 
-Rejected: a hash of all rows in order (each commit would read all of them when one is deleted); CRC-32 (one damage of
-four billion passes, and it saves 30 us for 40 KiB); a table for the head (one more page of the log for each commit).
+Rejected: a hash of all rows in order (after a deletion, a commit would have to read all rows); CRC-32 (it misses one
+damage in four billion, and saves 30 us for 40 KiB); a table for the head (one more page of the log for each commit).
 """
 
 from __future__ import annotations
@@ -53,8 +52,10 @@ def row_digest(number: int, request_index: int | None, body: bytes) -> bytes:
 
 
 class Head(NamedTuple):
-    """The journal after its commit number `commits`. `last` is the number of its last row; rows without a request index
-    before `begin` are void."""
+    """The journal after its commit number `commits`. `last` is the number of the last row.
+
+    Rows without a request index and with a number below `begin` are void.
+    """
 
     journal: bytes
     commits: int
@@ -78,12 +79,12 @@ class Head(NamedTuple):
 
 
 def first_head(journal: bytes) -> Head:
-    """Of an empty journal. `journal` is DIGEST_BYTES that no other journal has."""
+    """The head of an empty journal. `journal` is DIGEST_BYTES that no other journal has."""
     return Head(journal, 0, 0, 0, 0, 0, digest(journal))
 
 
 def unpack(data: object) -> Head | None:
-    """None: it is not a whole head."""
+    """The head in `data`; None: `data` is not a whole head."""
     if not isinstance(data, bytes) or len(data) < HEAD_BYTES:
         return None
     fields, chain = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
@@ -94,7 +95,7 @@ def unpack(data: object) -> Head | None:
 
 
 class StoredRecord(NamedTuple):
-    """`head` on the last row of a commit."""
+    """One row. `head` is set on the last row of a commit."""
 
     number: int
     request_index: int | None
@@ -104,7 +105,7 @@ class StoredRecord(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is what was written; its head says that of itself."""
+        """Whether the row is what was written. This does not cover `head`, which has a checksum (`unpack`)."""
         kinds = type(self.number), type(self.body), type(self.digest)
         if kinds != (int, bytes, bytes) or not isinstance(self.request_index, int | None):
             return False
@@ -112,7 +113,7 @@ class StoredRecord(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What one commit does. Rows of `forgotten` requests and `retired` void ones are those of the numbers `deleted`."""
+    """One commit. It deletes the rows numbered `deleted`: those of `forgotten` requests and `retired` void ones."""
 
     head: Head
     begun: int
@@ -124,8 +125,10 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Contents:
-    """What is on disk, by numbers and digests: lasting rows by request index, the others in order. `begun` is the row
-    of the last SummaryBegun, `head.begin` that of the last one whose summary is complete."""
+    """The rows on disk, as numbers and digests: lasting rows by request index, the others in order.
+
+    `begun` is the row of the last SummaryBegun, `head.begin` the row of the last SummaryBegun with a SummaryEnded.
+    """
 
     head: Head
     lasting: dict[int, dict[int, bytes]] = field(default_factory=dict)
@@ -133,14 +136,14 @@ class Contents:
     begun: int = 0
 
     def add(self, row: StoredRecord) -> None:
-        """Rows come in the order of their numbers."""
+        """Add a row. Rows must be added in the order of their numbers."""
         if row.request_index is None:
             self.flow.append((row.number, row.digest))
         else:
             self.lasting.setdefault(row.request_index, {})[row.number] = row.digest
 
     def apply(self, change: Change) -> None:
-        """It is committed."""
+        """`change` was committed."""
         self.head, self.begun = change.head, change.begun
         for request_index in change.forgotten:
             self.lasting.pop(request_index, None)
@@ -151,7 +154,7 @@ class Contents:
 
 
 def plan(contents: Contents, records: Sequence[Record]) -> Change | None:
-    """The commit that makes `records` durable and deletes what they void. None: there is nothing to do."""
+    """The commit that makes `records` durable and deletes the rows that they void. None: there is nothing to do."""
     head = contents.head
     void = _void_of(contents)
     if not records and not void:
@@ -176,7 +179,7 @@ def plan(contents: Contents, records: Sequence[Record]) -> Change | None:
 
 
 class _Plan:
-    """Rows of one commit: those that stay, and which others go. A row may go in the commit that brought it."""
+    """Rows of one commit: those added and those deleted. A commit may delete a row that it adds."""
 
     def __init__(self, contents: Contents) -> None:
         self.begun, self.begin = contents.begun, contents.head.begin
@@ -219,8 +222,10 @@ def _void_of(contents: Contents) -> dict[int, bytes]:
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
-    """Records as rows hold them: each lasting one alone, the others between them together; a run begins with what
-    voids others, or says from where. The last run, which may be empty, is none that may be forgotten: it has the head.
+    """Records grouped into rows. A lasting record has a row alone; the other records between two of them share one.
+
+    RequestsForgotten, SummaryBegun and SummaryEnded begin a new row. The last row holds the head, so it must not be a
+    lasting one, which may be deleted; it may be empty.
     """
     runs: list[list[Record]] = []
     for record in records:

@@ -1,23 +1,23 @@
-"""The files of a journal: whose they are, whether they are still there, and the mark beside them.
+"""The files of a journal: their owner and access, checks that they are not deleted or replaced, and the mark.
 
-    NAME            SQLite's, with NAME-wal while it is open or after a crash
-    NAME.head       the mark: the head of the last commit that was acknowledged
-    NAME.reserve    room for running work on a full disk (coordinator.journal.store)
+    NAME            SQLite's file, with NAME-wal while it is open or after a crash
+    NAME.head       the mark: the head of the last acknowledged commit
+    NAME.reserve    disk space for running requests on a full disk (coordinator.journal.store)
 
-The mark. SQLite stops reading its log at the first frame that is not whole, and takes what comes before for all there
-is: an end that was cut off looks like a commit that a crash interrupted. So each commit, once SQLite says that it is
-durable, is marked before it is acknowledged. A journal behind its mark has lost commits; one ahead of it has commits
-that were not acknowledged, and keeps them.
+The mark. SQLite reads its log up to the first frame that is not whole, so a log whose end was cut off looks like one
+whose last commit a crash interrupted. So each commit, once SQLite reports it durable, is marked before it is
+acknowledged. A journal behind its mark has lost commits. A journal ahead of its mark has commits that were not
+acknowledged, and keeps them.
 
-A mark goes into one of two slots in turn, each in a sector of its own, so that a torn write leaves the mark before. It
-is written at once and synced every MARK_SYNC_S: a mark that only a power cut can lose costs no fsync. Until then a
-power cut *and* a damaged end of the log, of commits of that time, are not told from a power cut alone.
+Marks go to two slots in turn, each in its own sector, so a torn write leaves the previous mark. A mark is written at
+once and synced every MARK_SYNC_S: only a power cut can lose it until then, and it costs no fsync per commit. If a power
+cut coincides with a damaged end of the log, the loss of commits since the last sync is not detected.
 
-The mark's file is also the lock of the process that has the journal open.
+The lock on the mark's file is held by the process that has the journal open.
 
 Rejected: an fsync for each mark (commits took 1.7 to 2 times as long on a disk); the mark ahead of its commit, synced
-together with it (a crash between the two would look like damage); frames of SQLite's log read by code of our own (what
-follows the last whole commit may be an interrupted one all the same).
+together with it (a crash between the two would look like damage); own code that reads frames of SQLite's log (frames
+behind the last whole commit may still belong to an interrupted one).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from coordinator.journal.chain import HEAD_BYTES, Head, unpack
 from coordinator.journal.journal import JournalError
 from protocol.errors import ConfigError
 
-#: A mark is synced this often; between, the kernel has it.
+#: A mark is synced this often; until then it is in the kernel's page cache.
 MARK_SYNC_S: Final = 1.0
-#: Where each of the two marks is; sectors of disks have 512 or 4,096 bytes.
+#: Distance of the two marks in the file; sectors of disks have 512 or 4,096 bytes.
 SLOT_BYTES: Final = 4_096
-#: A lock held by another process is waited for this long: it may be one that is just ending.
+#: Wait for a lock that another process holds, which may be about to exit.
 LOCK_WAIT_S: Final = 5.0
 LOCK_POLL_S: Final = 0.05
 
-assert HEAD_BYTES <= 512  # a mark is written by one sector
+assert HEAD_BYTES <= 512  # a mark fits one sector
 
 
 def head_path(path: Path) -> Path:
@@ -70,19 +70,21 @@ def unusable(path: Path, reason: str, remedy: str = "") -> ConfigError:
         f"cannot keep the journal: {reason}",
         field="coordinator.journal",
         value=path,
-        remedy=remedy or "name a file on a disk with room that no other coordinator keeps, or none",
+        remedy=remedy or "name a file on a disk with room that no other coordinator uses, or none",
     )
 
 
 def check_private(path: Path) -> None:
-    """Raise ConfigError unless each file of the journal that exists is a regular one that only its owner may open: it
-    has the prompts and outputs of all users, and its records are believed."""
+    """Raise ConfigError unless each existing file of the journal is a regular one that only its owner may open.
+
+    The journal holds the prompts and outputs of all users, and the coordinator trusts its records.
+    """
     for file in files_of(path):
         with suppress(FileNotFoundError):
             status = os.lstat(file)
             mode = stat.S_IMODE(status.st_mode)
             if not stat.S_ISREG(status.st_mode):
-                kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "no regular file"
+                kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "not a regular file"
                 raise unusable(
                     file, f"it is {kind}", "name the file itself, in a directory that only its user may write"
                 )
@@ -90,30 +92,31 @@ def check_private(path: Path) -> None:
                 raise unusable(
                     file,
                     f"owner {status.st_uid}, mode {mode:04o}: others could read or change it",
-                    f"chown it to user {os.geteuid()} and chmod 600, once it is certain that none did",
+                    f"make sure that no other user did, then chown it to user {os.geteuid()} and chmod 600",
                 )
 
 
 class Mark:
-    """The mark of one journal, and the lock on both. `head` is the newest that is whole, None if there is none;
-    `is_blank`: there never was one.
+    """The mark of one journal, and the lock on mark and journal.
+
+    `head` is the newest whole mark, None if there is none. `is_blank`: no mark was ever written.
 
     Raises OSError, and BlockingIOError when another process holds the journal.
     """
 
     def __init__(self, path: Path, *, is_kept: bool = True) -> None:
-        """`is_kept`: to write it, made if it is not there; else to read it."""
+        """`is_kept`: open for writing, and make the file if it does not exist; otherwise open for reading."""
         flags = os.O_RDWR | os.O_CREAT if is_kept else os.O_RDONLY
         self._file = os.open(head_path(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         self._synced_at = 0.0
         try:
             self._lock()
-            request_indices = [os.pread(self._file, SLOT_BYTES, at) for at in (0, SLOT_BYTES)]
+            slots = [os.pread(self._file, SLOT_BYTES, at) for at in (0, SLOT_BYTES)]
         except BaseException:
             os.close(self._file)
             raise
-        self.is_blank = not any(map(any, request_indices))
-        heads = map(unpack, request_indices)
+        self.is_blank = not any(map(any, slots))
+        heads = map(unpack, slots)
         self.head = max((it for it in heads if it is not None), key=lambda head: head.commits, default=None)
 
     def _lock(self) -> None:
@@ -127,7 +130,7 @@ class Mark:
             time.sleep(LOCK_POLL_S)
 
     def reset(self, head: Head) -> None:
-        """Both slots, synced: what is there besides is not needed, or is damaged."""
+        """Write `head` into both slots and sync; call when the earlier content is damaged or not needed."""
         os.posix_fallocate(self._file, 0, 2 * SLOT_BYTES)
         os.ftruncate(self._file, 2 * SLOT_BYTES)
         for at in (0, SLOT_BYTES):
@@ -136,7 +139,7 @@ class Mark:
         self.head = head
 
     def write(self, head: Head) -> None:
-        """`head` is durable, and will be acknowledged."""
+        """Write the mark of `head`, which is durable and about to be acknowledged."""
         os.pwrite(self._file, head.pack(), head.commits % 2 * SLOT_BYTES)
         self.head = head
         if time.monotonic() - self._synced_at > MARK_SYNC_S:
@@ -147,17 +150,17 @@ class Mark:
         self._synced_at = time.monotonic()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         with suppress(OSError):
             os.fdatasync(self._file)
         os.close(self._file)
 
 
 class Identity:
-    """Files that must stay what they are while the journal is open: a deleted one could be written for ever, and be
-    gone with the process. Files are known from the first time that they are seen.
+    """Checks that the journal's files are not deleted or replaced while it is open.
 
-    By name, never by a descriptor: closing one of a file that SQLite has open gives up SQLite's lock on it.
+    Writes to a deleted file succeed and are lost with the process. A file is identified when it is first seen, by name:
+    closing a descriptor of a file that SQLite has open would release SQLite's lock on it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,7 +182,7 @@ class Identity:
 
 
 def sync_directory(path: Path) -> None:
-    """Names in the directory of `path` are durable."""
+    """Make the names in the directory of `path` durable."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

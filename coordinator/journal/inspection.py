@@ -1,14 +1,14 @@
-"""A journal at rest, looked at without changing anything: is it whole, and if not, what of it is gone.
+"""Inspection of a closed journal, without changing it: whether it is whole, and if not, what is lost.
 
     files     regular, of one user, not too short; the form in SQLite's header
-    tables    those of our form; SQLite's own check of its pages (a page that two rows use, one that none has)
-    rows      each as its digest says
-    chain     each commit since the last summary is there, and follows from the one before
-    head      the rows are those that the newest head adds up
-    mark      the newest commit is not older than the last one that was acknowledged
+    tables    those of this form; SQLite's check of its pages (a page that two rows use, or none)
+    rows      each agrees with its digest
+    chain     each commit since the last summary exists and follows from the previous one
+    head      number and sum of the rows agree with the newest head
+    mark      the newest commit is not older than the last acknowledged one
 
-SQLite opens the journal read-only, since a connection that may write folds the log into the file when it closes, and
-what comes behind a damaged frame is gone then for good.
+SQLite opens the journal read-only. A connection that may write copies the log into the file when it closes, and frames
+behind a damaged one would be lost for good.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from coordinator.journal.chain import TOTALS, Contents, Head, StoredRecord, firs
 from coordinator.journal.files import Mark, head_path, index_path, log_path, unusable
 from protocol.errors import ConfigError
 
-#: The form of the file; a journal of any other is refused.
+#: The form of the file; a journal of another form is refused.
 VERSION: Final = 3
 SCHEMA: Final = (
     "CREATE TABLE records (number INTEGER PRIMARY KEY, request_index INTEGER, body BLOB NOT NULL, digest BLOB NOT NULL,"
     " head BLOB)"
 )
 ROWS: Final = "SELECT number, request_index, body, digest, head FROM records WHERE number > ? ORDER BY number"
-#: What SQLite raises on pages that are not what they should be, text and numbers among them.
+#: Errors of SQLite on damaged pages, texts and numbers.
 SQL_ERRORS: Final = (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError)
-#: Damaged places of one file that are named, and looked for.
+#: Most damages that are looked for and reported.
 DAMAGES_MAX: Final = 100
 DAMAGE_CHARS_MAX: Final = 300
 
@@ -42,7 +42,7 @@ _FORM_AT: Final = 60
 
 
 class Inspection(NamedTuple):
-    """`damages` say what is wrong and what that costs; empty: `contents` are all that was acknowledged."""
+    """`damages` describe what is wrong and what is lost; empty: `contents` has all acknowledged commits."""
 
     contents: Contents
     mark: Head | None
@@ -50,14 +50,17 @@ class Inspection(NamedTuple):
 
 
 class FileForm(NamedTuple):
-    """What the first bytes of a file say. None: it is no database."""
+    """The form in a file's header; None: the file is not a database."""
 
     form: int | None
     is_empty: bool
 
 
 def read_form(path: Path) -> FileForm:
-    """Raises OSError. Only while SQLite has not opened `path` in this process (coordinator.journal.files.Identity)."""
+    """Read the header of `path`. Raises OSError.
+
+    SQLite must not have opened `path` in this process (coordinator.journal.files.Identity).
+    """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     is_database = len(header) == _HEADER_BYTES and header.startswith(b"SQLite format 3\0")
@@ -65,7 +68,7 @@ def read_form(path: Path) -> FileForm:
 
 
 def inspect(path: Path, mark: Mark | None) -> Inspection:
-    """Of a journal that no other process has open. Raises ConfigError when it is none of this form, OSError."""
+    """Inspect a journal that no other process has open. Raises ConfigError when it is not of this form, or OSError."""
     _check_form(path, mark)
     head = mark.head if mark else None
     found = _Found()
@@ -87,11 +90,11 @@ def _check_form(path: Path, mark: Mark | None) -> None:
     form = read_form(path).form if path.exists() else None
     has_mark = mark is not None and mark.head is not None
     if form == VERSION or has_mark:
-        return  # of ours, or what is left of it
+        return  # a journal, or what is left of one
     if form is None:
-        raise unusable(path, "it is no journal", "name another file, or one that does not exist yet")
+        raise unusable(path, "it is not a journal", "name another file, or one that does not exist yet")
     raise ConfigError(
-        f"it has form {form}, this hisparse keeps form {VERSION}",
+        f"it has form {form}, this hisparse uses form {VERSION}",
         field="coordinator.journal",
         value=path,
         remedy="let its requests end under the hisparse that wrote it, then move it away",
@@ -99,7 +102,10 @@ def _check_form(path: Path, mark: Mark | None) -> None:
 
 
 def open_read_only(path: Path, *, with_log: bool = True) -> sqlite3.Connection:
-    """Without its log, if it has none or is not to use it, nothing is written beside it either."""
+    """Open the file read-only, with its log if there is one; raises sqlite3.DatabaseError for an empty file.
+
+    Without a log, SQLite writes no file beside it.
+    """
     log = log_path(path)
     has_log = with_log and log.exists() and log.stat().st_size > 0
     if not path.stat().st_size:  # SQLite would take the log away from an empty file
@@ -111,13 +117,13 @@ def open_read_only(path: Path, *, with_log: bool = True) -> sqlite3.Connection:
 
 
 def drop_index(path: Path) -> None:
-    """What SQLite leaves when it reads a log: it can be made again at any time."""
+    """Remove the index that SQLite leaves when it reads a log; SQLite can make it again at any time."""
     with suppress(OSError):
         index_path(path).unlink(missing_ok=True)
 
 
 def read_rows(connection: sqlite3.Connection, errors: list[str]) -> Iterator[StoredRecord]:
-    """Those that can be reached, in order, past places that cannot; `errors` says which."""
+    """All readable rows, in order; places that cannot be read are skipped and described in `errors`."""
     after, skip = -1, 1
     while len(errors) < DAMAGES_MAX:
         try:
@@ -134,7 +140,7 @@ def read_rows(connection: sqlite3.Connection, errors: list[str]) -> Iterator[Sto
 
 
 class _Found:
-    """What is found on the way."""
+    """Results of an inspection in progress."""
 
     def __init__(self) -> None:
         self.damages: list[str] = []
@@ -154,9 +160,9 @@ class _Found:
         if tables != [("table", "records", SCHEMA)]:
             self.note("its tables are not those of a journal")
             return
-        for (said,) in connection.execute("PRAGMA quick_check(8)").fetchall():
-            if said != "ok":
-                self.note(f"SQLite's pages are damaged: {said}")
+        for (result,) in connection.execute("PRAGMA quick_check(8)").fetchall():
+            if result != "ok":
+                self.note(f"SQLite's pages are damaged: {result}")
         errors: list[str] = []
         for row in read_rows(connection, errors):
             self._take_row(row)
@@ -208,7 +214,7 @@ class _Found:
     def compare(self, mark: Head | None, path: Path) -> None:
         head = self._head
         if mark is None:
-            self.note(f"{head_path(path).name}, which says how far it must go, is missing or damaged")
+            self.note(f"{head_path(path).name}, which has the last acknowledged commit, is missing or damaged")
         elif head is None:
             if not mark.commits and not self.damages and path.exists():
                 self.contents.head = mark

@@ -1,26 +1,27 @@
-"""The journal: facts are written down before anybody acts on them. One actor, one store, group commit.
+"""The journal: facts are durable before they take effect. One actor, one store, group commit.
 
     append ──► pending ──┐
                          ├── cut ──► store.write, in its thread ──► commits are done, tokens may be delivered
     tokens arrived ──────┘   ▲                    │
                              └──── the next one ──┘
 
-`append` takes records in order and never waits; the Commit that it returns is waited for by whoever must not go on
-before they are durable: a command that gives memory (I4), the answer to a submission or a command, the last word on a
-request. While the store writes one group the next one gathers, so the slower the disk, the larger the groups. Groups
-begin at least INTERVAL_S apart, which bounds what commits cost on a fast disk and is all that is waited for company.
+`append` takes records in order and never waits. It returns a Commit, to wait for before an effect that needs durable
+records: a command that grants memory (I4), the answer to a submission or a command, the Ended of a request. While the
+store writes one group, the records of the next one gather: the slower the disk, the larger the groups. Groups begin at
+least INTERVAL_S apart, which bounds the cost of commits on a fast disk; that is the only delay to gather records.
 
-Tokens are not appended: a group takes whatever the token log has by then, in one row of arrays, ahead of its other
-records. So a record never becomes durable before the tokens on which it was decided, and nobody is woken per token.
-While a summary is under way (coordinator.journal.summary), a group takes some of that too, behind its other records.
+Tokens are not appended. Each group takes the new tokens of the token log, in one row of arrays, ahead of its other
+records. So a record never becomes durable before the tokens on which it was decided, and no task is woken per token.
+While a summary is under way (coordinator.journal.summary), each group also takes some of its records, behind the
+others.
 
-When the store fails (a full disk, a failing fsync) the group is tried again every RETRY_S until it succeeds, and
-`failing` says why: new work is refused with that. Running work goes on: workers decode on the pages they hold, and
-nothing is granted, acknowledged or delivered that is not durable. The store keeps a reserve for that time
-(coordinator.journal.store), so that it is long.
+When the store fails (a full disk, a failing fsync), the group is tried again every RETRY_S until it succeeds, and
+`failing` gives the reason, with which new requests are refused. Running requests go on: workers decode on the pages
+that they hold. Only durable records are granted, acknowledged or delivered. The store's reserve
+(coordinator.journal.store) makes this time long.
 
-Rejected: a commit per record (as many fsyncs as tokens); carrying on without the disk (what was granted or delivered
-then would be forgotten in a crash, and pages would be given out twice).
+Rejected: a commit per record (as many fsyncs as tokens); going on without the disk (a crash would forget grants and
+deliveries, and pages would be granted twice).
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from protocol.logs import fields, logger
 INTERVAL_S: Final = 0.002
 #: How soon a group that could not be written is tried again.
 RETRY_S: Final = 0.5
-#: Records that wait; those who append wait for their commits, so only a defect gets here.
+#: Records of the pending group. Callers wait for their commits, so only a defect exceeds it.
 PENDING_MAX: Final = 262_144
-#: Longest that the acknowledgement of a submission or a command waits for its commit.
+#: Longest wait of an acknowledgement of a submission or a command for its commit.
 COMMIT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
@@ -57,32 +58,34 @@ log = logger("coordinator.journal.journal")
 
 
 class JournalError(Exception):
-    """The store could not write, and nothing of the group is durable as far as anybody may rely on."""
+    """The store could not write; treat no record of the group as durable."""
 
 
 class JournalStore(Protocol):
-    """Where records lie. Calls come one at a time."""
+    """A store of records. Calls are made one at a time."""
 
     async def load(self) -> list[Record]:
-        """Every record that was committed and not replaced since, in order. Raises JournalError."""
+        """All records that were committed and not replaced since, in order. Raises JournalError."""
 
     async def write(self, records: Sequence[Record]) -> None:
-        """Make all of them durable, in order, or none: raises JournalError. Not cancellable. No records: find out
-        whether the store is still `short`."""
+        """Make all records durable, in order, or none and raise JournalError. Not cancellable.
+
+        Without records: check whether the store is still `short`.
+        """
 
     @property
     def short(self) -> str:
-        """Why no new work should be taken although writing succeeds; empty: it may."""
+        """Why new requests should be refused although writes succeed; empty: they need not be."""
 
     @property
     def wants_summary(self) -> bool:
-        """Whether so much was written since the last SummaryBegun that another would save room."""
+        """Whether a new summary would save enough room, by the bytes written since the last SummaryBegun."""
 
     def close(self) -> None: ...
 
 
 class _Group:
-    """Records of one transaction, and who waits for its end since `began`."""
+    """Records of one transaction, and the replies that wait for it since `began`."""
 
     __slots__ = ("answers", "began", "committed", "records")
 
@@ -93,27 +96,27 @@ class _Group:
         self.answers: list[tuple[Reply[Any], Any, str]] = []
 
     def end(self) -> None:
-        """It is durable."""
+        """The group is durable: set its replies."""
         self.committed.set()
         for reply, value, _ in self.answers:
             reply.set(value)
         self.answers.clear()
 
     def give_up(self) -> None:
-        """It may become durable, but nobody is left waiting for it."""
+        """Fail waiting replies with Unavailable; the records may still be committed."""
         for reply, _, what in self.answers:
             reply.fail(
                 Unavailable(
                     f"{what}, but the journal has not written it for {COMMIT_LIMIT_S:g} s",
                     field="coordinator.journal",
-                    remedy="make room on its disk; then ask again, under the same request id",
+                    remedy="make room on its disk; then repeat the call, with the same request id",
                 )
             )
         self.answers.clear()
 
 
 class Commit:
-    """Records that are durable, or will be. Cheap to drop when nobody waits for it."""
+    """Records that are durable, or will be. Dropping it costs nothing."""
 
     __slots__ = ("_group",)
 
@@ -125,12 +128,15 @@ class Commit:
         return self._group is None or self._group.committed.is_set()
 
     async def wait(self) -> None:
-        """Until they are durable; at once, without a checkpoint, when they are. Cancelled: they may become so."""
+        """Return once the records are durable; without a checkpoint if they are. Cancelled: they may become durable."""
         if self._group is not None and not self._group.committed.is_set():
             await self._group.committed.wait()
 
     def answer(self, reply: Reply[T], value: T, what: str) -> None:
-        """Set `reply` once they are durable; after COMMIT_LIMIT_S fail it with Unavailable, naming `what` was done."""
+        """Set `reply` once the records are durable; after COMMIT_LIMIT_S fail it with Unavailable.
+
+        `what` describes what was done, for the error.
+        """
         if self._group is None or self._group.committed.is_set():
             reply.set(value)
         else:
@@ -141,45 +147,47 @@ DONE: Final = Commit()
 
 
 class Journal(Protocol):
-    """What the actors need of it."""
+    """The journal as the other actors use it."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether anything survives this process."""
+        """Whether records outlive this process."""
 
     @property
     def failing(self) -> str:
-        """Why new work is to be refused; empty: it need not be."""
+        """Why new requests must be refused; empty: they need not be."""
 
     @property
-    def book(self) -> JournalState:
-        """What the records so far amount to; `ledgers` in it are the live ones."""
+    def state(self) -> JournalState:
+        """The state that the records so far lead to; its `ledgers` are the live ones."""
 
     def summarize_if_long(self) -> None:
-        """Begin to replace what was written by a summary, if that saves enough. Only between two turns of the
-        Scheduler, when no change of a ledger is under way."""
+        """Begin a summary, which replaces earlier records, if that saves enough.
+
+        Call only between two turns of the Scheduler, when no change of a ledger is in progress.
+        """
 
     def append(self, records: Sequence[Record]) -> Commit:
-        """Write `records` behind all that was appended before. No records: what was, and tokens that arrived."""
+        """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        """Write the changes of a node's ledger, and `notes` behind them, in one commit."""
+        """Write the changes of a node's ledger, then `notes`, in one commit."""
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
-        """Write that a node has a new pool; returns its ledger, which is empty and from now on in `book`."""
+        """Write that a node has a new pool. Returns its empty ledger, which is in `state` from now on."""
 
     def tokens_arrived(self) -> None:
-        """The token log has news."""
+        """The token log has new tokens or durable rows."""
 
 
 class NoJournal:
-    """`--journal none`: everything counts at once, and nothing is left of it after a crash."""
+    """`--journal none`: every record counts as durable at once; a crash loses all requests."""
 
     is_kept = False
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.book = JournalState()
+        self.state = JournalState()
         self._on_tokens = on_tokens
 
     def summarize_if_long(self) -> None:
@@ -192,14 +200,14 @@ class NoJournal:
         return DONE
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
-        return self.book.open_pool(opened)
+        return self.state.open_pool(opened)
 
     def tokens_arrived(self) -> None:
         self._on_tokens()
 
 
 class GroupCommit:
-    """The actor. `on_tokens` is called when tokens may be delivered; run it at Level.JOURNAL."""
+    """The Journal actor, for Level.JOURNAL. `on_tokens` is called when tokens were committed and may be delivered."""
 
     name = "journal"
     is_kept = True
@@ -207,14 +215,14 @@ class GroupCommit:
     def __init__(
         self,
         store: JournalStore,
-        book: JournalState,
+        state: JournalState,
         token_log: TokenLog,
         *,
         on_tokens: Callable[[], None],
         counters: JournalCounters | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.book = book
+        self.state = state
         self._store = store
         self._token_log = token_log
         self._on_tokens = on_tokens
@@ -226,7 +234,7 @@ class GroupCommit:
         self._closing = False
         self._error = ""
         self._summarizing: Summarizing | None = None
-        self._summary = DONE  # the last group of the last summary
+        self._summary = DONE  # commit of the last group of the last summary
 
     @property
     def is_summarizing(self) -> bool:
@@ -241,7 +249,7 @@ class GroupCommit:
         if len(pending.records) + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
         for record in records:
-            self.book.note(record)
+            self.state.note(record)
         if not pending.answers:
             pending.began = self._clock()
         pending.records += records
@@ -253,11 +261,11 @@ class GroupCommit:
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
         self.append([opened])
-        return self.book.open_pool(opened)
+        return self.state.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
-            self._summarizing = Summarizing(self.book, self._token_log)
+            self._summarizing = Summarizing(self.state, self._token_log)
             self._pending.records.append(self._summarizing.begun)
             self._news.set()
 
@@ -265,7 +273,7 @@ class GroupCommit:
         self._news.set()
 
     def close(self) -> None:
-        """Write what is there, then end. Idempotent."""
+        """Write the pending records, then end. Idempotent."""
         self._closing = True
         self._news.set()
 
@@ -273,14 +281,14 @@ class GroupCommit:
         return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
-        """Until closed. Cancelled: what was not committed is lost, and nobody was told otherwise."""
+        """Commit groups, until closed. Cancelled: uncommitted records are lost; none of them was acknowledged."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._give_up_overdue)
             await self._commit_groups()
             nursery.cancel_scope.cancel()
 
     async def _give_up_overdue(self) -> None:
-        """Whoever waits for a disk that fails, or hangs, is told in the end (I8)."""
+        """Fail replies that have waited for COMMIT_LIMIT_S, as when the disk fails or hangs (I8)."""
         while True:
             await trio.sleep(COMMIT_LIMIT_S / 4)
             for group in (self._writing, self._pending):
@@ -310,7 +318,7 @@ class GroupCommit:
             self._on_tokens()
 
     def _cut(self) -> News | None:
-        """End the pending group, with the tokens that it returns ahead of its records."""
+        """End the pending group, with new tokens, which are returned, ahead of its records."""
         group, self._pending = self._pending, _Group()
         self._writing = group
         news = self._token_log.take_news()
@@ -323,7 +331,7 @@ class GroupCommit:
         return news
 
     async def _write(self, group: Sequence[Record]) -> None:
-        """Until it succeeds."""
+        """Write `group`, again until it succeeds."""
         while True:
             began = self._clock()
             try:
@@ -339,7 +347,7 @@ class GroupCommit:
         self._counters.errors += 1
         self._counters.last_error = error
         if error != self._error:
-            log.error("cannot write; new work is refused until it can", extra=fields(error=error))
+            log.error("cannot write; new requests are refused until it can", extra=fields(error=error))
         self._error = error
 
     def _note_success(self, seconds: float, records: int) -> None:
@@ -352,10 +360,10 @@ class GroupCommit:
 
 
 def check_writes(journal: Journal) -> None:
-    """Raise Unavailable, with the reason, while no new work may be taken."""
+    """Raise Unavailable, with the reason, while new requests must be refused."""
     if journal.failing:
         raise Unavailable(
-            f"the journal cannot take more: {journal.failing}",
+            f"the journal takes no new requests: {journal.failing}",
             field="coordinator.journal",
-            remedy="put right what it says, or make room; running requests go on, and this can be asked for again then",
+            remedy="correct the cause, or make room on its disk, and retry; running requests go on",
         )

@@ -1,11 +1,11 @@
-"""A ledger as records, and back: what a summary of the journal has instead of all its changes. Pure.
+"""A ledger as records, and back: a summary of the journal has them instead of the ledger's changes. Pure.
 
-Friend of coordinator.memory.ledger.Ledger: the only other code that knows its fields. A ledger that was read back
-equals the one before in everything that decides what later changes do, the order of free pages included.
+Friend of coordinator.memory.ledger.Ledger: the only other code that uses its fields. A restored ledger equals the
+original in everything that decides the effect of later changes, the order of free pages included.
 
-Parts are made one at a time, of what the ledger was when they were asked for: at 10,000 admissions the copy that they
-are made of takes 5 ms and the parts 50, which is too long for one turn of anybody. Page lists are not copied: a ledger
-puts new arrays into a list and changes none.
+The ledger is copied at once, and the parts are made from the copy one at a time. With 10,000 placements the copy takes
+5 ms and the parts 50 ms, which is too long for one turn of the event loop. Page arrays are not copied: a ledger appends
+arrays to a list and changes none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.sizing import Memory, memory_of
 
-#: Admissions of one part, and pages after which it ends: 32 KiB.
+#: Most placements of one part, and pages after which it ends: 32 KiB.
 PART_HOLDINGS: Final = 64
 PART_PAGES: Final = 8_192
 
 
 def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
-    """The ledger as it is now, in order, whatever becomes of it while they are taken."""
+    """Parts of the ledger as it is now, in order; later changes of the ledger do not affect them."""
     free = ledger._free[: ledger.pages_free].copy()
     budgets = tuple(
         BudgetImage(it.worker, it.epoch, it.capacity, it.lost, it.exited) for it in ledger._budgets.values()
@@ -69,7 +69,7 @@ def _holding_image(holding: _Frozen) -> HoldingImage:
 
 
 def ledger_from(parts: Sequence[NodePart]) -> Ledger:
-    """Of all parts, in order, of which there must be one."""
+    """The ledger of `parts`: all of them, in order, at least one."""
     ledger = Ledger(parts[0].pages_total)
     ledger.pages_free = 0
     for part in parts:
@@ -108,5 +108,5 @@ def _restore_holding(ledger: Ledger, image: HoldingImage) -> None:
 
 
 def epochs_of(ledger: Ledger) -> set[EpochKey]:
-    """Epochs that still matter: with a budget, or with pages in quarantine."""
+    """Epochs with a budget or with pages in quarantine."""
     return {*ledger._budgets, *ledger._quarantines}

@@ -1,19 +1,19 @@
-"""What the journal holds: the facts that a coordinator may not forget, as records in the order of their commits. Pure.
+"""Records of the journal: the facts that must outlive a coordinator, in the order of their commits. Pure.
 
-    of a request   Accepted, Ordered, Admission, HandedOver, Departed, Struck,  who it is, where it stays, how it ended
+    of a request   Accepted, Ordered, Placed, HandedOver, Departed, Struck,   submission, placements, end
                    Ended, Forgotten
-    of a node      PoolOpened, Joined, Changed, Drained, Undrained              its pool, its workers, its page tables
-    of all         Tokens                                                       one row of arrays per group commit
-    of a summary   SummaryBegun, NodePart, Output, SummaryEnded                 what came before, in fewer words
+    of a node      PoolOpened, Joined, LedgerChanged, Drained, Undrained      its pool, its workers, its ledger
+    of all         Tokens                                                     one row of arrays per group commit
+    of a summary   SummaryBegun, NodePart, Output, SummaryEnded               the earlier records, in fewer ones
 
-Replaying any prefix of what was committed gives a state that was true once (coordinator.journal.state): records are
-appended in the order in which they became true, and a group takes every token that has arrived before the records that
-may depend on it. Nothing in here is a rate, a guess or a wish that may be lost: how far an admission has come on its
-worker is the worker's to say (its inventory), and what policy wants it decides anew.
+Replaying any prefix of the committed records gives a state that was true once (coordinator.journal.state): records are
+appended in the order in which they became true, and a group has all tokens that arrived before the records that may
+depend on them. Records hold no rates and no estimates. The progress of a placement comes from its worker (its
+inventory), and the policy decides again what it wants.
 
 Rejected: a table per kind of fact, updated in place (a commit would touch as many pages as requests, and a torn
-update needs an undo log of our own); journalling what workers report instead of what follows from it (a replay would
-run the whole policy again, and any change of policy would change the past).
+update would need an undo log); journalling workers' reports instead of what follows from them (a replay would run the
+whole policy again, and any change of policy would change the past).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from coordinator.tokens.token_log import News
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
 
-#: Names of workers that are drained, or were when they went.
+#: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
 
-#: (-priority, arrival): total, never changes; the lower one is better.
+#: (-priority, arrival): a total order that never changes; the lower rank goes first.
 Rank: TypeAlias = tuple[int, int]
 
 
@@ -45,10 +45,12 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What never changes about a request, made once: at submission, or read from the journal. All who need one of
-    these facts refer to this record. `owner` is who asked, for the record; `user` whose key it was, "" without keys.
-    `prompt_digest` tells its prompt from another's once it is only in the journal. `at_s`: submitted, in seconds since
-    the epoch."""
+    """The immutable facts of a request: made once, at submission or from the journal, and shared by reference.
+
+    `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
+    keys. `prompt_digest` identifies the prompt, after the prompt itself is only in the journal. `at_s`: time of
+    submission, in seconds since 1970. `prefill_mode` is that of the Submit.
+    """
 
     request_index: int
     request_id: str
@@ -72,7 +74,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
-    """A request, with everything that it was submitted with. `prompt` is int32 token ids."""
+    """A request, as it was submitted. `prompt` is int32 token ids."""
 
     facts: RequestFacts
     prompt: bytes
@@ -83,7 +85,7 @@ class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
 
 
 class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
-    """What operators and clients want of a request by now, in full. `outcome` ABORTED or FAILED: its end is decided."""
+    """The current orders of operators and clients for a request. `outcome` ABORTED or FAILED: its end is decided."""
 
     request_index: int
     held: bool
@@ -93,8 +95,11 @@ class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
 
 
 class RequestPlaced(JournalEntry, frozen=True, tag="placed"):
-    """The stay that a Reserve in the same commit began; `durable_tokens` rows are in the pages it starts with.
-    `prefills_only`: another worker is to decode it, into whose pages its rows go under `ticket` (0: same node)."""
+    """A placement, which a Reserve in the same commit began; its pages hold `durable_tokens` rows from the start.
+
+    `prefills_only`: another worker will decode the request; the rows go to its node by inbound transfer `ticket` (0: it
+    is on the same node).
+    """
 
     request_index: int
     placement: int
@@ -107,8 +112,10 @@ class RequestPlaced(JournalEntry, frozen=True, tag="placed"):
 
 
 class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
-    """The admission is over, and its rows are, or will be, in the pages that `worker` of another node took them into
-    under `ticket`."""
+    """The placement has ended. Its rows are, or will be, in pages of another node, where `worker` receives them.
+
+    `ticket` is the number of the inbound transfer.
+    """
 
     request_index: int
     ticket: int
@@ -120,8 +127,10 @@ class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
 
 
 class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
-    """The admission is over, or what it kept was given up. `kept_tokens` rows stay in its pages; 0: nothing stays.
-    `first_token` belongs to them when nothing of the output was said yet."""
+    """The placement has ended, or its kept pages were given up. `kept_tokens` rows stay in its pages; 0: none.
+
+    `first_token` was drawn after these rows and not reported yet, if it is not NO_TOKEN.
+    """
 
     request_index: int
     kept_tokens: int
@@ -129,8 +138,10 @@ class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
 
 
 class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
-    """`worker` died with these on it (coordinator.scheduling.poison): how many strikes each has by now, and at how
-    many generated tokens. Parallel int32 arrays."""
+    """`worker` died while it ran these requests (coordinator.scheduling.poison).
+
+    Parallel int32 arrays: request indices, strikes of each so far, and its generated tokens at this strike (marks).
+    """
 
     worker: str
     request_indices: bytes
@@ -139,7 +150,7 @@ class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
 
 
 class RequestEnded(JournalEntry, frozen=True, tag="ended"):
-    """The last word on a request; all of its tokens come before."""
+    """The end of a request. All of its tokens come before this record."""
 
     request_index: int
     outcome: str
@@ -150,8 +161,10 @@ class RequestEnded(JournalEntry, frozen=True, tag="ended"):
 
 
 class RequestsForgotten(JournalEntry, frozen=True, tag="forgotten"):
-    """Ended requests that nobody may ask for any more; their slots may be taken again. `request_indices` is int32;
-    `arrivals` is the highest number that any request had so far."""
+    """Ended requests that were forgotten; their request indices (int32) may be reused.
+
+    `arrivals` is the highest `arrival` of any request so far.
+    """
 
     request_indices: bytes
     arrivals: int
@@ -161,7 +174,7 @@ class RequestsForgotten(JournalEntry, frozen=True, tag="forgotten"):
 
 
 class PoolOpened(JournalEntry, frozen=True, tag="pool_opened"):
-    """A node's pool, as the first of its workers described it: a fresh ledger of `capacity.host_pages`."""
+    """A node's pool, as the node's first worker described it. Begins an empty ledger of `capacity.host_pages`."""
 
     node: str
     capacity: WorkerCapacity
@@ -169,7 +182,7 @@ class PoolOpened(JournalEntry, frozen=True, tag="pool_opened"):
 
 
 class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
-    """An epoch of a worker, and its process: `started` in clock ticks after the boot of `boot`; 0: not attested."""
+    """An epoch of a worker, and its process: `started` in clock ticks after boot `boot`; 0: not attested."""
 
     node: str
     worker: str
@@ -182,8 +195,10 @@ class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
 
 
 class WorkerDrained(JournalEntry, frozen=True, tag="drained"):
-    """Nobody is admitted to `worker`; past `until_s`, in seconds since 1970, it keeps nobody. Of one process: `epoch`,
-    and the next one if its number follows."""
+    """No request is placed on `worker`; after `until_s`, in seconds since 1970, its requests are retracted.
+
+    Holds for one process: for `epoch`, and for the next epoch if its number follows.
+    """
 
     worker: str
     epoch: int
@@ -206,8 +221,11 @@ class LedgerChanged(JournalEntry, frozen=True, tag="changed"):
 
 
 class TokensAppended(JournalEntry, frozen=True, tag="tokens"):
-    """News of any number of requests, as parallel int32 arrays: tokens from generated position `starts[i]` on, and how
-    many rows are durable by now."""
+    """New tokens and durable rows of any number of requests, as int32 arrays.
+
+    `counts[i]` tokens of `request_indices[i]` from generated position `starts[i]` on, concatenated in `tokens`;
+    `durables[i]` is the number of its durable rows.
+    """
 
     request_indices: bytes
     starts: bytes
@@ -220,8 +238,10 @@ class TokensAppended(JournalEntry, frozen=True, tag="tokens"):
 
 
 class SummaryBegun(JournalEntry, frozen=True, tag="summary_begun"):
-    """From here on everything is said again, a little in each commit (coordinator.journal.summary): the highest numbers
-    given out so far and the nodes' pools and workers at once, the rest in the records behind this one."""
+    """Begin of a summary (coordinator.journal.summary): the highest numbers given so far, pools, workers and drains.
+
+    The records of the summary follow, some in each commit.
+    """
 
     arrivals: int
     placements: int
@@ -231,12 +251,14 @@ class SummaryBegun(JournalEntry, frozen=True, tag="summary_begun"):
 
 
 class SummaryEnded(JournalEntry, frozen=True, tag="summary_ended"):
-    """All has been said again: nothing before the SummaryBegun is needed but Accepted, Output and Ended."""
+    """The summary is complete: of the rows before SummaryBegun only Accepted, Output and Ended are still needed."""
 
 
 class NodePart(JournalEntry, frozen=True, tag="node_part"):
-    """Part of a ledger as it was at the SummaryBegun before: stack and lists of all parts, in order, are the whole.
-    `free` is the stack of free pages; the rest by admission and epoch. Pages are int32."""
+    """Part of a ledger as of the last SummaryBegun. All parts of a node, concatenated in order, are the ledger.
+
+    `free` is the stack of free pages; holdings are by placement, budgets and quarantines by epoch. Pages are int32.
+    """
 
     node: str
     pages_total: int
@@ -255,7 +277,7 @@ class BudgetImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
-    """`budget` None: only kept pages."""
+    """The memory of one placement. `budget` None: only kept pages."""
 
     placement: int
     budget: EpochKey | None
@@ -266,7 +288,7 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(JournalEntry, frozen=True, tag="output"):
-    """Tokens of one request from generated position `start` on: what earlier summaries do not have. int32."""
+    """Tokens (int32) of one request from generated position `start` on, which earlier summaries do not have."""
 
     request_index: int
     start: int
@@ -274,34 +296,24 @@ class RequestOutput(JournalEntry, frozen=True, tag="output"):
     durable_tokens: int
 
 
-class Summary(JournalEntry, frozen=True):
-    """What form 1 of the journal had for a summary, whole in one commit, NodeImages behind it. Read, never written."""
-
-    arrivals: int
-    placements: int
-    ordered: tuple[RequestOrdered, ...] = ()
-    stays: tuple[RequestPlaced, ...] = ()
-    departed: tuple[RequestDeparted, ...] = ()
-
-
 def digest_of(prompt: bytes) -> bytes:
-    """Tells one prompt from another."""
+    """Hash that identifies a prompt."""
     return blake2b(prompt, digest_size=16).digest()
 
 
 def tokens_of(news: News) -> TokensAppended:
-    """What the token log has to write down, as a record."""
+    """New tokens of the token log as a record."""
     return TokensAppended(*(part.tobytes() for part in news))
 
 
 def news_of(tokens: TokensAppended) -> News:
-    """A record, as the token log takes it in. Raises ProtocolError when an array's bytes do not divide by 4."""
+    """The arrays of a record. Raises ProtocolError when an array's size is no multiple of 4 bytes."""
     parts = (tokens.request_indices, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
     return News(*(unpack_int32(part, "tokens") for part in parts))
 
 
 def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> RequestsStruck:
-    """Of (slot, strikes, mark) for each."""
+    """A RequestsStruck of (request index, strikes, mark) for each request."""
     return RequestsStruck(worker, *(pack_int32(column) for column in zip(*strikes, strict=True)))
 
 
@@ -326,7 +338,7 @@ Record: TypeAlias = (
     | RequestOutput
 )
 
-#: Records that outlive a summary, until their request is forgotten.
+#: Records that summaries do not replace; they stay until their request is forgotten.
 LASTING = (RequestAccepted, RequestOutput, RequestEnded)
 
 encode = msgspec.msgpack.Encoder().encode

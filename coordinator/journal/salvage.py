@@ -1,15 +1,15 @@
-"""What is whole in a damaged journal, as a new one: requests, their tokens and ends. `rebuild` is pure.
+"""Salvage of a damaged journal: a new journal of the requests, tokens and ends that are whole. `rebuild` is pure.
 
-    rows that are whole ──► requests with a submission that is whole, tokens up to the first gap, ends whose output is
-                            whole, what operators want by what is left
-    left out                pools, workers, page tables: any of them may have changed in a row that is gone
+    from whole rows   requests with a whole submission, their tokens up to the first gap, ends with a whole output,
+                      orders of operators as far as they are left
+    left out          pools, workers, ledgers: each may have changed in a lost row
 
-A request that had not ended is queued again and prefilled, its kept tokens are forced, as after the loss of a host
-pool; workers that come with memory of the life before are told to empty themselves. So no page can be given out twice,
-however little is left. Tokens beyond a gap are decoded again, and a request whose end is gone runs again.
+A request that had not ended is queued again and prefilled, and its salvaged tokens are forced, as after the loss of a
+host pool. Workers that still hold requests are sent away to withdraw them. So no page can be granted twice, however
+little is left. Tokens behind a gap are decoded again, and a request whose end is lost runs again.
 
-Rows are taken from two views, the file with its log and the file alone: with a log that was copied into the file
-already and is damaged in its middle, the file has what the log does not say any more.
+Rows are taken from two views, the file with its log and the file alone. If the log was copied into the file already and
+is damaged in its middle, the file has rows that the log has lost.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from coordinator.journal.summary import facts_of
 from metrics.state import JournalCounters
 from protocol.arrays import unpack_int32
 
-#: Admission numbers that the lost part may have given out; workers may still hold some.
-ADMISSIONS_SKIPPED: Final = 1 << 24
+#: Placement numbers that the lost part may have used; workers may still hold such placements.
+PLACEMENTS_SKIPPED: Final = 1 << 24
 #: Records written with one commit.
 RECORDS_EACH: Final = 512
 
 
 class Salvaged(NamedTuple):
-    """`records` are the new journal; `lost` says of each request that is not whole what is gone."""
+    """`records` are the new journal; `lost` has a line for each incomplete request, with what is lost."""
 
     records: tuple[Record, ...]
     live: int
@@ -63,13 +63,13 @@ class Salvaged(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """Pieces of output, by position."""
+    """A submission and pieces of its output: (start position, int32 tokens)."""
 
     accepted: RequestAccepted
     pieces: list[tuple[int, bytes]] = field(default_factory=list)
 
     def output(self) -> tuple[bytes, bool]:
-        """Tokens up to the first gap, and whether there is none."""
+        """Tokens (int32) up to the first gap, and whether there is no gap."""
         whole = bytearray()
         for start, tokens in sorted(self.pieces, key=lambda piece: piece[0]):
             if 4 * start > len(whole):
@@ -80,10 +80,10 @@ class _Request:
 
 class _Rebuilding:
     def __init__(self) -> None:
-        self.book = JournalState()
+        self.state = JournalState()
         self.requests: dict[int, _Request] = {}
         self.lost: list[str] = []
-        self._orphans: set[int] = set()  # slots of which there is something, but no submission
+        self._orphans: set[int] = set()  # request indices with records, but without a submission
 
     def take(self, record: Record) -> None:
         match record:
@@ -101,9 +101,9 @@ class _Rebuilding:
             case TokensAppended():
                 self._take_tokens(record)
             case RequestPlaced(placement=number) | RequestHandedOver(ticket=number):
-                self.book.placements = max(self.book.placements, number)
+                self.state.placements = max(self.state.placements, number)
         if not isinstance(record, RequestPlaced | RequestHandedOver):
-            self.book.note(record)
+            self.state.note(record)
 
     def _take_tokens(self, news: TokensAppended) -> None:
         columns = (unpack_int32(it, "news").tolist() for it in (news.request_indices, news.starts, news.counts))
@@ -119,11 +119,13 @@ class _Rebuilding:
             self.requests[request_index].pieces.append((start, tokens))
 
     def finish(self) -> Salvaged:
-        book = self.book
+        state = self.state
         self.lost += [
             f"the request of index {request_index}: its submission is gone" for request_index in sorted(self._orphans)
         ]
-        begun = SummaryBegun(book.arrivals, book.placements + ADMISSIONS_SKIPPED, (), (), tuple(book.drains.values()))
+        begun = SummaryBegun(
+            state.arrivals, state.placements + PLACEMENTS_SKIPPED, (), (), tuple(state.drains.values())
+        )
         by_arrival = sorted(self.requests.items(), key=_arrival)
         newest = {it.accepted.facts.request_id: request_index for request_index, it in by_arrival}
         kept = [record for request_index in sorted(newest.values()) for record in self._records_of(request_index)]
@@ -133,14 +135,14 @@ class _Rebuilding:
         return Salvaged((begun, *kept, SummaryEnded()), live, ended, tokens, tuple(self.lost))
 
     def _records_of(self, request_index: int) -> list[Record]:
-        request, known = self.requests[request_index], self.book.requests[request_index]
+        request, known = self.requests[request_index], self.state.requests[request_index]
         (output, is_whole), ended = request.output(), known.ended
-        name, said = f"request {request.accepted.facts.request_id}", len(output) // 4
-        if ended is not None and said != ended.generated_tokens:
-            self.lost.append(f"{name}, which has ended: {said} of {ended.generated_tokens} tokens are left")
+        name, tokens = f"request {request.accepted.facts.request_id}", len(output) // 4
+        if ended is not None and tokens != ended.generated_tokens:
+            self.lost.append(f"{name}, which has ended: {tokens} of {ended.generated_tokens} tokens are left")
             return []
         if not is_whole:
-            self.lost.append(f"{name}: tokens from position {said} on")
+            self.lost.append(f"{name}: tokens from position {tokens} on")
         outputs: list[Record] = [RequestOutput(request_index, 0, output, 0)] if output else []
         return [request.accepted, *facts_of(known), *outputs, *([ended] if ended else [])]
 
@@ -150,7 +152,7 @@ def _arrival(item: tuple[int, _Request]) -> int:
 
 
 def rebuild(rows: Sequence[StoredRecord]) -> Salvaged:
-    """Of `rows` that are whole, in the order of their numbers."""
+    """Salvage `rows`, which must be whole and in the order of their numbers."""
     heads = [head for row in rows if row.head is not None and (head := unpack(row.head))]
     begin = heads[-1].begin if heads else 0
     rebuilding = _Rebuilding()
@@ -165,7 +167,7 @@ def rebuild(rows: Sequence[StoredRecord]) -> Salvaged:
 
 
 class Check(NamedTuple):
-    """What a journal has, and what is wrong with it; `salvaged` is what could be kept."""
+    """Result of a check: the newest head, the damages, and what `salvage` would keep."""
 
     head: Head | None
     damages: tuple[str, ...]
@@ -173,14 +175,16 @@ class Check(NamedTuple):
 
 
 def check(path: Path) -> Check:
-    """Look at the journal at `path`, which no coordinator may have open. Raises ConfigError."""
+    """Check the journal at `path`, without changing it. Raises ConfigError, also when a coordinator has it open."""
     with _held(path) as mark:
         return _check(path, mark)
 
 
 def salvage(path: Path) -> tuple[Check, Path | None]:
-    """Put what is whole of a damaged journal in its place; its files go to the directory that is returned. None: it
-    is whole, and stays as it is. Raises ConfigError."""
+    """Replace a damaged journal by one of what is whole; its files are moved to the returned directory.
+
+    None: the journal is whole and was not changed. Raises ConfigError.
+    """
     with _held(path) as mark:
         found = _check(path, mark)
         if not found.damages:
@@ -203,7 +207,7 @@ def salvage(path: Path) -> tuple[Check, Path | None]:
 
 @contextmanager
 def _held(path: Path) -> Iterator[Mark | None]:
-    """Locked, as far as there is something to lock."""
+    """Hold the journal's lock, if its mark exists; gives the mark. Raises ConfigError."""
     try:
         check_private(path)
         mark = Mark(path, is_kept=False) if head_path(path).exists() else None
@@ -213,7 +217,7 @@ def _held(path: Path) -> Iterator[Mark | None]:
         raise unusable(path, str(error)) from error
     try:
         if not path.exists() and mark is None:
-            raise unusable(path, "there is none", "name the file that coordinator.journal names")
+            raise unusable(path, "it does not exist", "name the file that coordinator.journal names")
         yield mark
     finally:
         if mark is not None:

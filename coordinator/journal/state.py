@@ -1,17 +1,16 @@
-"""The state that the journal's records amount to. Pure: `replay` makes it, `note` keeps it true while records are
-appended.
+"""The state that the journal's records lead to. Pure: `replay` makes it, `note` updates it for each appended record.
 
-    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery goes on from it
+    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery continues from it
     append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
                                                      their owners
-    JournalState ─────► coordinator.journal.summary  says it again in fewer records, now and then
+    JournalState ─────► coordinator.journal.summary  now and then, written again in fewer records
 
-A request that is forgotten is gone from here; an epoch is forgotten when its node's ledger has nothing of it.
+A forgotten request is removed. An epoch is removed once its node's ledger holds nothing of it.
 
-A summary is spread over many commits, and replay meets it in two ways. With everything before it still there it repeats
-what is known. With what was before it gone, requests begin as they were accepted, and are right once the summary has
-come to them; of a node's ledger the parts, as it was when the summary began, and the changes since are collected until
-the summary's end, when the one is made of the others.
+A summary is spread over many commits, and replay handles two cases. When the earlier records still exist, the summary
+repeats known facts. When they were deleted, a request begins as it was accepted, and has its state once the summary's
+records of it were read. For a ledger, its parts as of the SummaryBegun and the changes since are collected; at the
+SummaryEnded the ledger is made from the parts, and the changes are applied.
 """
 
 from __future__ import annotations
@@ -62,8 +61,11 @@ def no_order(request_index: int) -> RequestOrdered:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
-    of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
+    """One request. `stay` is its latest placement, None if it left nothing.
+
+    `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept. After the end of the request,
+    its prompt is only in the journal.
+    """
 
     facts: RequestFacts
     prompt: bytes
@@ -73,14 +75,17 @@ class RequestRecord:
     kept_tokens: int = 0
     first_token: int = NO_TOKEN
     strikes: int = 0
-    mark: int = -1  # generated tokens at the last of them
-    killed: str = ""  # the worker that died then
+    mark: int = -1  # generated tokens at the last strike
+    killed: str = ""  # worker that died at the last strike
     ended: RequestEnded | None = None
 
 
 @dataclass(slots=True)
 class JournalState:
-    """`ledgers` by node are the live ones; the highest numbers given out so far are for those who give out more."""
+    """State of all requests, nodes and workers. `ledgers`, by node, are the live ones.
+
+    `arrivals` and `placements` are the highest numbers given so far.
+    """
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     pools: dict[str, PoolOpened] = field(default_factory=dict)
@@ -91,7 +96,7 @@ class JournalState:
     placements: int = 0
 
     def note(self, record: Record) -> None:
-        """A record was appended. Ledgers and tokens are noted by their owners."""
+        """Update the state for an appended record. Ledgers and tokens are updated by their owners."""
         match record:
             case RequestAccepted(facts, prompt):
                 request_index = facts.request_index
@@ -112,7 +117,7 @@ class JournalState:
                 self.arrivals = max(self.arrivals, arrivals)
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     self.requests.pop(request_index, None)
-            case LedgerChanged(changes=changes):  # where each number is given out, that of a ticket too
+            case LedgerChanged(changes=changes):  # its Reserves have all placement numbers, those of tickets too
                 given = (change.placement for change in changes if isinstance(change, Reserve))
                 self.placements = max(self.placements, *given, 0)
             case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
@@ -134,7 +139,7 @@ class JournalState:
                     del self.drains[next(iter(self.drains))]
 
     def _note_drain_of_next(self, worker: str, epoch: int) -> None:
-        """A drain goes on with the same process, and ends with another."""
+        """A drain continues with the next epoch of the same process, and ends with another process."""
         drained = self.drains.get(worker)
         if drained is not None and drained.epoch != epoch:
             self.drains.pop(worker)
@@ -168,30 +173,30 @@ class JournalState:
                 known.ended, known.prompt = record, b""
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
-        """The ledger of a node's new pool: empty, and its HostPool's to change."""
+        """The empty ledger of a node's new pool. Only the node's HostPool changes it."""
         self.ledgers[opened.node] = ledger = Ledger(opened.capacity.host_pages)
         return ledger
 
     def joined(self, node: str) -> list[WorkerJoined]:
-        """Epochs of `node` of which anything is left."""
+        """Epochs of `node` that its ledger still holds something of."""
         left = epochs_of(self.ledgers[node])
         return [it for key, it in self.workers.items() if it.node == node and key in left]
 
 
 def replay(records: Iterable[Record], token_log: TokenLog) -> JournalState:
-    """The state that `records` amount to; tokens go into `token_log`, which must be empty.
+    """The state that `records` lead to. Tokens go into `token_log`, which must be empty.
 
-    Raises CapacityError when the token log is too small for them, InternalError when they do not fit each other.
+    Raises CapacityError when the token log is too small, InternalError when the records contradict each other.
     """
     replaying = _Replay(token_log)
     for record in records:
         replaying.take(record)
     token_log.recovered()
-    return replaying.book
+    return replaying.state
 
 
 class _Collected(NamedTuple):
-    """Of a node's ledger, since a summary began."""
+    """Parts and changes of a node's ledger since the last SummaryBegun."""
 
     parts: list[NodePart]
     changes: list[Change]
@@ -200,34 +205,34 @@ class _Collected(NamedTuple):
 @dataclass(slots=True)
 class _Replay:
     token_log: TokenLog
-    book: JournalState = field(default_factory=JournalState)
+    state: JournalState = field(default_factory=JournalState)
     collected: dict[str, _Collected] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        book, token_log = self.book, self.token_log
+        state, token_log = self.state, self.token_log
         match record:
             case RequestAccepted(facts):
                 token_log.reopen(facts.request_index, facts.sampling.max_tokens)
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
-                    if request_index in book.requests:
+                    if request_index in state.requests:
                         token_log.close(request_index)
             case TokensAppended():
                 token_log.recover(news_of(record))
             case RequestOutput():
                 tokens = unpack_int32(record.tokens, "tokens")
                 token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
-            case RequestPlaced(request_index) if request_index in book.requests:
+            case RequestPlaced(request_index) if request_index in state.requests:
                 token_log.set_durable(request_index, record.durable_tokens)
             case _:
                 self._take_of_node(record)
-        book.note(record)
+        state.note(record)
 
     def _take_of_node(self, record: Record) -> None:
-        ledgers = self.book.ledgers
+        ledgers = self.state.ledgers
         match record:
             case PoolOpened(node):
-                self.book.open_pool(record)
+                self.state.open_pool(record)
                 self.collected.pop(node, None)
             case SummaryBegun(pools=pools):
                 self.collected = {opened.node: _Collected([], []) for opened in pools}
@@ -243,9 +248,9 @@ class _Replay:
                 self.collected = {}
 
     def _change(self, node: str, changes: Iterable[Change]) -> None:
-        ledger, collected = self.book.ledgers.get(node), self.collected.get(node)
+        ledger, collected = self.state.ledgers.get(node), self.collected.get(node)
         if ledger is None and collected is None:
-            raise InternalError("its accounts change before they begin", field="node", value=node)
+            raise InternalError("its ledger changes before its pool was opened", field="node", value=node)
         if ledger is not None:
             _apply_all(ledger, changes)
         if collected is not None:

@@ -1,31 +1,31 @@
 """The journal on disk: one SQLite file, one table of records, written by one thread.
 
     records   number  order of commit
-              request_index  of the record, for one that outlives a summary; NULL for a run of others
-              body    records, msgpack: one, or as many as came in a row
+              request_index  of a lasting record, which stays until its request is forgotten; NULL for other rows
+              body    records, msgpack: one lasting record, or a run of others
               digest  checksum of the row
               head    on the last row of a commit: the chain over commits (coordinator.journal.chain)
 
-Write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log, and then a mark beside
-the journal (coordinator.journal.files), without which nothing is acknowledged. Locked exclusively: two coordinators
-cannot keep one journal, and the log's index lies on the heap. A Forgotten deletes the rows of its requests. A
-SummaryEnded makes rows void in one stroke, by one number in the head; the commits that follow delete RETIRED_ROWS of
-them each. Pages that become free are used again; those beyond a summary's worth are given back to the file system, and
-all of them when it is short, VACUUM_PAGES at a time likewise.
+SQLite's write-ahead log with synchronous=FULL: a commit is one sequential write and one fsync of the log. A mark beside
+the journal follows (coordinator.journal.files); only then is the commit acknowledged. The file is locked exclusively:
+two coordinators cannot use one journal, and the log's index is in memory. A Forgotten deletes the rows of its requests.
+A SummaryEnded voids all earlier rows at once, by one number in the head; each later commit deletes RETIRED_ROWS of
+them. Free pages are used again. Those beyond FREE_PAGES_KEPT are given back to the file system, VACUUM_PAGES at a time,
+and all of them while the disk is full.
 
-Opening reads all of it (coordinator.journal.inspection) and refuses what is damaged, without changing it.
+Opening reads the whole file (coordinator.journal.inspection); a damaged one is refused, and not changed.
 
-The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full: with that room running work
-goes on, and `short` says that no new work should be taken until the reserve is back.
+The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full. Running requests go on with
+that room, and `short` asks to refuse new requests until the reserve is back.
 
-A group that fails is rolled back. After a failing fsync the kernel may call pages clean that never reached the disk,
-so nothing is trusted but what is written again: the retry writes the same records under the same numbers, over the same
-place of the log. A group that is committed but could not be marked, or whose file is not there any more, is not written
-again: the retry marks it.
+A group that fails is rolled back. After a failing fsync the kernel may report pages as clean that never reached the
+disk. So the retry writes the same records again, under the same numbers and at the same place of the log. A group that
+was committed but could not be marked, or whose file was deleted, is not written again: the retry marks it.
 
-Rejected: a log file of our own (SQLite's has torn-write recovery and thirty years of tests); a row per record (three
-times the inserts for nothing: `request_index` is all that deletes need); an index over requests (a page more per
-commit, whose damage would delete other rows; which rows a request has is known in memory)."""
+Rejected: an own log file (SQLite's has torn-write recovery and thirty years of tests); a row per record (three times
+the inserts, without a use: deletes need only `request_index`); an index over requests (one more page per commit, and
+its damage would delete other rows; the rows of each request are known in memory).
+"""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ from coordinator.journal.records import Record, decode_all
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError
 
-#: Bytes written without a summary until one is wanted: more than a minute at 88k tokens per second.
+#: Bytes written since the last summary before a new one: more than a minute at 88k tokens per second.
 SUMMARY_BYTES: Final = 128 * 1024 * 1024
-#: The same on a disk that is short: what a summary saves is what running work can go on with.
+#: The same on a full disk, where running requests need the room that a summary saves.
 SHORT_SUMMARY_BYTES: Final = 4 * 1024 * 1024
-#: Room kept for running work on a full disk: three million tokens.
+#: Room for running requests on a full disk: three million tokens.
 RESERVE_BYTES: Final = 16 * 1024 * 1024
-#: How often to try to have it back.
+#: How often to try to make the reserve again.
 RESERVE_RETRY_S: Final = 1.0
 #: SQLite copies the log into the file when it has this many pages (of 4 KiB); an fsync of the file goes with it.
 CHECKPOINT_PAGES: Final = 1_024
-#: Free pages that stay in the file: what the records up to the next summary will take, with room to spare.
+#: Free pages that stay in the file: twice what the records up to the next summary take.
 FREE_PAGES_KEPT: Final = 2 * SUMMARY_BYTES // 4_096
-#: Free pages given back with one group: a millisecond.
+#: Free pages given back with one group, which takes a millisecond.
 VACUUM_PAGES: Final = 256
-#: Rows of one statement. The interpreter is given up for each statement, and a busy loop lends it back after 5 ms.
+#: Rows of one statement. Each statement releases the interpreter lock, and a busy loop gives it back after 5 ms.
 STATEMENT_ROWS: Final = 256
 
 T = TypeVar("T")
 
-assert RESERVE_BYTES <= SUMMARY_BYTES  # a reserve that a summary would not outgrow
+assert RESERVE_BYTES <= SUMMARY_BYTES  # a summary saves at least the reserve
 
 _SETTINGS: Final = (
     "PRAGMA locking_mode = EXCLUSIVE",
@@ -89,7 +89,7 @@ _SETTINGS: Final = (
 
 
 class SqliteStore:
-    """Opened by `open_store`. The connection is used by one thread at a time, whichever trio lends."""
+    """Opened by `open_store`. One thread of trio's at a time uses the connection."""
 
     def __init__(
         self, path: Path, connection: sqlite3.Connection, mark: Mark, contents: Contents, counters: JournalCounters
@@ -117,7 +117,7 @@ class SqliteStore:
         await trio.to_thread.run_sync(self.write_now, records)
 
     def close(self) -> None:
-        """Fold the log into the file and let go of it; the reserve goes too. Idempotent."""
+        """Copy the log into the file, release the lock, remove the reserve. Idempotent."""
         self._connection.close()
         self._mark.close()
         self._reserve.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class SqliteStore:
     # ------------------------------------------------------------ in the thread
 
     def read(self) -> list[Record]:
-        """Every record that counts, in order. Raises JournalError when the file is not what was written."""
+        """All records that are not void, in order. Raises JournalError when the file is not what was written."""
         head, total, rows, records = self._contents.head, 0, 0, []
         self._flow_bytes = 0
         try:
@@ -144,11 +144,11 @@ class SqliteStore:
         return records
 
     def write_now(self, records: Sequence[Record]) -> None:
-        """One transaction, and its mark. A full disk costs the reserve before it costs the group."""
+        """One transaction, and its mark. On a full disk the reserve is removed before the group fails."""
         if self._unmarked is not None:
             self._put_mark()
-            was, self._unmarked = self._unmarked, None
-            if was is records:
+            marked, self._unmarked = self._unmarked, None
+            if marked is records:
                 return
         change, short = plan(self._contents, records), self.short
         if change is not None:
@@ -160,11 +160,11 @@ class SqliteStore:
             self._vacuum()
         if short and self.short == short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
             with suppress(sqlite3.Error):
-                self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # what was given back is free only then
+                self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # only this frees the pages that were given back
             self._keep_reserve()
 
     def _put_mark(self) -> None:
-        """What was committed may be acknowledged then."""
+        """Mark the last commit, which may be acknowledged then. Raises JournalError."""
         self._identity.check()
         try:
             self._mark.write(self._contents.head)
@@ -210,8 +210,7 @@ class SqliteStore:
             raise JournalError(f"{self.path}: of {len(numbers)} rows to delete {deleted} are there")
 
     def _vacuum(self) -> None:
-        """Give back some of what will not be needed soon. The group is written: a disk too full for this is no
-        failure."""
+        """Give back some free pages. The group is written already, so an error (a full disk) is ignored."""
         with suppress(sqlite3.Error):
             if self._ask("PRAGMA freelist_count") > (0 if self.short else FREE_PAGES_KEPT):
                 self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")  # to its end
@@ -241,22 +240,22 @@ class SqliteStore:
             self.short = ""
 
     def _give_up_reserve(self, reason: str) -> bool:
-        """Whether there was one to give up."""
+        """Remove the reserve; whether there was one."""
         if not self._reserve.exists():
             return False
         self._reserve.unlink()
         self._reserve_at = time.monotonic()
-        self.short = f"{reason}; running work lives on the reserve"
+        self.short = f"{reason}; running requests use the reserve"
         return True
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """STATEMENT_ROWS at a time."""
+    """`items` in pieces of STATEMENT_ROWS."""
     return (items[start : start + STATEMENT_ROWS] for start in range(0, len(items), STATEMENT_ROWS))
 
 
 def open_store(path: Path, counters: JournalCounters) -> SqliteStore:
-    """The journal at `path`, made if there never was one. Raises ConfigError when it cannot be used, or is damaged."""
+    """The journal at `path`, made if there was none. Raises ConfigError when it cannot be used, or is damaged."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(path)
@@ -284,7 +283,7 @@ def _is_new(path: Path, mark: Mark) -> bool:
 
 
 def _create(path: Path, mark: Mark) -> None:
-    """The mark of an empty journal, then the journal, whole or not at all."""
+    """Make the mark of an empty journal, then the journal, by one rename."""
     mark.reset(first_head(os.urandom(DIGEST_BYTES)))
     draft = path.with_name(path.name + ".new")
     for file in (draft, log_path(draft), log_path(path)):
@@ -299,7 +298,7 @@ def _create(path: Path, mark: Mark) -> None:
 
 
 def _inspected(path: Path, mark: Mark) -> Contents:
-    """What `path` has, and a mark that says so in both of its slots."""
+    """Inspect `path` and write its newest head into both slots of the mark. Raises ConfigError when it is damaged."""
     contents, _, damages = inspect(path, mark)
     if damages:
         more = f"; {len(damages) - 1} more" if len(damages) > 1 else ""
@@ -307,8 +306,8 @@ def _inspected(path: Path, mark: Mark) -> Contents:
             f"the journal is damaged: {damages[0]}{more}",
             field="coordinator.journal",
             value=path,
-            remedy="see what is lost with hisparse journal check; then restore a backup of all its files, or keep what "
-            "is whole with hisparse journal salvage, or move all of them away: its requests are lost then",
+            remedy="see what is lost with hisparse journal check; then restore a backup of all its files, or keep "
+            "whole requests with hisparse journal salvage, or move all its files away: its requests are lost then",
         )
     mark.reset(contents.head)
     return contents

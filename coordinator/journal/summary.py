@@ -1,24 +1,24 @@
-"""A summary: what the journal says, said again in fewer records, so that what was written before can go. Pure.
+"""A summary: the state of the journal in fewer records, which replace the earlier ones. Pure.
 
-    SummaryBegun   NodePart, Ordered, Admission, Departed, Output ...   SummaryEnded
-    │              a little at the end of each group that is            └─ the store lets go of what was written before
-    │              written anyway, as true there                           the beginning, a little with each group too
-    └─ pools, workers; ledgers are copied here, and their
-       parts say what they were here
+    SummaryBegun   NodePart, Ordered, Placed, Departed, Output ...      SummaryEnded
+    │              some at the end of each group that is written        └─ now the store deletes the rows before
+    │              anyway; each true at its place in the journal           SummaryBegun, some with each group
+    └─ pools and workers; ledgers are copied at this point,
+       and their parts describe them as of this point
 
 So no commit waits for a summary: each carries at most REQUESTS_EACH requests, one part of a ledger and TOKENS_EACH
-tokens of output, and a summary of 10,000 requests takes some 800 of them, a few seconds. What happens meanwhile
-is written as ever, between its records. A request is said as it is when its turn comes, which overrides whatever was
-written of it before (coordinator.journal.state); one that comes later needs no saying again. A ledger does not
-work like that, since the order of its free pages decides what its changes mean: it is frozen where the summary begins.
+tokens of output, and a summary of 10,000 requests takes about 800 commits, a few seconds. Records of that time are
+written as usual, between those of the summary. The summary's records of a request give its state at that moment, which
+overrides earlier records (coordinator.journal.state); requests accepted after the SummaryBegun need none. A ledger is
+different: the order of its free pages decides what its changes mean, so it is copied at the SummaryBegun.
 
-A crash in the middle leaves a beginning without an end: the journal is read from where the summary before it began, in
-which what this one said is only repeated. The next life begins one anew.
+A crash in the middle leaves a SummaryBegun without a SummaryEnded. Then the journal is read from the previous
+SummaryBegun, and the records of the unfinished summary repeat known facts. The next process begins a new summary.
 
-Rejected: all at once in one commit (holds up everybody, for seconds at 10,000 requests); rows updated in place (each
-group would write a page for every request that has said a token); a second thread with its own connection (the log is
-locked exclusively, and it would hold the interpreter instead); saying again only what the oldest segment has, as
-log-structured file systems do (a few tokens of thousands of requests, in as many rows, for every segment).
+Rejected: all at once in one commit (it delays all other commits, for seconds at 10,000 requests); rows updated in place
+(each group would write a page for every request with new tokens); a second thread with its own connection (the log is
+locked exclusively, and the thread would hold the interpreter instead); repeating only the records of the oldest
+segment, as log-structured file systems do (a few tokens of thousands of requests, in as many rows, for every segment).
 """
 
 from __future__ import annotations
@@ -41,43 +41,45 @@ from coordinator.journal.records import (
 from coordinator.journal.state import JournalState, RequestRecord, no_order
 from coordinator.tokens.token_log import TokenLog
 
-#: Requests said again in one group.
+#: Requests that a summary adds to one group.
 REQUESTS_EACH: Final = 64
-#: Tokens of their outputs: 32 KiB. A disk takes that beside a group's own records; with 256 KiB commits took 18 ms
-#: instead of 3 on one.
+#: Tokens of their outputs, 32 KiB, which a disk writes with little more time; with 256 KiB commits took 18 ms instead
+#: of 3 on one disk.
 TOKENS_EACH: Final = 8_192
 
 
 class Summarizing:
-    """One summary under way. Make it where all ledgers are as their changes in the journal say, append `begun` at once,
-    and `more()` to the end of each group, after its tokens were taken from the token log."""
+    """One summary in progress. Make it when the journal has all changes of the ledgers.
 
-    def __init__(self, book: JournalState, token_log: TokenLog) -> None:
-        book.workers = {(it.worker, it.epoch): it for node in book.ledgers for it in book.joined(node)}
-        pools, workers = (book.pools[node] for node in book.ledgers), book.workers.values()
+    Append `begun` at once, and `more()` to the end of each group, after its tokens were taken from the token log.
+    """
+
+    def __init__(self, state: JournalState, token_log: TokenLog) -> None:
+        state.workers = {(it.worker, it.epoch): it for node in state.ledgers for it in state.joined(node)}
+        pools, workers = (state.pools[node] for node in state.ledgers), state.workers.values()
         self.begun = SummaryBegun(
-            book.arrivals, book.placements, tuple(pools), tuple(workers), tuple(book.drains.values())
+            state.arrivals, state.placements, tuple(pools), tuple(workers), tuple(state.drains.values())
         )
         self.is_over = False
-        self._book = book
+        self._state = state
         self._token_log = token_log
-        self._request_indices = deque(book.requests)
-        frozen = [parts_of(node, ledger) for node, ledger in book.ledgers.items()]
+        self._request_indices = deque(state.requests)
+        frozen = [parts_of(node, ledger) for node, ledger in state.ledgers.items()]
         self._parts: Iterator[NodePart] = chain.from_iterable(frozen)
 
     def more(self) -> list[Record]:
-        """The next records, the last of them SummaryEnded."""
+        """The next records. After the last ones, with SummaryEnded, `is_over` is set."""
         parts: list[Record] = list(islice(self._parts, 1))
-        facts, outputs = self._say_requests()
+        facts, outputs = self._next_requests()
         self.is_over = not (parts or self._request_indices)
         return parts + facts + list(outputs) + ([SummaryEnded()] if self.is_over else [])
 
-    def _say_requests(self) -> tuple[list[Record], list[RequestOutput]]:
+    def _next_requests(self) -> tuple[list[Record], list[RequestOutput]]:
         facts: list[Record] = []
         outputs: list[RequestOutput] = []
         room = TOKENS_EACH
         for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
-            known = self._book.requests.get(self._request_indices[0])
+            known = self._state.requests.get(self._request_indices[0])
             if known is not None:
                 facts += facts_of(known)
                 part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
@@ -87,13 +89,13 @@ class Summarizing:
                     )
                     room -= len(part.tokens)
                 if not room:
-                    break  # there may be more of it
+                    break  # the request may have more tokens
             self._request_indices.popleft()
         return facts, outputs
 
 
 def facts_of(known: RequestRecord) -> Iterator[Record]:
-    """All but what every request begins with."""
+    """Records of a request beside RequestAccepted, its output and its end, if they differ from the initial state."""
     request_index, stay = known.facts.request_index, known.stay
     if known.ended is None and known.ordered != no_order(request_index):
         yield known.ordered

@@ -1,8 +1,8 @@
-"""What guards a guard, and what a peer shows there: options of CURVE, what libzmq attests of a peer, the peer's errors.
+"""Authentication of a connection: the CURVE options of a listener, and the process and user that libzmq attests.
 
-What is attested of a connection comes with each of its messages, as properties. A peer may send properties of its own
-with its handshake; libzmq puts its own first and keeps them, so nobody can claim another process or user. Without a ZAP
-handler there is no user, and what a peer calls User-Id is then his invention: read it at guarded endpoints only.
+The attested properties of a connection come with each of its messages. A peer may add properties in its handshake, but
+cannot replace those of libzmq, so it cannot claim another process or user. Without a ZAP handler libzmq sets no
+User-Id, and the peer may set it: read it at guarded endpoints only.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from protocol.transport.keys import ServerKey
 
 
 class CurveGuard(NamedTuple):
-    """What a tcp endpoint is guarded by: the coordinator's key, and the role whose keys are allowed (zap.py)."""
+    """Guard of a tcp endpoint: the coordinator's key, and the role whose keys are allowed (zap.py)."""
 
     key: ServerKey
     role: str
 
 
 def apply_guard(socket: zmq.Socket[bytes], guard: CurveGuard) -> None:
-    """Before it is bound."""
+    """Set the CURVE options of `socket`, before it is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, guard.key.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, guard.role.encode())
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-# ---------------------------------------------------------------- what is attested
+# ---------------------------------------------------------------- attested properties
 
 
 def attested_user(frame: zmq.Frame) -> str:
-    """Whose key the connection of `frame` bears; only for guarded endpoints."""
+    """User of the key of `frame`'s connection; only for guarded endpoints."""
     return _property(frame, "User-Id")
 
 
 def attested_pid(frame: zmq.Frame) -> int:
-    """The process at the other end of an ipc connection, from when it was made: "address:uid:gid:pid". 0: unknown."""
+    """Process that made the ipc connection of `frame`, from "address:uid:gid:pid". 0: unknown."""
     pid = _property(frame, "Peer-Address").rpartition(":")[2]
     return int(pid) if pid.isdecimal() else 0
 

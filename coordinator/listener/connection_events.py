@@ -1,12 +1,12 @@
-"""Who comes to a socket and leaves it, as libzmq's events say, and the end of connections that are not wanted.
+"""Connections of a socket as libzmq's events report them, and how unwanted connections are ended.
 
-libzmq takes any number of connections, names none of them before it speaks, and has no call to end one. But it says
-which descriptor came and left, and takes the shutdown of a descriptor for its peer's hanging up. Events are read when
-somebody introduces himself, and now and then.
+libzmq accepts any number of connections, gives none a name before its first message, and has no call to end one. But
+its events name the descriptor of each connection that opened or closed, and it treats the shutdown of a descriptor as a
+disconnect by the peer. Events are read at each hello, and every SWEEP_INTERVAL_S (router.py).
 
-A descriptor's number is another's as soon as its connection has ended. Events are read right before a number is used,
-and libzmq tells of an end before it closes; what is left is a race of microseconds for one connection too many, whose
-peer comes back.
+The number of a descriptor is reused once its connection has closed. So events are read right before a number is used,
+and libzmq reports the end of a connection before it closes the descriptor. What remains is a race of microseconds, in
+which another connection may be ended; its peer reconnects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.transport.monitor import monitor_of
 
 
 class ConnectionEvents:
-    """The events of one `socket`, not yet bound, and the connection tracker that they fill. Times are trio's."""
+    """Feeds the events of `socket`, which must not be bound yet, to the connection tracker. Times are trio's."""
 
     def __init__(self, socket: zmq.Socket[bytes], connection_tracker: ConnectionTracker) -> None:
         self.connection_tracker = connection_tracker
@@ -32,12 +32,12 @@ class ConnectionEvents:
         self._events = monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def introduce(self, descriptor: int, user: str, now: float) -> None:
-        """Raises CapacityError when there are too many."""
+        """The connection has sent an accepted hello. Raises CapacityError when there are too many."""
         self._read(now)
         self.connection_tracker.introduce(descriptor, user)
 
     def cut_overdue(self, now: float) -> int:
-        """End what nobody has introduced in time; returns how many."""
+        """End connections without an accepted hello in time; returns how many."""
         self._read(now)
         return self._cut_all(self.connection_tracker.overdue(now))
 
@@ -47,13 +47,13 @@ class ConnectionEvents:
         return self._cut_all(self.connection_tracker.of(users))
 
     def cut(self, descriptor: int) -> None:
-        """libzmq sees the peer hang up and cleans up by itself. A number that is no connection any more: nothing."""
+        """End a connection. libzmq sees a disconnect and cleans up. Does nothing when the connection has closed."""
         self.connection_tracker.left(descriptor)
         with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(std_socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Before the socket closes."""
+        """Stop reading events; call before the socket closes."""
         self._socket.disable_monitor()
         self._events.close()
 

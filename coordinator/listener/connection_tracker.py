@@ -1,14 +1,14 @@
-"""Connections of one listener, from the moment they are made: libzmq takes any number and never says how many. Pure.
+"""Connections of one listener, from accept to close: libzmq accepts any number and does not count them. Pure.
 
-A connection is known by its descriptor, from libzmq's events that it came and left. It has INTRODUCE_LIMIT_S to say a
-hello that is accepted; then it is a user's, of which each may have so many. Whoever is overdue or too much is shut out
-by shutting down the descriptor, which libzmq takes for the peer's hanging up.
+A connection is identified by its descriptor, from libzmq's events. It has INTRODUCE_LIMIT_S to send a hello that is
+accepted. Then it belongs to a user, and connections per user are bounded. A connection that is overdue or above a bound
+is ended by shutting its descriptor down (connection_events.py).
 
-    came ──► newcomer ──introduce──► user's ──► left
-                └─ overdue, or one too many: cut
+    came ──► newcomer ──introduce──► of a user ──► left
+                └─ overdue, or above NEWCOMERS_MAX: cut
 
-Half-open connections that never finish a handshake are libzmq's to end (sockets.py, HANDSHAKE_LIMIT_MS), and are
-newcomers here until it does.
+libzmq ends connections that do not finish the handshake (router.py, HANDSHAKE_LIMIT_MS). Until then they count as
+newcomers here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from typing import Final
 
 from protocol.errors import CapacityError
 
-#: From the connection to the accepted hello, which may wait behind many when a coordinator comes back.
+#: From accept to the accepted hello, which may wait behind many others after a restart of the coordinator.
 INTRODUCE_LIMIT_S: Final = 30.0
-#: Newcomers at once, on top of those who may be introduced.
+#: Newcomers at once, in addition to `connections_max`.
 NEWCOMERS_MAX: Final = 256
 
 
 class ConnectionTracker:
-    """`connections_max` introduced ones, `per_user_max` of them under one name; those without a name ("") are not
-    counted together."""
+    """Admits `connections_max` introduced connections, at most `per_user_max` of one user.
+
+    `per_user_max` does not apply to connections without a user ("").
+    """
 
     def __init__(self, connections_max: int, per_user_max: int) -> None:
         self.connections_max = connections_max
@@ -40,7 +42,7 @@ class ConnectionTracker:
         return len(self._newcomers) + len(self._users)
 
     def came(self, descriptor: int, now: float) -> None:
-        """A connection was made. Whatever had that number before has left, or will not be heard of again."""
+        """A connection was accepted. An earlier connection with this descriptor has closed."""
         self.left(descriptor)
         self._newcomers[descriptor] = now
 
@@ -53,9 +55,9 @@ class ConnectionTracker:
                 del self._counts[user]
 
     def introduce(self, descriptor: int, user: str) -> None:
-        """It has said hello; again is nothing new, and of one that has left already nothing is kept.
+        """A hello was accepted. A second one, and one of a connection that has closed, change nothing.
 
-        Raises CapacityError when there are too many, and then it stays a newcomer.
+        Raises CapacityError above a bound; the connection stays a newcomer then.
         """
         if descriptor not in self._newcomers:
             return
@@ -72,7 +74,7 @@ class ConnectionTracker:
         self._counts[user] += 1
 
     def overdue(self, now: float) -> list[int]:
-        """Newcomers that have waited too long, and the oldest of those that are too many. They stay until they left."""
+        """Newcomers past INTRODUCE_LIMIT_S, and the oldest above NEWCOMERS_MAX. They are tracked until `left`."""
         late = [it for it, came in self._newcomers.items() if now - came > INTRODUCE_LIMIT_S]
         surplus = list(self._newcomers)[: max(len(self._newcomers) - NEWCOMERS_MAX, 0)]
         return sorted({*late, *surplus})
@@ -81,6 +83,6 @@ class ConnectionTracker:
         return [descriptor for descriptor, user in self._users.items() if user in users]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the counts are what is there."""
+        """Raise AssertionError unless the counts agree with the connections."""
         assert self._counts == Counter(self._users.values())
         assert not self._newcomers.keys() & self._users.keys()

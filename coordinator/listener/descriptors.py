@@ -1,8 +1,8 @@
-"""Room for as many descriptors as the listeners let connections in.
+"""The process's limit of descriptors, raised above the number of connections that the listeners admit.
 
-libzmq takes connections until the process has no descriptor left, and then tries again without a pause; the journal
-could not open a file either. So the limit of the process lies above what the listeners let in (connection_tracker.py),
-as far as the system permits."""
+libzmq accepts connections until the process has no descriptor left, and then retries without a pause; the journal could
+not open files then. So the limit is raised above the bounds of connection_tracker.py, as far as the system permits.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final
 
 from protocol.logs import fields, logger
 
-#: Sockets of libzmq, files of the journal, exporter, epoll sets, descriptors of watched processes.
-BESIDES: Final = 1_536
+#: Descriptors for other uses: sockets of libzmq, journal files, exporter, epoll sets, watched processes.
+OTHER_DESCRIPTORS: Final = 1_536
 
 log = logger("coordinator.listener.descriptors")
 
 
 def make_room(connections: int) -> None:
-    """Raise the soft limit so that `connections` fit; say so when the hard one is too low. Never lowers it."""
+    """Raise the soft limit so that `connections` fit; log a warning when the hard limit is too low. Never lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + BESIDES
+    needed = connections + OTHER_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     granted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

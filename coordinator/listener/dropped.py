@@ -1,4 +1,4 @@
-"""Messages that were not obeyed: always counted, but logged once a second at most, so that nobody floods a log."""
+"""Dropped messages: each is counted; one a second at most is logged, so that no peer can flood the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logger("coordinator.listener.dropped")
 
 
 class Dropped:
-    """`counter` is keyed by (socket, reason); reasons are few, they label a metric."""
+    """`counter` is keyed by (socket, reason). Reasons are few, because they label a metric."""
 
     def __init__(self, socket: str, counter: Counter[tuple[str, str]]) -> None:
         self._socket = socket
@@ -22,7 +22,7 @@ class Dropped:
         self._unlogged = 0
 
     def note(self, reason: str, peer: bytes, detail: str, now: float) -> None:
-        """A message of `peer` was not obeyed."""
+        """Count a dropped message of `peer`; log it unless another was logged less than LOG_INTERVAL_S ago."""
         self._counter[self._socket, reason] += 1
         if now < self._quiet_until:
             self._unlogged += 1

@@ -1,4 +1,4 @@
-"""An ipc path held for one process: a second bind to a live path would succeed and steal it."""
+"""A lock on an ipc path: without it, a second process could bind the same path and take its connections."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from protocol.transport.private_dir import make_private_dir
 class EndpointLock:
     """Holds an ipc path for this process, by a lock file beside it; does nothing for other transports.
 
-    The lock dies with its process, so a path left behind by a killed coordinator can be taken at once. The lock file
-    stays: removing it would let two processes lock two files of one name.
+    The lock ends with its process, so the path of a killed coordinator can be taken at once. The lock file stays:
+    removing it would let two processes lock two files of one name.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -49,7 +49,7 @@ class EndpointLock:
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Remove the socket's path and let go. Idempotent."""
+        """Remove the socket's path and release the lock. Idempotent."""
         if self._file is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)

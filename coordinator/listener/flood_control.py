@@ -1,5 +1,4 @@
-"""What a listener lets through of what arrives: each peer at its rate, told once when it says more, and then not
-heard."""
+"""Flood control of a listener: messages above a sender's rate are dropped, and only the first of them is answered."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ CUT: Final = "cut"
 
 
 class FloodControl:
-    """One per listener. `refuse` tells a peer why it is not heard."""
+    """One per listener. `refuse` answers a message with an error."""
 
     def __init__(
         self,
@@ -32,16 +31,16 @@ class FloodControl:
         self._refuse = refuse
 
     def admits(self, received: Received, now: float) -> bool:
-        """Whether to read `received`. The rate is that of its user, who may have several connections; without keys
-        that of its connection."""
+        """Whether to read `received`. The rate is per user, over all of its connections; without keys, per connection.
+
+        A message that is not read is counted. By its RateVerdict it is answered, ignored, or its connection is ended.
+        """
         sender = received.user.encode() or received.peer
         match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):
             case RateVerdict.TAKE:
                 return True
             case RateVerdict.REFUSE:
-                self._dropped.note(
-                    RATE, received.peer, f"more than {self._rate_limiter.per_s:g} messages a second", now
-                )
+                self._dropped.note(RATE, received.peer, f"above {self._rate_limiter.per_s:g} messages a second", now)
                 self._refuse(received, self._error())
             case RateVerdict.IGNORE:
                 self._dropped.note(RATE, received.peer, "still too many messages", now)
@@ -53,8 +52,8 @@ class FloodControl:
     def _error(self) -> CapacityError:
         limiter = self._rate_limiter
         return CapacityError(
-            f"more than {limiter.per_s:g} messages a second, and {limiter.burst:g} at once, are not heard",
+            f"above the rate of {limiter.per_s:g} messages a second, {limiter.burst:g} at once: messages are dropped",
             field="messages_per_s",
             value=limiter.per_s,
-            remedy="send fewer or smaller ones, over one connection that stays, or raise coordinator.messages_per_s",
+            remedy="send fewer or smaller messages over one lasting connection, or raise coordinator.messages_per_s",
         )

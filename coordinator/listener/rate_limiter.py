@@ -1,16 +1,16 @@
-"""How much each sender may say at a listener: token buckets. Pure.
+"""The rate limiter of a listener: a token bucket per sender. Pure.
 
-A bucket holds `burst` tokens and gains `per_s` of them a second; a message takes what it costs. A bucket is a user's,
-whatever the number of his connections, or a connection's where nobody knows users. What a connection says past an empty
-bucket is not read: it is told so once, and what follows is only counted, since answering a flood feeds it. One that
-goes on regardless for CUT_AFTER messages is cut off.
+A bucket holds `burst` tokens and gains `per_s` of them a second; a message takes its cost. The sender is a user, with
+all of its connections, or one connection where there are no users. A message that its bucket cannot pay for is in
+excess and is not read. Only the first in excess on a connection is answered: more answers would feed a flood. A
+connection with more than CUT_AFTER messages in excess is ended.
 
     TAKE     within the rate
-    REFUSE   the first beyond it: tell the connection
-    IGNORE   more of the same
-    CUT      CUT_AFTER of them: end the connection
+    REFUSE   the first in excess: answer with an error
+    IGNORE   a further one in excess: count only
+    CUT      more than CUT_AFTER in excess: end the connection
 
-A connection that is heard again when its bucket is half full is told anew the next time.
+Once the bucket is half full again, the count of the excess starts anew.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeVar
 
-#: Senders and connections that are remembered; past it the one not heard for longest starts afresh.
+#: Buckets and counts of excess that are kept. Beyond it, the least recently used one is forgotten and starts anew.
 SENDERS_MAX: Final = 8_192
-#: Messages past an empty bucket until the connection is ended.
+#: Messages in excess before the connection is ended.
 CUT_AFTER: Final = 1_000
-#: One more token for each piece of this size, so that a few large messages count like many small ones.
+#: One more token for each such piece of a message, so that a few large messages count like many small ones.
 BYTES_PER_TOKEN: Final = 64 * 1024
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class RateLimiter:
         return max(len(self._buckets), len(self._excess))
 
     def judge(self, sender: bytes, connection: bytes, cost: float, now: float) -> RateVerdict:
-        """What to do with a message that costs so much. One dearer than a whole bucket takes a full one."""
+        """The verdict on a message of `cost` tokens. A cost above `burst` counts as `burst`."""
         bucket = self._buckets.pop(sender, None) or _TokenBucket(self.burst, now)
         self._remember(self._buckets, sender, bucket)
         bucket.level = min(self.burst, bucket.level + (now - bucket.at) * self.per_s)

@@ -1,17 +1,17 @@
 """The coordinator's end of every connection: a bound ROUTER under trio.
 
-How trio waits for a ZMQ socket is told in protocol/transport/watched.py. The rules of a ROUTER, each with a test
+protocol/transport/watched.py explains how trio waits for a ZMQ socket. The rules of a ROUTER, each with a test
 (tests/coordinator/listener/test_sockets.py):
 
   * A ROUTER past its high-water mark, or without a route, drops silently, with gaps. ROUTER_MANDATORY turns both into
-    errors; `send` answers FULL or GONE and the caller keeps what it wanted to send (a cursor, never a queue in here).
-  * A second bind to a live ipc path succeeds and steals it. A lock beside the path is taken before the bind.
-  * A routing id is the ROUTER's name for a connection and says nothing about the peer: identity is in the Hello.
-    What libzmq attests of a connection comes with each message (authentication.py): over ipc the process that made it,
-    over tcp the user whose key it bears. The descriptor is only a number too, and may be the next connection's by now.
-  * tcp takes CURVE keys on both ends (protocol/transport/keys.py, zap.py), or the operator's word that none are wanted.
-    An ipc path is as good as its directory: ours, a real one, mode 0700, checked by both ends.
-  * libzmq accepts any number of connections; a connection without a hello is cut (connection_events.py,
+    errors: `send` returns FULL or GONE. The caller keeps what it could not send, as a cursor; there is no queue here.
+  * A second bind to a bound ipc path succeeds and takes it over. So a lock beside the path is taken before the bind.
+  * A routing id is the ROUTER's name for a connection and identifies no peer: identity is in the Hello. Each message
+    comes with the properties that libzmq attests (authentication.py): over ipc the process that made the connection,
+    over tcp the user of its key. A descriptor is reused, and may belong to another connection by now.
+  * tcp needs CURVE keys at both ends (protocol/transport/keys.py, zap.py), or `insecure`. An ipc path is protected by
+    its directory, which both ends check: a directory, not a link, of this user, mode 0700.
+  * libzmq accepts any number of connections; a connection without a hello is ended (connection_events.py,
     connection_tracker.py).
 """
 
@@ -32,16 +32,16 @@ from protocol.transport.curve import check_guarded
 from protocol.transport.keys import Insecure
 from protocol.transport.watched import Watched, context_of, set_options, unusable
 
-#: Messages libzmq queues per connection and direction. Past it a sender is told FULL.
+#: Messages libzmq queues per connection and direction. Beyond it `send` returns FULL.
 ROUTER_QUEUE_MESSAGES: Final = 1_000
-#: A message above the role's limit but below this factor of it is received, refused and answered; above, libzmq
-#: closes the connection, since it will not allocate what it would have to read to answer.
+#: A message larger than the role's limit, up to this factor of it, is received and answered with a refusal. libzmq does
+#: not read a still larger one and closes the connection.
 HARD_LIMIT_FACTOR: Final = 2
-#: Connections that have not shaken hands by then are closed.
+#: libzmq closes connections whose handshake takes longer.
 HANDSHAKE_LIMIT_MS: Final = 5_000
-#: How often a listener looks for connections that came and left.
+#: How often a listener reads the events of its connections.
 SWEEP_INTERVAL_S: Final = 0.25
-#: Introduced connections of one listener, and of one user, unless the owner of the listener says otherwise.
+#: Introduced connections of one listener, and of one user, by default.
 CONNECTIONS_MAX: Final = 4_096
 
 #: As plain numbers: pyzmq's flags are enums, and its multipart calls combine them for each part, which takes twice as
@@ -49,12 +49,12 @@ CONNECTIONS_MAX: Final = 4_096
 NOBLOCK: Final = int(zmq.NOBLOCK)
 NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
-#: Where libzmq asks who may come in, one per context.
+#: Where libzmq asks the ZAP handler, one per context.
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
 
 class Sent(enum.Enum):
-    """What became of a message offered to a ROUTER: queued, refused for want of room, or without a route."""
+    """Result of a send on a ROUTER: queued, the connection's queue is full, or no route to the peer."""
 
     OK = "ok"
     FULL = "full"
@@ -64,8 +64,9 @@ class Sent(enum.Enum):
 class Received(NamedTuple):
     """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
 
-    `pid` is the process that made the connection, as the kernel attests it, 0 when unknown (not ipc, credentials not
-    asked for, another namespace). `user` is whose key it bears, "" without keys. `descriptor` may be another's by now.
+    `pid` is the process that made the connection, attested by the kernel; 0 when unknown (not ipc, `credentials` not
+    set, another namespace). `user` is the user of the connection's key, "" without keys. `descriptor` may have been
+    reused for another connection by now.
     """
 
     peer: bytes
@@ -76,10 +77,10 @@ class Received(NamedTuple):
 
 
 class RouterSocket(Watched):
-    """The coordinator's end: bound, addressed by connection, with a bounded queue per connection.
+    """A bound ROUTER, addressed by connection, with a bounded queue per connection.
 
-    `message_bytes_max` is what the role may send; the caller refuses larger frames (they still arrive, up to
-    HARD_LIMIT_FACTOR times as large, so that the sender can be told).
+    `message_bytes_max` is the role's largest message; the caller refuses larger frames. They still arrive, up to
+    HARD_LIMIT_FACTOR times as large, so that the refusal can be answered.
     """
 
     def __init__(
@@ -94,8 +95,12 @@ class RouterSocket(Watched):
         connections_max: int = CONNECTIONS_MAX,
         per_user_max: int = CONNECTIONS_MAX,
     ) -> None:
-        """Bind to `endpoint`. Of one connection libzmq holds `queue_messages` unsent and `unread_messages` (default: as
-        many) unread. Raises ConfigError (unusable or unguarded endpoint) or Unavailable (another holds it)."""
+        """Bind to `endpoint`. Raises ConfigError (unusable or unguarded endpoint) or Unavailable (another process
+        serves it).
+
+        Per connection, libzmq holds at most `queue_messages` unsent and `unread_messages` (default: the same number)
+        unread messages.
+        """
         check_guarded(endpoint, guard)
         self.endpoint = endpoint
         self.message_bytes_max = message_bytes_max
@@ -123,7 +128,7 @@ class RouterSocket(Watched):
         super().__init__(socket)
 
     async def recv_batch(self) -> list[Received]:
-        """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken."""
+        """Wait for messages, then take all that have arrived, at most BATCH_MESSAGES_MAX. Cancelled: none was taken."""
         await trio.lowlevel.checkpoint()
         while True:
             if batch := self._drain(self._take):
@@ -160,11 +165,11 @@ class RouterSocket(Watched):
         return Sent.OK
 
     def introduce(self, received: Received) -> None:
-        """The connection has said a hello that is accepted. Raises CapacityError when its user has too many."""
+        """The hello of the connection was accepted. Raises CapacityError when there are too many connections."""
         self._connection_events.introduce(received.descriptor, received.user, trio.current_time())
 
     def cut(self, received: Received) -> None:
-        """End the connection that `received` came by. Its owner is heard no more, and sees it as lost."""
+        """End the connection of `received`. The peer sees it as lost."""
         self._connection_events.cut(received.descriptor)
 
     def cut_users(self, users: Collection[str]) -> int:
@@ -172,7 +177,7 @@ class RouterSocket(Watched):
         return self._connection_events.cut_users(users, trio.current_time())
 
     async def sweep(self, on_cut: Callable[[str], None]) -> None:
-        """Shut out who does not introduce himself, until cancelled or closed; `on_cut` is told the reason for each."""
+        """End connections without a hello in time, until cancelled or closed; calls `on_cut(reason)` for each."""
         await trio.sleep(SWEEP_INTERVAL_S)
         while not self.closed:
             for _ in range(self._connection_events.cut_overdue(trio.current_time())):

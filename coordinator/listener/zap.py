@@ -1,15 +1,15 @@
-"""Who may come in: the answer to every CURVE handshake, by ZAP (ZMQ's RFC 27).
+"""The ZAP handler: authentication of every CURVE handshake (ZMQ's RFC 27).
 
-libzmq asks on an inproc address, one per context, and lets nobody in until it is answered; pyzmq's own handlers run on
-asyncio or in a thread. A question names the listener that was knocked at (its ZAP domain is the role) and the peer's
-public key; the answer is the user that the peer is from then on, which libzmq attaches to each of its messages. A key
-that is allowed at one listener is unknown at the others, so a client's key opens neither the admins' nor the workers'
-listener.
+libzmq asks on an inproc address, one per context, and accepts no connection before the answer; the handlers of pyzmq
+run on asyncio or in a thread. A question holds the role of the listener (as its ZAP domain) and the peer's public key.
+The answer holds the peer's user, which libzmq attaches to each message of the connection. A key is allowed at the
+listener of its role only: a client's key does not open a connection to the admin or worker listener.
 
-A listener without a handler stays shut (sockets.py sets ZAP_ENFORCE_DOMAIN): what fails here, fails closed.
+Without a handler libzmq refuses all handshakes (authentication.py sets ZAP_ENFORCE_DOMAIN): a failure here admits no
+peer.
 
-A key that begins more than HANDSHAKES_PER_S handshakes a second waits: each costs each side most of a millisecond of
-arithmetic, one at a time (1.5 ms for both, making and closing the socket included).
+A key with more than HANDSHAKES_PER_S is put off. A handshake takes each side most of a millisecond of arithmetic, one
+at a time (1.5 ms for both sides, opening and closing the socket included).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from protocol.transport.watched import Watched, context_of
 
 VERSION: Final = b"1.0"
 KEY_BYTES: Final = 32
-#: Handshakes per key, and how many at once: a fleet of clients under one key that comes back together is no attack.
+#: Handshakes per key. The burst admits many clients of one key that reconnect at the same time.
 HANDSHAKES_PER_S: Final = 50.0
 HANDSHAKES_BURST: Final = 500
 
 
 class ZapAnswer(Enum):
-    """As ZAP has it. libzmq tells a peer that it is refused, but not that it is put off: that looks like no answer."""
+    """Status codes of ZAP. libzmq reports REFUSED to the peer; after PUT_OFF the peer sees no answer."""
 
     WELCOME = b"200"
     PUT_OFF = b"300"
@@ -45,23 +45,23 @@ class ZapAnswer(Enum):
 
 
 class AllowList:
-    """Who may come in at which listener. Pure."""
+    """The keys allowed at each listener. Pure."""
 
     def __init__(self, allowed: Iterable[AllowedKey]) -> None:
         self._users = {(key.role, key.public): key.user for key in allowed}
         self._handshakes = RateLimiter(HANDSHAKES_PER_S, HANDSHAKES_BURST)
 
     def judge(self, role: str, public: str, now: float) -> tuple[ZapAnswer, str]:
-        """The answer to the bearer of `public` at the listener of `role`, and who that is."""
+        """The answer to a peer with key `public` at the listener of `role`, and its user ("" unless WELCOME)."""
         user = self._users.get((role, public), "")
         if not user:
             return ZapAnswer.REFUSED, ""
-        bearer = f"{role} {public}".encode()
-        is_calm = self._handshakes.judge(bearer, bearer, 1.0, now) is RateVerdict.TAKE
-        return (ZapAnswer.WELCOME, user) if is_calm else (ZapAnswer.PUT_OFF, "")
+        sender = f"{role} {public}".encode()
+        within_rate = self._handshakes.judge(sender, sender, 1.0, now) is RateVerdict.TAKE
+        return (ZapAnswer.WELCOME, user) if within_rate else (ZapAnswer.PUT_OFF, "")
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:
-        """Another list from now on; returns the users who have lost a key."""
+        """Use another list from now on; returns the users who have lost a key."""
         users = {(key.role, key.public): key.user for key in allowed}
         lost = frozenset(user for key, user in self._users.items() if key not in users)
         self._users = users
@@ -69,8 +69,7 @@ class AllowList:
 
 
 class ZapHandler:
-    """Answers for every CURVE listener of this process. Bound at once, so that no listener opens before it; `run` until
-    cancelled."""
+    """Answers for every CURVE listener of this process. The constructor binds it, before any listener opens."""
 
     def __init__(self, allowed: AllowList, counter: Counter[tuple[str, str]]) -> None:
         self.allowed = allowed
@@ -81,6 +80,7 @@ class ZapHandler:
         self._watched = Watched(self._socket)
 
     async def run(self) -> None:
+        """Answer questions, until cancelled."""
         while True:
             await trio.lowlevel.checkpoint()
             await self._watched.wait_for(zmq.POLLIN)
@@ -88,8 +88,11 @@ class ZapHandler:
             self._socket.send_multipart(self.answer(question, trio.current_time()), zmq.NOBLOCK)
 
     def answer(self, question: Sequence[bytes], now: float) -> list[bytes]:
-        """Version, number, domain, address, routing id, mechanism, and its credentials: for CURVE the 32 bytes of a
-        public key. Anything else is refused."""
+        """The frames of the answer to `question`.
+
+        The frames of a question are version, number, domain, address, routing id, mechanism and credentials; for CURVE
+        the credentials are a public key of 32 bytes. Any other question is refused.
+        """
         match question:
             case [b"1.0", number, domain, address, _, b"CURVE", bytes(public)] if len(public) == KEY_BYTES:
                 answer, user = self.allowed.judge(_text(domain), z85.encode(public).decode(), now)
@@ -107,7 +110,7 @@ class ZapHandler:
         dropped.note(reason, address, f"a handshake was {answer.name.lower().replace('_', ' ')}", now)
 
     def close(self) -> None:
-        """Unbound first: a closed socket gives its inproc address up some time later, to the next life's surprise."""
+        """Unbind, then close: closing alone frees the inproc address only later, and the next bind would fail."""
         self._socket.unbind(ZAP_ENDPOINT)
         self._watched.close()
 

@@ -121,7 +121,7 @@ class Scheduler(SchedulerApi):
         self._clock = clock
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
-        self._ledgers: Mapping[str, Ledger] = self._journal.book.ledgers
+        self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
@@ -153,7 +153,7 @@ class Scheduler(SchedulerApi):
 
     def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
         """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
-        book = self._journal.book
+        book = self._journal.state
         for node, opened in book.pools.items():
             self._registry.recover(opened, book.joined(node))
             self._start_pool(node)

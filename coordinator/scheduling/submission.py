@@ -108,7 +108,7 @@ class Submissions:
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
-        forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.book.arrivals)
+        forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.state.arrivals)
         commit = self.journal.append([forgotten] if request_indices else [])
         for request_index in request_indices:
             self.listener.forgotten(request_index)

@@ -1,21 +1,21 @@
-"""Every live request's tokens, in a few arrays: what workers report goes in, what clients read comes out.
+"""The generated tokens of every live request, in a few arrays: workers' reports append, client connections read.
 
 Tokens are not messages between actors (docs/architecture.md, section 2): 10,000 requests at 20 tokens a second would be
-200,000 task wake-ups. A report's arrays are appended here at numpy's speed, and each client connection keeps a cursor
-per request (coordinator.gateway.subscriptions). The log knows nothing of states, pages or clients.
+200,000 task wake-ups. A report's arrays are appended here with numpy operations, and each client connection keeps a
+cursor per request (coordinator.gateway.subscriptions). The log does not know states, pages or clients.
 
     request_index 0 to request_indices-1, one per request the coordinator knows; reused once closed, oldest first
-    admission the stay whose reports count; what any other says is stale and dropped
-    source    the worker link that may speak for the admission; a worker cannot write another's requests
+    placement the placement whose reports count; reports of another one are stale and dropped
+    source    number of the worker link that may append to the placement: a worker cannot write other workers' requests
     length    generated tokens known; position i of a request is `arena[base + i]`
-    committed those of them that are in the journal: nothing beyond is delivered. Without a journal, all of them
-    durable   rows known to be in host memory (prompt included), never above prompt + length
+    committed generated tokens in the journal; only these are delivered. Without a journal, equal to length
+    durable   rows known to be in host memory (prompt included), at most prompt + length
     granted   tokens (prompt included) that fit the host pages granted so far
 
 Tokens lie in one arena, allocated once and touched lazily, in extents of a power of two; each request has room for
-its max_tokens from the start. A binary buddy system (Knowlton 1965) hands extents out. Rejected: an array per request
-(appending is a Python loop), pages with a table per request (a second gather for every token, for memory that is
-virtual anyway).
+its max_tokens from the start. A binary buddy system (Knowlton 1965) allocates the extents. Rejected: an array per
+request (appending is a Python loop), pages with a table per request (a second gather for every token, and it saves only
+virtual memory).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocol.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
 from protocol.errors import CapacityError, InternalError, ProtocolError
 from protocol.messages import Progress
 
-#: Room for generated tokens of all requests: 1 GiB of virtual memory, resident as far as it is used.
+#: Generated tokens of all requests together: 1 GiB of virtual memory, resident as far as it is used.
 ARENA_TOKENS: Final = 1 << 28
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
@@ -43,15 +43,17 @@ NO_SOURCE: Final = -1
 assert ARENA_TOKENS % EXTENT_TOKENS_MIN == 0
 
 
-#: Slots as numpy indexes with them; on the wire and between actors they are int32.
+#: Request indices in the type that numpy indexes with; on the wire and between actors they are int32.
 RequestIndices: TypeAlias = npt.NDArray[np.intp]
 
 
 class Appended(NamedTuple):
-    """What became of one Progress.
+    """Result of appending one Progress.
 
-    `request_indices` are those that it spoke for rightfully, each with `known` tokens before and `fresh` ones now;
-    `tokens` were new, `repeated_tokens` known already (a replay), `stale_entries` of departed admissions."""
+    `request_indices` are the entries whose placement and source were current, each with `known` tokens before and
+    `fresh` new ones. `tokens` counts new tokens, `repeated_tokens` those known already (a replay), `stale_entries` the
+    entries of ended placements.
+    """
 
     request_indices: RequestIndices
     known: Int32Array
@@ -62,8 +64,11 @@ class Appended(NamedTuple):
 
 
 class News(NamedTuple):
-    """Tokens of `request_indices` from generated position `starts[i]` on, `counts[i]` of them, concatenated in
-    `tokens`, and the rows that are durable: what the journal has not seen yet."""
+    """Tokens and durable rows that the journal does not have yet, as int32 arrays.
+
+    `counts[i]` tokens of `request_indices[i]` from generated position `starts[i]` on, concatenated in `tokens`;
+    `durables[i]` is the request's number of durable rows.
+    """
 
     request_indices: Int32Array
     starts: Int32Array
@@ -82,7 +87,7 @@ class OutputPart(NamedTuple):
 
 
 class Extents:
-    """A buddy system over `size` units; every extent is a power of two, at least `smallest`, and aligned to itself."""
+    """A buddy system over `size` units; an extent is a power of two, at least `smallest`, aligned to its size."""
 
     def __init__(self, size: int, smallest: int) -> None:
         if size & (size - 1) or smallest & (smallest - 1) or not 0 < smallest <= size:
@@ -92,7 +97,7 @@ class Extents:
         self._free: dict[int, set[int]] = {size: {0}}
 
     def rounded(self, units: int) -> int:
-        """The extent that holds `units`."""
+        """Size of the extent for `units`."""
         return max(self._smallest, 1 << max(units - 1, 0).bit_length())
 
     def allocate(self, units: int) -> int | None:
@@ -130,9 +135,9 @@ class TokenLog:
         self.times = TokenTimes(request_indices)
         self.lengths: Int32Array = np.zeros(request_indices, np.int32)
         self.committed: Int32Array = np.zeros(request_indices, np.int32) if journalled else self.lengths
-        self._taken: Int32Array = np.zeros(request_indices, np.int32)  # for the journal
+        self._taken: Int32Array = np.zeros(request_indices, np.int32)  # handed to the journal by take_news
         self._durable_taken: Int32Array = np.zeros(request_indices, np.int32)
-        self._summed: Int32Array = np.zeros(request_indices, np.int32)  # in its summaries
+        self._summed: Int32Array = np.zeros(request_indices, np.int32)  # handed to a summary by take_output
         self._arena = _lazy_array(arena_tokens)
         self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)
         self._free = deque(range(request_indices))
@@ -146,16 +151,16 @@ class TokenLog:
         self._asked: npt.NDArray[np.bool_] = np.zeros(request_indices, np.bool_)
         self._mark: Int32Array = np.zeros(request_indices, np.int32)
 
-    # ------------------------------------------------------------ life of a slot
+    # ------------------------------------------------------------ request indices and placements
 
     def open(self, max_tokens: int) -> int:
-        """A slot with room for `max_tokens`. Raises CapacityError when slots or room are used up."""
+        """A request index with room for `max_tokens`. Raises CapacityError when indices or arena are used up."""
         if not self._free:
             raise CapacityError(
-                f"all {self.request_indices} slots are taken",
+                f"all {self.request_indices} request indices are in use",
                 field="request_indices",
                 value=self.request_indices,
-                remedy="retry when requests ended",
+                remedy="retry when requests have ended",
             )
         base = self._extents.allocate(max_tokens)
         if base is None:
@@ -163,7 +168,7 @@ class TokenLog:
                 f"no room for {max_tokens} tokens of output, {self._extents.free_units()} of {self._extents.size} free",
                 field="max_tokens",
                 value=max_tokens,
-                remedy="ask for fewer tokens, or retry when requests ended",
+                remedy="ask for fewer tokens, or retry when requests have ended",
             )
         request_index = self._free.popleft()
         self._base[request_index] = base
@@ -171,7 +176,7 @@ class TokenLog:
         return request_index
 
     def close(self, request_index: int) -> None:
-        """Forget the request; the slot and its room are free."""
+        """Forget the request; free its index and its extent."""
         self._extents.free(int(self._base[request_index]), self._capacity_of(request_index))
         self.end_placement(request_index)
         self._capacity[request_index] = -1
@@ -182,7 +187,7 @@ class TokenLog:
     def begin_placement(
         self, request_index: int, placement: int, prompt_tokens: int, granted_tokens: int, durable_tokens: int = 0
     ) -> None:
-        """From now on only `placement` may append, and only once `bind` has named its link."""
+        """From now on only `placement` may append, once `bind` has set its link."""
         self._capacity_of(request_index)
         self._placement[request_index] = placement
         self._prompt[request_index] = prompt_tokens
@@ -191,31 +196,32 @@ class TokenLog:
         self._asked[request_index] = False
 
     def bind(self, request_index: int, source: int) -> None:
-        """The link with number `source` speaks for the slot's admission."""
+        """The worker link with number `source` may append to the current placement."""
         self._source[request_index] = source
 
     def rebind(self, request_index: int, placement: int, source: int) -> None:
-        """As `bind`, if the slot's admission is that one: a worker's word is not taken for it."""
+        """As `bind`, but only if the current placement is `placement`; a hello with other numbers has no effect."""
         if 0 <= request_index < self.request_indices and self._placement[request_index] == placement:
             self.bind(request_index, source)
 
     def end_placement(self, request_index: int) -> None:
-        """Nobody may append until the next `begin_placement` and `bind`; what was said stays."""
+        """No link may append until the next `begin_placement` and `bind`. The tokens stay."""
         self._placement[request_index] = NO_PLACEMENT
         self._source[request_index] = NO_SOURCE
 
     # ------------------------------------------------------------ grants
 
     def grant(self, request_index: int, granted_tokens: int) -> None:
-        """The request may now hold `granted_tokens` in all; a slot short of that is reported again."""
+        """The request may now hold `granted_tokens` in all; `report_short` may return it again."""
         self._granted[request_index] = granted_tokens
         self._asked[request_index] = False
 
     def report_short(self, appended: Appended, ahead_tokens: int) -> Int32Array:
-        """Slots of `appended` with less than `ahead_tokens` of granted room, each once until its next `grant`.
+        """Request indices of `appended` with less than `ahead_tokens` granted and unused, each once until its `grant`.
 
-        Requests that started together run short together. Those that can wait are told at the pace at which they use
-        room up, so that all have been when three quarters of it are used; with less than that, at once.
+        Requests that started together run short together. Requests with at least a quarter of `ahead_tokens` left are
+        returned at the pace at which they use tokens, so that each is returned before it has less than a quarter.
+        Requests with less are returned at once.
         """
         request_indices = appended.request_indices
         headroom = self._granted[request_indices] - self._prompt[request_indices] - self.lengths[request_indices]
@@ -232,10 +238,10 @@ class TokenLog:
     # ------------------------------------------------------------ tokens in
 
     def append(self, progress: Progress, source: int) -> Appended:
-        """Take in what link `source` reports; positions known already are dropped (I5), stale admissions too.
+        """Append the tokens that link `source` reports. Drops known positions (I5) and entries of ended placements.
 
-        Raises ProtocolError, having changed nothing, when arrays disagree, a slot appears twice, tokens exceed what
-        the request asked for, or a position is missed: reports apply in order, so the worker has lost count.
+        Raises ProtocolError, with nothing changed, when arrays disagree, a request index appears twice, tokens exceed
+        max_tokens, or a position is missing: reports apply in order, so the worker has skipped one.
         """
         request_indices, placements, starts, counts, tokens, durables = self._unpack(progress)
         mine = (self._placement[request_indices] == placements) & (self._source[request_indices] == source)
@@ -270,7 +276,7 @@ class TokenLog:
         tokens: Int32Array,
         total: int,
     ) -> None:
-        """Write `fresh[i]` tokens, from `tokens[first[i]]` on, behind the `known[i]` of slot i."""
+        """Write `fresh[i]` tokens, from `tokens[first[i]]` on, behind the `known[i]` of `request_indices[i]`."""
         target = self._base[request_indices] + known
         if total == len(request_indices) and np.count_nonzero(fresh == 1) == total:  # a decode step: one token each
             self._arena[target] = tokens if len(tokens) == total else tokens[first]
@@ -282,9 +288,8 @@ class TokenLog:
     def _unpack(
         self, progress: Progress
     ) -> tuple[RequestIndices, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array]:
-        request_indices = unpack_int32(progress.request_indices, "request_indices").astype(
-            np.intp
-        )  # as indices are: eight lookups follow
+        # converted once to numpy's index type: eight lookups follow
+        request_indices = unpack_int32(progress.request_indices, "request_indices").astype(np.intp)
         placements = unpack_int64(progress.placements, "placements")
         starts = unpack_int32(progress.starts, "starts")
         counts = unpack_int32(progress.counts, "counts")
@@ -292,11 +297,13 @@ class TokenLog:
         durables = unpack_int32(progress.durables, "durables")
         if not len(request_indices) == len(placements) == len(starts) == len(counts) == len(durables):
             raise ProtocolError(
-                "arrays of different lengths", field="progress", remedy="one element per request in each"
+                "arrays of different lengths", field="progress", remedy="send one element per request in each"
             )
         if len(request_indices) and (request_indices.min() < 0 or request_indices.max() >= self.request_indices):
             raise ProtocolError(
-                "no such slot", field="request_indices", value=f"{request_indices.min()}..{request_indices.max()}"
+                "no such request index",
+                field="request_indices",
+                value=f"{request_indices.min()}..{request_indices.max()}",
             )
         if len(request_indices) and min(counts.min(), starts.min()) < 0:
             raise ProtocolError("negative positions", field="starts, counts")
@@ -311,7 +318,9 @@ class TokenLog:
         self._mark[request_indices] = order
         if np.count_nonzero(self._mark[request_indices] != order):
             raise ProtocolError(
-                "a slot appears twice", field="request_indices", remedy="one entry per request in a report"
+                "a request index appears twice",
+                field="request_indices",
+                remedy="send one entry per request in a report",
             )
         if np.count_nonzero(starts > known):
             worst = int(np.argmax(starts - known))
@@ -327,7 +336,7 @@ class TokenLog:
     # ------------------------------------------------------------ to and from the journal
 
     def take_news(self) -> News | None:
-        """Tokens and durable lengths that no call before gave; None: there are none."""
+        """Tokens and durable rows that no earlier call returned; None: there are none."""
         request_indices = np.flatnonzero((self.lengths > self._taken) | (self._durable != self._durable_taken)).astype(
             np.int32
         )
@@ -341,12 +350,15 @@ class TokenLog:
         return News(request_indices, starts, counts, tokens, durables)
 
     def commit(self, news: News) -> None:
-        """What `take_news` gave is in the journal."""
+        """`news`, returned by `take_news`, is in the journal now."""
         self.committed[news.request_indices] = news.starts + news.counts
 
     def take_output(self, request_index: int, tokens_max: int, *, has_rows: bool) -> OutputPart | None:
-        """For a summary, at most `tokens_max` tokens of a request that were taken by `take_news` and that no call of
-        this gave before. None: there are none, nor rows in pages, whose number would have to be said."""
+        """The next part of a request's output for a summary: at most `tokens_max` tokens.
+
+        Only tokens that `take_news` has returned, and no earlier call of this, are returned. None: there are no such
+        tokens, and without `has_rows` no durable rows to record.
+        """
         start, taken, base = (
             int(self._summed[request_index]),
             int(self._taken[request_index]),
@@ -364,20 +376,20 @@ class TokenLog:
         )
 
     def reopen(self, request_index: int, max_tokens: int) -> None:
-        """The slot and the room that a request had. Raises CapacityError when there are not as many any more."""
+        """Open `request_index` again, with its room. Raises CapacityError when indices or arena are fewer now."""
         base = self._extents.allocate(max_tokens) if request_index < self.request_indices else None
         if base is None:
             raise CapacityError(
-                f"{self.request_indices} slots do not hold the requests in the journal",
+                f"{self.request_indices} request indices are too few for the requests in the journal",
                 field="coordinator.live_requests_max",
                 value=request_index,
-                remedy="raise live_requests_max or ended_keep_max to what they were",
+                remedy="raise live_requests_max or ended_keep_max to their earlier values",
             )
         self._base[request_index] = base
         self._capacity[request_index] = max_tokens
 
     def recover(self, news: News) -> None:
-        """What an earlier coordinator has taken in; of requests that are forgotten: nothing."""
+        """Restore tokens from the journal; those of forgotten requests are ignored."""
         request_indices, starts, counts, tokens, durables = news
         is_open = self._capacity[request_indices] >= 0
         if not is_open.all():
@@ -391,7 +403,7 @@ class TokenLog:
         self._durable[places] = durables
 
     def recover_output(self, output: OutputPart) -> None:
-        """What a summary has of one request; all of it may be known, and more."""
+        """Restore a part of one request's output from a summary; its positions may be known already."""
         request_index, tokens = output.request_index, output.tokens
         if self._capacity[request_index] < 0:
             return
@@ -402,13 +414,13 @@ class TokenLog:
         self._durable[request_index] = output.durable_tokens
 
     def recovered(self) -> None:
-        """All is in the journal: nothing of it is news."""
+        """Recovery is complete: all tokens are in the journal, so none of them is news."""
         self._free = deque(np.flatnonzero(self._capacity < 0).tolist())
         self.committed[:] = self._taken[:] = self.lengths
         self._durable_taken[:] = self._durable
 
     def set_durable(self, request_index: int, durable_tokens: int) -> None:
-        """Rows known durable, as an earlier life knew."""
+        """Restore the number of durable rows."""
         self._durable[request_index] = durable_tokens
 
     # ------------------------------------------------------------ tokens out
@@ -418,7 +430,7 @@ class TokenLog:
         return int(self.lengths[request_index])
 
     def durable(self, request_index: int) -> int:
-        """Rows known durable in this admission."""
+        """Rows known durable in this placement."""
         return int(self._durable[request_index])
 
     def tokens(self, request_index: int, start: int) -> bytes:
@@ -435,30 +447,30 @@ class TokenLog:
         return gathered
 
     def check_invariants(self) -> None:
-        """Raise InternalError unless slots, extents and lengths are consistent."""
+        """Raise InternalError unless request indices, extents and lengths are consistent."""
         opened = np.flatnonzero(self._capacity >= 0)
         held = sum(self._extents.rounded(self._capacity_of(int(request_index))) for request_index in opened)
         checks = {
-            "every slot is open or free": len(opened) + len(self._free) == self.request_indices,
+            "every request index is open or free": len(opened) + len(self._free) == self.request_indices,
             "every token of the arena is free or in one extent": held + self._extents.free_units()
             == self._extents.size,
-            "what is committed is known": bool((self.committed <= self.lengths).all()),
-            "no request is longer than it asked for": bool((self.lengths[opened] <= self._capacity[opened]).all()),
+            "committed tokens are known": bool((self.committed <= self.lengths).all()),
+            "no request is longer than its max_tokens": bool((self.lengths[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),
         }
         for claim, holds in checks.items():
             if not holds:
-                raise InternalError(f"token log: not so: {claim}")
+                raise InternalError(f"token log: does not hold: {claim}")
 
     def _capacity_of(self, request_index: int) -> int:
         capacity = int(self._capacity[request_index])
         if capacity < 0:
-            raise InternalError("the slot is not open", field="request_index", value=request_index)
+            raise InternalError("the request index is not open", field="request_index", value=request_index)
         return capacity
 
 
 def _lazy_array(items: int) -> Int32Array:
-    """Zeroed memory, resident page by page as it is touched; a huge page per short output would be mostly air."""
+    """Zeroed memory, resident page by page as it is touched. Without huge pages, most of which would stay unused."""
     memory = mmap.mmap(-1, 4 * items)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.int32)

@@ -1,8 +1,8 @@
-"""When each request last got a token, and what that says of latencies. Pure; arrays by slot, as the token log's.
+"""The time of each request's latest token, and the latencies that follow. Pure; arrays by request index.
 
-Times are those of arrival at the coordinator: what a client sees comes later by the commit of the journal and one
-flush. Tokens that come together are taken to have come evenly since those before, since a worker reports at most once
-per interval; of those that come with the first token nothing is known.
+Times are of arrival at the coordinator; a client sees a token later, by the commit of the journal and one flush. A
+worker reports at most once per interval, so tokens that arrive together count as evenly spaced since the previous
+arrival. Tokens that arrive together with the first one give no latency between tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_LATENCIES: Final = Latencies(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
 
 
 class TokenTimes:
-    """NaN: not known, after a restart of the coordinator. A slot that is taken again begins with `submitted`."""
+    """Latest arrivals; NaN: not known, after a restart of the coordinator. `submitted` starts a reused index."""
 
     def __init__(self, request_indices: int) -> None:
         self._last = np.full(request_indices, np.nan)
@@ -40,7 +40,7 @@ class TokenTimes:
     def arrived(
         self, request_indices: npt.NDArray[np.intp], known: Int32Array, fresh: Int32Array, now: float
     ) -> Latencies:
-        """`fresh[i]` tokens came for `request_indices[i]`, behind `known[i]`."""
+        """Record that `fresh[i]` tokens arrived for `request_indices[i]`, behind `known[i]`; returns the latencies."""
         got = fresh > 0
         if not got.all():
             request_indices, known, fresh = request_indices[got], known[got], fresh[got]

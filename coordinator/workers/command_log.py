@@ -1,8 +1,8 @@
-"""Commands of one worker epoch: numbered, kept until acknowledged, sent again from wherever the worker lost them.
+"""Commands of one worker epoch: numbered, kept until acknowledged, and sent again after a loss.
 
-A worker applies each command once and in order (I4) and acknowledges cumulatively. Whatever is lost on the way - a
-full queue, a cut link, a worker that asks again - ends in one remedy: move the send cursor back. Go-back-N rather
-than selective repeat: links are ordered, losses are rare and come in tails.
+A worker applies each command once and in order (I4) and acknowledges cumulatively. Every loss - a full queue, a cut
+link, a gap that the worker reports - has one remedy: move the send cursor back. Go-back-N rather than selective repeat:
+links are ordered, and a rare loss affects all commands behind it.
 
     acknowledged          in flight                unsent
     ─────────────┤ first_unacked ......... ├ cursor ....... ├ next
@@ -28,7 +28,7 @@ from protocol.messages import (
     Grant,
 )
 
-#: Commands kept for one worker; past it the worker counts as down, since it has not kept up for minutes.
+#: Commands kept for one worker. Beyond it, the worker has not kept up for minutes and counts as down.
 COMMANDS_UNACKED_MAX: Final = 65_536
 #: One message to the worker carries at most this many commands and about this many bytes, and always one command.
 BATCH_COMMANDS_MAX: Final = 256
@@ -36,7 +36,7 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 #: Upper bound of a command without its arrays and strings, encoded.
 COMMAND_BYTES_FIXED: Final = 256
 
-#: Of one Admit, beside the tokens that it carries.
+#: Largest Admit: the arrays of its tokens and its warm start.
 ADMIT_BYTES_MAX: Final = CLIENT_MESSAGE_BYTES_MAX + WARM_START_BYTES_MAX
 
 assert BATCH_BYTES_MAX + ADMIT_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # one more Admit always fits
@@ -107,7 +107,7 @@ class CommandLog:
         return batch
 
     def untake(self, batch: CommandBatch) -> None:
-        """`batch`, the last one taken, could not be sent after all."""
+        """`batch`, the last one taken, was not sent: it will be taken again."""
         self._cursor = max(batch.first, self._first_unacked)
 
     def acknowledge(self, number: int, now: float) -> float | None:
@@ -129,7 +129,7 @@ class CommandLog:
         return now - entry.first_sent_at
 
     def replay(self, first: int) -> None:
-        """The worker saw a gap: send from `first` on again. Raises ProtocolError when that cannot be."""
+        """The worker saw a gap: send from `first` on again. Raises ProtocolError when `first` is not kept any more."""
         if not self._first_unacked <= first <= self._sent_top + 1:
             raise ProtocolError(
                 f"commands {self._first_unacked}..{self._sent_top} can be sent again", field="first", value=first
@@ -147,8 +147,10 @@ class CommandLog:
         return True
 
     def reconnect(self, command_ack: int, now: float) -> None:
-        """A fresh connection of the same epoch: what came after `command_ack` may be lost. Raises ProtocolError when
-        the worker claims a command that was never sent, or has forgotten one that it had acknowledged."""
+        """A new connection of the same epoch: send all commands after `command_ack` again, as they may be lost.
+
+        Raises ProtocolError when `command_ack` was never sent, or is lower than an earlier acknowledgement.
+        """
         if command_ack < self.acknowledged:
             raise ProtocolError(
                 f"command {self.acknowledged} was acknowledged before", field="command_ack", value=command_ack
@@ -157,7 +159,7 @@ class CommandLog:
         self._go_back(self._first_unacked)
 
     def rebase(self, command_ack: int) -> None:
-        """The worker has applied `command_ack` commands of an earlier life; none of this one was sent yet."""
+        """The worker has applied `command_ack` commands of an earlier incarnation. Call before the first send."""
         if self._sent_top:
             raise InternalError(f"command log: {self._sent_top} commands were sent", value=command_ack)
         self._first_unacked = self._cursor = command_ack + 1
@@ -175,7 +177,7 @@ class CommandLog:
 
 
 def command_bytes(command: Command) -> int:
-    """About how long `command` is when encoded; never too low by more than a few per cent."""
+    """Approximate size of the encoded `command`; too low by a few per cent at most."""
     match command:
         case Admit(prompt=prompt, generated=generated, host_pages=pages, sampling=sampling, request_id=request_id):
             chars = sum(map(len, sampling.stop)) + len(request_id)

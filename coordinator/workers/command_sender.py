@@ -1,4 +1,4 @@
-"""Sends what command logs hold: woken by new commands, again where a socket was full, from where an epoch asks."""
+"""Sends the commands of all command logs: after new commands or a replay, and again where a socket was full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNBLOCK_INTERVAL_S: Final = 0.02
 
 
 class CommandSender:
-    """One per worker socket. Commands told in one turn of the loop leave in one message per worker."""
+    """One per worker socket. Commands queued in one turn of the loop leave in one message per worker."""
 
     def __init__(self, socket: RouterSocket, incarnation: int, counters: CoordinatorCounters) -> None:
         self._socket = socket
@@ -28,7 +28,7 @@ class CommandSender:
         self._wake = trio.Event()
 
     def soon(self, link: WorkerLink) -> None:
-        """There is something to send to `link`."""
+        """Send the commands of `link` in the next turn of the loop."""
         self._waiting[link] = None
         self._wake.set()
 
@@ -36,7 +36,7 @@ class CommandSender:
         self._waiting.pop(link, None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send commands, until cancelled."""
         while True:
             with trio.move_on_after(UNBLOCK_INTERVAL_S if self._waiting else float("inf")):
                 await self._wake.wait()
@@ -44,14 +44,14 @@ class CommandSender:
             self.send_all()
 
     def send_all(self) -> None:
-        """Send what every link has to send; those whose socket is full stay for the next time."""
+        """Send the commands of all waiting links. A link whose socket is full stays waiting."""
         now = trio.current_time()
         for link in tuple(self._waiting):
             if self._send_to(link, now):
                 del self._waiting[link]
 
     def _send_to(self, link: WorkerLink, now: float) -> bool:
-        """Whether nothing is left that could be sent now. Without a connection it waits for the next hello."""
+        """Whether `link` is done for now. Commands of a link without a connection wait for its next hello."""
         log = link.state.commands
         while link.peer is not None and (batch := log.take(now)) is not None:
             frame = messages.encode(messages.Commands(self._incarnation, batch.first, batch.commands))

@@ -1,7 +1,7 @@
-"""Processes of this machine by what tells them apart for ever: id, moment of their start, boot. Linux.
+"""Processes of this machine, identified uniquely by process id, start time and boot id. Linux.
 
-A process id alone is reused. Start and boot are read once, while the process lives, and kept in the journal: a later
-life of the coordinator can prove from them that the process is gone, also after the machine was booted anew (I2).
+A process id alone is reused. Start and boot are read once, while the process runs, and kept in the journal. From them a
+later incarnation of the coordinator can prove that the process is gone, also after a reboot of the machine (I2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(NamedTuple):
-    """`id` 0: nobody's. `started` in clock ticks after the boot of `boot`; 0: could not be read, proves nothing."""
+    """`id` 0: unknown process. `started`: clock ticks after boot `boot`; 0: could not be read, so it proves nothing."""
 
     id: int
     started: int = 0
@@ -33,12 +33,12 @@ def process_of(process_id: int) -> Process:
 
 
 def has_ended(process: Process) -> bool:
-    """Whether `process` is proved gone: another one has its id, or nobody, or the machine was booted since."""
+    """Whether `process` is proved gone: no process has its id, or another one has, or the machine was rebooted."""
     return process.started > 0 and process_of(process.id) != process
 
 
 async def wait_exit(process: int) -> None:
-    """Until `process` has exited; one that is not there has."""
+    """Return once process id `process` has exited or does not exist. Cancellable."""
     try:
         pidfd = os.pidfd_open(process)
     except ProcessLookupError:

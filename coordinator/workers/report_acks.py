@@ -1,4 +1,4 @@
-"""Reports of workers, acknowledged when what they said is in the journal: until then the worker keeps them."""
+"""Acknowledgement of workers' reports once they are in the journal; until then the worker keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReportAcks:
-    """One commit covers all reports that came while the one before was written. `acknowledge` sends the word."""
+    """One commit covers all reports that arrived during the previous one. `acknowledge` sends a ReportAck."""
 
     def __init__(self, journal: Journal, acknowledge: Callable[[WorkerLink, int], None]) -> None:
         self._journal = journal
@@ -23,12 +23,12 @@ class ReportAcks:
         self._news = trio.Event()
 
     def received(self, link: WorkerLink) -> None:
-        """All of its reports up to `report_ack` were applied."""
+        """All reports of `link` up to its `report_ack` were applied."""
         self._received[link] = link.state.report_ack
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Commit and acknowledge reports, until cancelled."""
         while True:
             await self._news.wait()
             self._news = trio.Event()

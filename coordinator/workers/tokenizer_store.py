@@ -1,6 +1,6 @@
-"""The served model's tokenizer, put together from the chunks that workers send and handed to clients. Pure.
+"""The served model's tokenizer, assembled from the chunks that workers send, for clients to fetch. Pure.
 
-Workers of a group agree on the model and so on the hash; only bytes that have it are kept.
+All workers have the same model and so the same tokenizer hash; only data with this hash is kept.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ class TokenizerStore:
         return model.tokenizer_kind == JSON and model.tokenizer_hash not in self._data
 
     def take(self, worker: str, model: ModelInfo, chunk: TokenizerChunk) -> None:
-        """The next piece from `worker`, which serves `model`; a first piece starts over.
+        """Add the next chunk from `worker`, which serves `model`; a first chunk starts over.
 
-        Raises ProtocolError when it is none of `model`'s tokenizer, out of order, or the whole has another hash.
+        Raises ProtocolError when the chunk is of another tokenizer or out of order, or the data has another hash.
         """
         if not self.wants(model):
             return
-        pieces = self._partial.pop(worker, []) if chunk.index else []
-        if chunk.hash != model.tokenizer_hash or chunk.index != len(pieces):
-            raise ProtocolError(f"expected piece {len(pieces)}", field="index", value=chunk.index)
+        chunks = self._partial.pop(worker, []) if chunk.index else []
+        if chunk.hash != model.tokenizer_hash or chunk.index != len(chunks):
+            raise ProtocolError(f"expected chunk {len(chunks)}", field="index", value=chunk.index)
         if not chunk.index < chunk.total <= CHUNKS_MAX or len(chunk.data) > TOKENIZER_CHUNK_BYTES:
-            raise ProtocolError(f"more than {CHUNKS_MAX} pieces, or too large", field="total", value=chunk.total)
-        pieces.append(chunk.data)
-        if len(pieces) < chunk.total:
-            self._partial[worker] = pieces
+            raise ProtocolError(
+                f"more than {CHUNKS_MAX} chunks, or a chunk is too large", field="total", value=chunk.total
+            )
+        chunks.append(chunk.data)
+        if len(chunks) < chunk.total:
+            self._partial[worker] = chunks
             return
-        data = b"".join(pieces)
+        data = b"".join(chunks)
         if hashlib.sha256(data).hexdigest() != model.tokenizer_hash:
-            raise ProtocolError("the bytes have another hash", field="hash", value=chunk.hash)
+            raise ProtocolError("the data has another hash", field="hash", value=chunk.hash)
         self._data = {model.tokenizer_hash: data}
         self._partial.clear()
 
     def forget(self, worker: str) -> None:
-        """The worker is gone, and what it had not finished sending."""
+        """The worker is gone: drop its chunks."""
         self._partial.pop(worker, None)
 
     def tokenizer(self, model: ModelInfo | None) -> tuple[str, str, bytes]:

@@ -1,15 +1,15 @@
-"""One epoch of one worker as the coordinator sees it: numbers, acknowledgements, signs of life. Pure.
+"""One worker epoch in the coordinator: numbers, acknowledgements, liveness. Pure.
 
-    reports   arrive numbered from 1 and apply once and in order; a gap is asked for again, at most every
-              REPLAY_ASK_INTERVAL_S; a repeated one is acknowledged again and does nothing
+    reports   are numbered from 1 and apply once and in order; after a gap the missing ones are requested, at most every
+              REPLAY_ASK_INTERVAL_S; a repeated one is acknowledged again and has no effect
     commands  coordinator.workers.command_log
-    life      anything heard counts for the link; `executor_beats` in heartbeats for the executor, since a link may
-              outlive the loop it speaks for
+    liveness  any message shows that the link is alive. `executor_beats` in heartbeats shows that the executor is, since
+              the link thread may run on while the executor's loop hangs
 
-An epoch that was declared down stays down: whatever it says later is refused, so that it empties itself and begins
-anew. That is how the two sides agree without agreeing on when the silence began.
+An epoch that was declared down stays down: its later messages are refused, so that the worker withdraws all requests
+and begins a new epoch. So both sides agree, although they may measure the silence differently.
 
-A report is acknowledged when what it said is in the journal (`report_durable`): until then the worker keeps it.
+A report is acknowledged once it is in the journal (`report_durable`); until then the worker keeps it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from coordinator.workers.command_log import CommandLog
 from protocol.errors import ProtocolError, WrongState
 from protocol.messages import Counters, Heartbeat, Report, WorkerHello
 
-#: The same gap in reports is asked for at most this often.
+#: Missing reports are requested at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25
 #: Weight of the latest round trip in `command_ack_ms`.
 ROUND_TRIP_WEIGHT: Final = 1 / 8
 
 
 class Arrival(Enum):
-    """What a report is by its number."""
+    """Kind of a report, by its number."""
 
     NEXT = "next"
     REPEATED = "repeated"
@@ -38,7 +38,7 @@ class Arrival(Enum):
 
 
 class WorkerEpoch:
-    """Times are seconds of one monotonic clock. `observe` is given the seconds of each command's round trip."""
+    """Times are seconds of one monotonic clock. `observe` is called with the seconds of each command round trip."""
 
     def __init__(self, hello: WorkerHello, observe: Callable[[float], None], now: float) -> None:
         self.worker = hello.worker
@@ -61,7 +61,7 @@ class WorkerEpoch:
         self._asked_at = now - REPLAY_ASK_INTERVAL_S
 
     def reconnect(self, hello: WorkerHello, now: float) -> None:
-        """A fresh connection of this epoch. Raises WrongState, unchanged, when the two sides cannot agree any more."""
+        """A new connection of this epoch. Raises WrongState, unchanged, when the numbers of both sides contradict."""
         if hello.report_next <= self.report_ack:
             raise WrongState(
                 f"report {self.report_ack} was received",
@@ -76,15 +76,15 @@ class WorkerEpoch:
         self._heard_at = self._beat_at = now
 
     def adopt(self, hello: WorkerHello, now: float) -> None:
-        """Its first connection to this life of the coordinator: numbers go on where the earlier life left them."""
+        """First connection to this incarnation of an epoch from the journal: continue with the numbers of its hello."""
         self.commands.rebase(hello.command_ack)
         self.report_ack = self.report_durable = hello.report_first - 1
         self._heard_at = self._beat_at = now
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ messages
 
     def report(self, report: Report, now: float) -> Arrival:
-        """Place `report` in order; NEXT is for the caller to apply. Raises ProtocolError for an impossible number."""
+        """Order `report` by its number; the caller applies a NEXT. Raises ProtocolError for an impossible number."""
         self._heard_at = now
         self.acknowledge(report.command_ack, now)
         if report.number < 1:
@@ -97,7 +97,7 @@ class WorkerEpoch:
         return Arrival.NEXT
 
     def should_ask_again(self, now: float) -> bool:
-        """Whether a gap is to be asked for now."""
+        """Whether to request the missing reports now."""
         if now - self._asked_at < REPLAY_ASK_INTERVAL_S:
             return False
         self._asked_at = now
@@ -120,12 +120,12 @@ class WorkerEpoch:
             self._observe(round_trip_s)
             self.round_trip_s += (round_trip_s - self.round_trip_s) * (ROUND_TRIP_WEIGHT if self.round_trip_s else 1.0)
 
-    # ------------------------------------------------------------ what the time says
+    # ------------------------------------------------------------ liveness
 
     def failing(self, now: float, limit_s: float) -> str:
         """Why this epoch counts as down at `now`; empty while it does not."""
         if now - self._heard_at > limit_s:
-            return f"nothing heard for {limit_s:g} s"
+            return f"no message for {limit_s:g} s"
         if now - self._beat_at > limit_s:
             return f"its executor has not turned for {limit_s:g} s"
         return ""

@@ -1,19 +1,19 @@
-"""What a worker's hello leads to. Pure: the hello, the attested process behind it and what is known of its name.
+"""Decides what a worker's hello leads to, from the hello, its attested process, and the known worker of its name. Pure.
 
-    hello                                        the name is    leads to
-    the epoch that is known                      up             CONTINUE: fresh connection, go on from the numbers
-                                                 awaited        ADOPT: it ran on while the coordinator was away; its
-                                                                inventory says how far, its numbers go on
-                                                 down           WrongState: declared down stays down
-                                                 another's      Unavailable: a second process under that name
-    another epoch, with a past                   any            SEND_AWAY under our higher incarnation: it empties
-                                                                itself and returns; else WrongState, to the same end
-    another epoch, fresh                         unknown, down  JOIN
-                                                 same process   SUCCEED: JOIN, and proof that the one before is
-                                                                quiesced, since only an empty worker begins anew
-                                                 another's      Unavailable
+    epoch of the hello           known worker        leads to
+    the known epoch              up                  CONTINUE: new connection, the numbers continue
+                                 awaited             ADOPT: the worker ran on while the coordinator was down; its
+                                                     inventory gives its progress, the numbers continue
+                                 down                WrongState: an epoch that was declared down stays down
+                                 another process     Unavailable: a second process uses the name
+    another, which has applied   any                 SEND_AWAY under a higher incarnation: the worker withdraws all
+    commands or sent reports                         requests and returns; otherwise WrongState, with the same result
+    another, new                 none, down          JOIN
+                                 the same process    SUCCEED: JOIN, and proof that the earlier epoch is quiesced, since
+                                                     a worker begins a new epoch only without requests
+                                 another process     Unavailable
 
-A process of 0 is not attested: it is nobody's, and proves nothing.
+Process 0 is not attested: it equals no process and proves nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KnownWorker(NamedTuple):
 
 
 def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnation: int) -> Course:
-    """Raises what the worker is refused with: ProtocolError, BadInput (for good), Unavailable (for now), WrongState."""
+    """The course of `hello`. Raises the refusal: ProtocolError, BadInput (final), Unavailable (for now), WrongState."""
     _check(hello, incarnation)
     if known is not None and known.epoch == hello.epoch:
         if known.is_down:
@@ -53,7 +53,7 @@ def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnati
         return Course.ADOPT if known.is_awaited else Course.CONTINUE
     if hello.command_ack or hello.report_next > 1 or hello.inventory:
         if hello.incarnation_seen == incarnation:
-            raise WrongState("this epoch is not known here", field="epoch", value=hello.epoch, remedy="begin a new one")
+            raise WrongState("this epoch is not known", field="epoch", value=hello.epoch, remedy="begin a new one")
         return Course.SEND_AWAY
     if known is not None and known.process == process != 0:
         return Course.SUCCEED
@@ -75,14 +75,16 @@ def _check(hello: WorkerHello, incarnation: int) -> None:
             raise BadInput(f"not 1 to {NAME_CHARS_MAX} characters", field=field, value=name[:NAME_CHARS_MAX])
     if hello.incarnation_seen > incarnation:
         raise Unavailable(
-            f"this worker obeys a later coordinator, {hello.incarnation_seen}", field="incarnation", value=incarnation
+            f"this worker has seen a later coordinator, incarnation {hello.incarnation_seen}",
+            field="incarnation",
+            value=incarnation,
         )
 
 
 def _taken(hello: WorkerHello, known: KnownWorker) -> Unavailable:
     holder = f"process {known.process}" if known.process else "another process"
     return Unavailable(
-        f"{holder} has that name",
+        f"{holder} has this name",
         field="worker",
         value=hello.worker,
         remedy="stop it, or choose another worker.name",

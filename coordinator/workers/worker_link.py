@@ -1,25 +1,26 @@
-"""Worker links: the worker socket, one link per worker epoch, and the proof that a process is gone.
+"""Worker links: the worker socket, one link per worker epoch, and the proof that a worker process is gone.
 
     worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up or _back, then Welcome or Refused
-                                                 ├─ tokens ─────► token log ──► journal ──► gateway wakes, ReportAck
+                                                 ├─ tokens ─────► token log ──► journal ──► deliveries, ReportAck
                                                  │                         └──► Scheduler.starving
                                                  ├─ events ─────► Scheduler.on_event ──► the request's actor
-                                                 └─ heartbeats ─► signs of life, acknowledgements
+                                                 └─ heartbeats ─► liveness, acknowledgements
     WorkerPort.send ─ command log ─ sender ──────► worker socket
 
-Who is who. A connection is named by libzmq and says nothing; a worker is named in its hello. Over ipc the kernel
-attests the process behind a connection (transport/sockets.py): a second process cannot take over a name whose process
-lives, and a pidfd on the attested process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
-namespace) nothing is ever proved by process ids, and an epoch ends by silence.
+Identity. libzmq's name of a connection identifies no worker; the hello does. Over ipc the kernel attests the process of
+a connection (coordinator/listener/authentication.py). A second process cannot take a name while the attested process
+runs, and a pidfd on that process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
+namespace) process ids prove nothing, and an epoch ends when no message arrives.
 
-Epochs. What a hello leads to is decided in worker_hello.py beside this. Epochs that the journal knows are expected:
-they count as up, without a connection, for as long as any silent one would.
+Epochs. worker_hello.py decides what a hello leads to. Epochs from the journal are awaited: they count as up, without a
+connection, until the same limit of silence as any other.
 
-Acknowledgements. A report is acknowledged once what it said is in the journal: a coordinator that dies before that is
-told again by the worker.
+Acknowledgements. A report is acknowledged once it is in the journal. If the coordinator exits before, the worker sends
+it again to the next one.
 
-Misbehaviour. What cannot be read is refused to its sender, counted, and changes nothing. A worker that reports what
-cannot be (a missed position, an acknowledgement of nothing) has its epoch declared down, with no proof of anything.
+Misbehaviour. An unreadable message is refused and counted, and changes nothing. A worker whose reports contradict its
+earlier ones (a missing position, an acknowledgement of a command that was not sent) has its epoch declared down, which
+proves no exit.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
 from protocol.transport.frames import read_frame
 
-#: Worker names known at the same time, living or down.
+#: Worker names known at the same time, up or down.
 WORKERS_MAX: Final = 1_024
-#: What one worker, or all under one key, may say: a report each 20 ms, heartbeats, and a replay of all that was not
-#: acknowledged, from many workers at once when a coordinator comes back.
+#: Rate of one worker, or of all under one key: a report each 20 ms, heartbeats, and replays of unacknowledged reports,
+#: from many workers at once after a restart of the coordinator.
 MESSAGES_PER_S: Final = 20_000.0
 MESSAGES_BURST: Final = 200_000.0
-#: How often the Scheduler is told which requests run short, while reports come.
+#: Interval of `LinkScheduler.starving` while reports arrive.
 STARVING_INTERVAL_S: Final = 0.02
 
 EMPTY: Final[Int32Array] = np.empty(0, np.int32)
@@ -70,9 +71,9 @@ log = logger("coordinator.workers.worker_link")
 
 
 class WorkerLink:
-    """One epoch of one worker: its state, where it is reached, and the WorkerPort that the actors see.
+    """One epoch of one worker: its state, its connection (`peer`), and the WorkerPort for the actors.
 
-    `number` names it in the token log. `process` is the attested process, 0 without attestation.
+    `number` is its source in the token log. `process` is the attested process, 0 without attestation.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class WorkerLink:
         return self.attested.id
 
     def send(self, command: Command) -> None:
-        """Number and log `command` and wake the sender. Never blocks or fails: past its bound the worker is down."""
+        """Append `command` to the log and wake the sender. Never blocks or fails: at a full log the worker is down."""
         self._owner.queue(self, command)
 
     def stats(self) -> LinkStats:
@@ -107,7 +108,7 @@ class WorkerLink:
 
 
 class WorkerLinks:
-    """Owner of the worker socket. `run` until `close`."""
+    """Owner of the worker socket and of all links. Ends when `close` is called."""
 
     name = "worker links"
 
@@ -135,14 +136,14 @@ class WorkerLinks:
         self._acks = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
         self._flood_control = FloodControl(
-            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused
+            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._answer_refused
         )
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
         self._expected: list[WorkerLink] = []
         self._short: list[Int32Array] = []
-        self._short_told_at = float("-inf")
+        self._short_sent_at = float("-inf")
         self._numbers = 0
         self._sender = CommandSender(socket, incarnation, counters)
         self._closing = trio.Event()
@@ -159,7 +160,7 @@ class WorkerLinks:
         )
 
     async def run(self) -> None:
-        """Serve until `close`; commands given by then are sent once more."""
+        """Serve until `close`; then send the commands queued so far."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for link in self._expected:
@@ -173,12 +174,15 @@ class WorkerLinks:
         self._sender.send_all()
 
     def _start(self, step: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run what waits in a task of its own: one per joining, leaving or watched epoch."""
+        """Run `step` in a new task: one per joining, leaving or watched epoch."""
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
     def expect(self, joined: WorkerJoined, is_live: bool) -> WorkerPort:
-        """An epoch from the journal, before `run`. Commands to it wait for its hello; `is_live` False: for its exit."""
+        """Await an epoch from the journal; call before `run`. Its commands wait for its hello.
+
+        `is_live` False: the epoch was down; only its exit is awaited.
+        """
         hello = messages.WorkerHello(
             PROTOCOL_VERSION,
             joined.worker,
@@ -200,7 +204,7 @@ class WorkerLinks:
         self._expected.append(link)
         return link
 
-    # ------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------ receiving
 
     async def _read(self) -> None:
         while True:
@@ -211,22 +215,22 @@ class WorkerLinks:
                     self._receive(received)
                 except HiSparseError as error:
                     self._refuse(received.peer, error)
-            if trio.current_time() >= self._short_told_at + STARVING_INTERVAL_S:
-                self._tell_short()
+            if trio.current_time() >= self._short_sent_at + STARVING_INTERVAL_S:
+                self._send_short()
 
-    def _tell_short(self) -> None:
-        """What all workers' requests have run short of since the last time, in one message: a turn costs as much."""
+    def _send_short(self) -> None:
+        """Send the Scheduler all requests that have run short since the last time, in one message to save turns."""
         short = np.concatenate(self._short) if self._short else EMPTY
         self._short.clear()
-        self._short_told_at = trio.current_time()
+        self._short_sent_at = trio.current_time()
         if len(short):
             self._scheduler.starving(short)
 
     def _acknowledge(self, link: WorkerLink, number: int) -> None:
-        self._say(link, messages.ReportAck(self._incarnation, number))
+        self._send(link, messages.ReportAck(self._incarnation, number))
 
     def _receive(self, received: Received) -> None:
-        """Raises what the sender is refused with."""
+        """Handle one frame. Raises HiSparseError: the refusal for the sender."""
         message: messages.WorkerMessage = read_frame(
             messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker"
         )
@@ -235,16 +239,16 @@ class WorkerLinks:
             return
         link = self._by_peer.get(received.peer)
         if link is None:
-            raise ProtocolError("this connection is not known here", field="message", remedy="say hello first")
+            raise ProtocolError("no hello on this connection", field="message", remedy="send WorkerHello first")
         if link.is_down or message.epoch != link.state.epoch:
             raise WrongState("this epoch is over", field="epoch", value=message.epoch, remedy="begin a new one")
         try:
-            self._hear(link, message)
+            self._handle(link, message)
         except ProtocolError as error:
             self._put_down(link, proved_exit=False, reason=str(error))
             raise WrongState(error.message, field=error.field, value=error.value, remedy="begin a new epoch") from error
 
-    def _hear(self, link: WorkerLink, message: messages.WorkerMessage) -> None:
+    def _handle(self, link: WorkerLink, message: messages.WorkerMessage) -> None:
         now = trio.current_time()
         match message:
             case messages.Report():
@@ -256,7 +260,7 @@ class WorkerLinks:
                 else:
                     self._counters.report_gaps += 1
                     if link.state.should_ask_again(now):
-                        self._say(link, messages.ReplayReports(self._incarnation, link.state.report_ack + 1))
+                        self._send(link, messages.ReplayReports(self._incarnation, link.state.report_ack + 1))
             case messages.Heartbeat():
                 link.state.heartbeat(message, now)
                 if message.leaving and not link.is_leaving:
@@ -285,24 +289,24 @@ class WorkerLinks:
 
     def _refuse(self, peer: bytes, error: HiSparseError) -> None:
         self._dropped.note(error.code, peer, str(error), trio.current_time())
-        self._say_refused(peer, error)
+        self._send_refused(peer, error)
 
-    def _tell_refused(self, received: Received, error: HiSparseError) -> None:
-        self._say_refused(received.peer, error)
+    def _answer_refused(self, received: Received, error: HiSparseError) -> None:
+        self._send_refused(received.peer, error)
 
-    def _say_refused(self, peer: bytes, error: HiSparseError) -> None:
+    def _send_refused(self, peer: bytes, error: HiSparseError) -> None:
         self._socket.send(peer, messages.encode(messages.Refused(error.code, error.message, error.remedy)))
 
     # ------------------------------------------------------------ joining
 
     def _greet(self, received: Received, hello: messages.WorkerHello) -> None:
-        """Act on a hello; joining takes the Scheduler's turn, one hello per name at a time.
+        """Handle a hello. Joining waits for the Scheduler, one hello per name at a time.
 
-        The process behind it is that which made the connection, however long gone either is by now.
+        Its process is the one that made the connection; both may have ended by now.
         """
         self._socket.introduce(received)
         if hello.worker in self._joining:
-            raise Unavailable("an earlier hello of that name is being answered", field="worker", value=hello.worker)
+            raise Unavailable("an earlier hello of this name is in progress", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
         known = KnownWorker(link.state.epoch, link.process, link.is_down, link.is_awaited) if link is not None else None
         match judge(hello, received.pid, known, self._incarnation), link:
@@ -331,7 +335,7 @@ class WorkerLinks:
         self._welcome(link, peer)
 
     def _check_room(self, name: str) -> None:
-        """Raise CapacityError when too many names are known that may still have a process."""
+        """Forget workers whose exit is proved; raise CapacityError when WORKERS_MAX names remain."""
         if len(self._by_name) < WORKERS_MAX or name in self._by_name:
             return
         for link in tuple(self._by_name.values()):
@@ -362,13 +366,13 @@ class WorkerLinks:
         self._welcome(link, received.peer)
 
     def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
-        """So that a later life of the coordinator can tell whether it has exited."""
+        """Record the attested process, so that a later incarnation can prove its exit."""
         self._journal.append(
             [WorkerJoined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
         )
 
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
-        """Go on with an epoch that the journal knows, from its inventory; if that cannot be, it is over."""
+        """Continue an epoch from the journal with the inventory of its hello. If that fails, the epoch is down."""
         try:
             inventory = unpack_rows(hello.inventory)
             link.state.adopt(hello, trio.current_time())
@@ -395,13 +399,13 @@ class WorkerLinks:
         self._by_peer[peer] = link
         wants = self._tokenizers.wants(link.model)
         acknowledged = link.state.report_durable
-        self._say(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, acknowledged, wants, adopted))
+        self._send(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, acknowledged, wants, adopted))
         self._sender.soon(link)
 
-    # ------------------------------------------------------------ ends
+    # ------------------------------------------------------------ ends of epochs
 
     async def _see_off(self, link: WorkerLink) -> None:
-        """The worker withdraws everything by itself and exits: nothing more is to be admitted to it."""
+        """The worker withdraws all requests and exits: drain it, so that no request is placed there."""
         try:
             await self._scheduler.drain((link.name,), f"worker {link.name}", handover=False, deadline_s=0.0)
         except HiSparseError as error:
@@ -411,7 +415,7 @@ class WorkerLinks:
         settings = self._settings
         while True:
             await trio.sleep(settings.heartbeat_interval_s / 2)
-            self._tell_short()
+            self._send_short()
             now = trio.current_time()
             for link in tuple(self._by_name.values()):
                 if link.is_down:
@@ -423,7 +427,7 @@ class WorkerLinks:
                     self._sender.soon(link)
 
     async def _watch_process(self, link: WorkerLink) -> None:
-        """Until the process has exited, or its exit does not matter any more."""
+        """Wait for the exit of the link's process, or until the exit is proved otherwise."""
         if not link.process:
             return
         with link.watch:
@@ -433,7 +437,7 @@ class WorkerLinks:
             self._prove(link, died=True)
 
     def _prove(self, link: WorkerLink, *, died: bool) -> None:
-        """Nothing of that epoch can touch memory any more: its process has died, or has emptied itself."""
+        """The epoch can touch no memory any more: its process has exited (`died`), or has begun a new epoch."""
         if link.proved_exit:
             return
         link.proved_exit = True
@@ -457,10 +461,10 @@ class WorkerLinks:
         log.warning("worker down", extra=fields(worker=link.name, epoch=link.state.epoch, reason=reason))
         self._scheduler.worker_down(link.name, link.state.epoch, proved_exit, died)
 
-    # ------------------------------------------------------------ what is sent
+    # ------------------------------------------------------------ sending
 
     def queue(self, link: WorkerLink, command: Command) -> None:
-        """For WorkerLink.send: commands to an epoch that is down are dropped, whatever they gave is accounted for."""
+        """For WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted for elsewhere."""
         if link.is_down:
             return
         if isinstance(command, messages.Admit):
@@ -474,7 +478,7 @@ class WorkerLinks:
         self._counters.commands += 1
         self._sender.soon(link)
 
-    def _say(self, link: WorkerLink, message: CoordinatorMessage) -> None:
-        """Acknowledgements, welcomes and questions may be lost: whoever misses one asks again."""
+    def _send(self, link: WorkerLink, message: CoordinatorMessage) -> None:
+        """Send `message` once. It may be lost: the worker asks again for a missing acknowledgement or welcome."""
         if link.peer is not None:
             self._socket.send(link.peer, messages.encode(message))

@@ -1,4 +1,4 @@
-"""`hisparse demo`: see coordinator/demo."""
+"""`hisparse demo`: see hisparse/demo."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return int(low), int(high)
 
 
-@click.command(short_help="Serve, move about, check every token.")
+@click.command(short_help="Serve, move requests, check every token.")
 @click.option("--family", type=click.Choice(FAMILIES), default="glm-5", show_default=True, help="Model code.")
 @click.option(
     "--prompts",
     multiple=True,
     type=click.Path(exists=True, path_type=Path),
     metavar="PATH",
-    help="Text files or directories to prompt with; default: the files of hisparse itself. Repeatable.",
+    help="Text files or directories for the prompts; default: the source files of hisparse. Repeatable.",
 )
 @click.option("--requests", default=8, show_default=True, type=click.IntRange(2), help="Concurrent requests.")
-@click.option("--new-tokens", type=click.IntRange(1), help="New tokens of each; default: 128, on a GPU 512.")
+@click.option("--new-tokens", type=click.IntRange(1), help="New tokens per request; default: 128, on a GPU 512.")
 @click.option(
     "--prompt-tokens",
     default="2048:6000",
@@ -41,13 +41,13 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option(
     "--streams",
     type=click.Choice(["inline", "simulated"]),
-    help="simulated: copies lag and run in any order that the fences permit. Default: what the device has.",
+    help="simulated: copies are delayed and run in any order that the fences permit. Default: by the device.",
 )
 @click.option(
     "--work-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep checkpoint, sockets, host pool and logs here; default: a directory removed at the end.",
+    help="Directory for checkpoint, sockets, host pool and logs; default: one that is removed at the end.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def demo(
@@ -62,7 +62,7 @@ def demo(
     work_dir: Path | None,
     as_json: bool,
 ) -> int:
-    """Serve long prompts from small hot buffers, move requests about, check every token.
+    """Serve long prompts from small hot buffers, move requests between workers, check every token.
 
     Real processes on this machine: a coordinator and workers decode a small random checkpoint of the real model code;
     one request is retracted and resumed, one worker drained with handover. Then the model library's own generate()

@@ -1,4 +1,4 @@
-"""`hisparse journal`: a coordinator's journal at rest, looked at and salvaged."""
+"""`hisparse journal`: check and salvage the journal of a stopped coordinator."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ path_argument = click.argument("path", type=click.Path(path_type=Path))
 def journal() -> None:
     """Check or salvage a journal whose coordinator is stopped.
 
-    PATH is the file that coordinator.journal names; what lies beside it under its name belongs to it.
+    PATH is the file that coordinator.journal names. Files beside it whose names begin with its name belong to it.
     """
 
 
 @journal.command()
 @path_argument
 def check(path: Path) -> None:
-    """Read all of the journal at PATH and say what is wrong with it, what is lost and what could be kept.
+    """Read the whole journal at PATH and report damages, lost requests, and what a salvage would keep.
 
-    Changes nothing. Exit code 8 when it is damaged, or none of this version.
+    Changes nothing. Exit code 8 when the journal is damaged or of another version.
     """
     from coordinator.journal.salvage import check as check_journal
     from hisparse.console.output import write_line
@@ -42,19 +42,18 @@ def check(path: Path) -> None:
             "the journal is damaged",
             field="coordinator.journal",
             value=path,
-            remedy=f"restore a backup of all its files, or keep what is whole: hisparse journal salvage {path}",
+            remedy=f"restore a backup of all its files, or keep whole requests: hisparse journal salvage {path}",
         )
-    write_line("whole: all that was acknowledged is there")
+    write_line("whole: every acknowledged commit exists")
 
 
 @journal.command()
 @path_argument
 def salvage(path: Path) -> None:
-    """Replace a damaged journal by what of it is whole.
+    """Replace a damaged journal by one with its whole requests.
 
-    Requests whose submission is whole stay, with their tokens up to the first that is gone; those that had not ended
-    run again from there. The damaged files are moved into a directory beside it. A journal that is whole stays as
-    it is.
+    A request is kept if its submission is whole, with its tokens up to the first lost one; if it had not ended, it
+    runs on from there. The damaged files are moved into a directory beside the journal. A whole journal is not changed.
     """
     from coordinator.journal.salvage import salvage as salvage_journal
     from hisparse.console.output import write_line
@@ -71,7 +70,7 @@ def _print(path: Path, found: Check) -> None:
     from hisparse.console.output import write_line
 
     kept, commits = found.salvaged, found.head.commits if found.head else 0
-    write_line(f"{path}: {commits} commits are read")
+    write_line(f"{path}: {commits} commits read")
     for title, lines in (("damaged", found.damages), ("lost", kept.lost)):
         for line in lines[:LINES_MAX]:
             write_line(f"{title}: {line}")

@@ -1,4 +1,4 @@
-"""Keys for tcp:// endpoints: see protocol/transport/keys.py."""
+"""`hisparse keys`: keys for tcp:// endpoints, see protocol/transport/keys.py."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ name_argument = click.argument("name")
 
 @click.group()
 def keys() -> None:
-    """Make, list and revoke the keys that tcp:// endpoints want.
+    """Make, list and revoke the keys of tcp:// endpoints.
 
-    They lie in --keys-dir, mode 0600: server.key and allowed.keys are the coordinator's, which reads the list again on
-    SIGHUP; each other file is for one peer.
+    The files are in --keys-dir, mode 0600. server.key and allowed.keys belong to the coordinator, which reads
+    allowed.keys again on SIGHUP. Each other file is for one peer.
     """
 
 
 @keys.command(name="init")
 @with_config()
 def init(config: Config) -> None:
-    """Make a server key, and one key each for a client, an admin and a worker."""
+    """Make a server key, and a key for a client, for an admin and for a worker."""
     from hisparse.console.output import write_line
     from protocol.transport.keys import make_keys
 
@@ -39,18 +39,20 @@ def init(config: Config) -> None:
 @keys.command()
 @role_argument
 @name_argument
-@click.option("--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where to.")
+@click.option(
+    "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="File to write."
+)
 @with_config()
 def add(config: Config, role: str, name: str, path: Path | None) -> None:
-    """Make and allow a key for NAME, beside those it has: requests belong to names.
+    """Make and allow a further key for NAME. Requests belong to the name, not to the key.
 
-    Its bearer puts the file into a directory of its own as ROLE.key.
+    The peer needs the file as ROLE.key in its --keys-dir.
     """
     from hisparse.console.output import note, write_line
     from protocol.transport.keys import add_peer
 
     write_line(str(add_peer(_directory(config), role, name, path)))
-    note("send the coordinator SIGHUP to let it in")
+    note("send the coordinator SIGHUP to allow it")
 
 
 @keys.command()
@@ -59,20 +61,20 @@ def add(config: Config, role: str, name: str, path: Path | None) -> None:
 @click.option("--keep-newest", is_flag=True, help="Of several keys, keep the one made last.")
 @with_config()
 def revoke(config: Config, role: str, name: str, keep_newest: bool) -> None:
-    """Take the keys of NAME off the list; on SIGHUP the coordinator hangs up on whoever lost one."""
+    """Remove the keys of NAME from allowed.keys; on SIGHUP the coordinator ends the connections of NAME."""
     from hisparse.console.output import note, write_line
     from protocol.transport.keys import revoke as revoke_key
 
     count = revoke_key(_directory(config), role, name, keep_newest=keep_newest)
     write_line(f"{count} revoked")
-    note("send the coordinator SIGHUP to shut it out")
+    note("send the coordinator SIGHUP to end its connections")
 
 
 @keys.command(name="list")
 @output_option
 @with_config()
 def list_keys(config: Config, output: str) -> None:
-    """List who may connect."""
+    """List the allowed keys."""
     from hisparse.console.output import Column, print_table, write_json
     from protocol.transport.keys import AllowedKey, read_allowed
 
@@ -92,5 +94,5 @@ def list_keys(config: Config, output: str) -> None:
 
 def _directory(config: Config) -> Path:
     if not config.cluster.keys_dir:
-        raise click.UsageError("say where: --keys-dir DIRECTORY", click.get_current_context())
+        raise click.UsageError("no directory of keys: give --keys-dir DIRECTORY", click.get_current_context())
     return Path(config.cluster.keys_dir)

@@ -1,4 +1,4 @@
-"""Checkpoints to try things with."""
+"""`hisparse model`: small checkpoints for trials."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FAMILIES = ("deepseek-v3.2", "glm-5")
 
 @click.group()
 def model() -> None:
-    """Make checkpoints to try things with."""
+    """Make small checkpoints for trials."""
 
 
 @model.command()
 @click.argument("path", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--family", type=click.Choice(FAMILIES), default="deepseek-v3.2", show_default=True, help="Model code.")
 @click.option("--topk", default=128, show_default=True, type=click.IntRange(1), help="Rows the indexer selects.")
-@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
-@click.option("--force", is_flag=True, help="Write over the checkpoint that is there.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
+@click.option("--force", is_flag=True, help="Overwrite an existing checkpoint.")
 def tiny(path: Path, family: str, topk: int, seed: int, force: bool) -> None:
     """Write a small random checkpoint at PATH, from the real configuration class of the family."""
     from hisparse.console.output import note
@@ -36,7 +36,7 @@ def tiny(path: Path, family: str, topk: int, seed: int, force: bool) -> None:
         ) from error
     if (path / "config.json").exists() and not force:
         raise BadInput(
-            "a checkpoint is there", field="path", value=path, remedy="name another directory, or say --force"
+            "a checkpoint exists", field="path", value=path, remedy="name another directory, or pass --force"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)

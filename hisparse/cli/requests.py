@@ -1,4 +1,4 @@
-"""Requests: list them, read one's history, abort, retract, resume, resize."""
+"""Commands on requests: list, show one with its history, abort, retract, resume, resize."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from protocol.messages import RequestDetail
     from protocol.settings import Config
 
-#: Beside the states: what waits for an operator to resume it.
+#: Accepted by --state beside the states: requests that wait for `hisparse resume`.
 HELD = "HELD"
 
 ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="ID...")
@@ -106,23 +106,23 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
 @output_option
 @with_config()
 def abort(config: Config, output: str, request_ids: tuple[str, ...]) -> None:
-    """End requests now. All of the ids, or none when one cannot be aborted."""
-    from hisparse.console.session import tell
+    """End requests now: all of the ids, or none when one cannot be aborted."""
+    from hisparse.console.session import run_command
 
-    tell(config, "client", output, lambda client: client.abort(request_ids))
+    run_command(config, "client", output, lambda client: client.abort(request_ids))
 
 
 @click.command()
 @ids_argument
-@click.option("--keep/--drop", default=True, help="Keep host pages (resumes for free), or free them too.")
-@click.option("--hold/--no-hold", default=True, help="Wait for `hisparse resume`, or come back when memory allows.")
+@click.option("--keep/--drop", default=True, help="Keep host pages (resumes without prefill), or free them.")
+@click.option("--hold/--no-hold", default=True, help="Wait for `hisparse resume`, or resume when memory allows.")
 @output_option
 @with_config()
 def retract(config: Config, output: str, request_ids: tuple[str, ...], keep: bool, hold: bool) -> None:
-    """Take running requests off their workers. All of the ids, or none."""
-    from hisparse.console.session import tell
+    """Take running requests off their workers: all of the ids, or none."""
+    from hisparse.console.session import run_command
 
-    tell(config, "admin", output, lambda client: client.retract(request_ids, keep=keep, hold=hold))
+    run_command(config, "admin", output, lambda client: client.retract(request_ids, keep=keep, hold=hold))
 
 
 @click.command()
@@ -130,10 +130,10 @@ def retract(config: Config, output: str, request_ids: tuple[str, ...], keep: boo
 @output_option
 @with_config()
 def resume(config: Config, output: str, request_ids: tuple[str, ...]) -> None:
-    """Let held requests run again. All of the ids, or none."""
-    from hisparse.console.session import tell
+    """Let held requests run again: all of the ids, or none."""
+    from hisparse.console.session import run_command
 
-    tell(config, "admin", output, lambda client: client.resume(request_ids))
+    run_command(config, "admin", output, lambda client: client.resume(request_ids))
 
 
 @click.command()
@@ -142,16 +142,16 @@ def resume(config: Config, output: str, request_ids: tuple[str, ...]) -> None:
     "--hot-slots",
     required=True,
     metavar="SLOTS|resident|auto",
-    help="A size class of the worker, resident, or auto to leave it to policy again.",
+    help="A size class of the worker; resident; or auto: the policy decides again.",
 )
 @output_option
 @with_config()
 def resize(config: Config, output: str, request_ids: tuple[str, ...], hot_slots: str) -> None:
-    """Force the hot buffers of running requests. All of the ids, or none."""
-    from hisparse.console.session import tell
+    """Force the hot sizes of running requests: all of the ids, or none."""
+    from hisparse.console.session import run_command
 
     slots = _slots(hot_slots)
-    tell(config, "admin", output, lambda client: client.resize(request_ids, slots))
+    run_command(config, "admin", output, lambda client: client.resize(request_ids, slots))
 
 
 def _slots(text: str) -> int:
@@ -159,5 +159,5 @@ def _slots(text: str) -> int:
     if text in named:
         return named[text]
     if not text.isdecimal() or int(text) == 0:
-        raise click.BadParameter(f"{text!r} is no size", param_hint="--hot-slots")
+        raise click.BadParameter(f"{text!r} is not a number of slots, resident or auto", param_hint="--hot-slots")
     return int(text)

@@ -1,4 +1,4 @@
-"""The processes themselves: coordinator, worker, HTTP front, and `up`, which runs the first two on one machine."""
+"""Commands that run processes: coordinator, worker, HTTP front, and `up`, which runs them on one machine."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
 
     from protocol.settings import Config
 
-#: As messages.ROLES: the command line is up before the protocol is imported.
+#: As messages.ROLES, without importing the protocol.
 ROLES: Final = ("prefill", "decode", "both")
 LOG_SETTINGS: Final = (
     Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
     Setting("--log-format", "cluster.log_format", "logfmt or json."),
 )
 COORDINATOR_SETTINGS: Final = (
-    Setting("--journal", "coordinator.journal", "File that survives a crash; none: requests do not."),
+    Setting("--journal", "coordinator.journal", "File of the journal; none: a crash loses all requests."),
 )
 WORKER_SETTINGS: Final = (
     Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
     Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
     Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
     Setting("--kv-dtype", "worker.kv_dtype", "Rows and index keys: auto (as dtype), float32, bfloat16 or fp8."),
-    Setting("--seats", "worker.seats", "Most requests in one decode batch."),
+    Setting("--seats", "worker.seats", "Requests in one decode batch at most."),
     Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB; auto: by a GPU's free memory."),
     Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
     Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default: runtime directory, or /dev/shm."),
     Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
-    Setting("--context-target-tokens", "worker.context_target_tokens", "Length to balance device memory for."),
+    Setting("--context-target-tokens", "worker.context_target_tokens", "Context length to balance device memory for."),
     Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
-    Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU; cuda."),
+    Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU, cuda on a GPU."),
     Setting("--graphs", "worker.graphs", "Replay decode steps from CUDA graphs: true or false."),
-    Setting("--deterministic", "worker.deterministic", "Outputs independent of neighbours.", is_flag=True),
+    Setting("--deterministic", "worker.deterministic", "Outputs do not depend on the batch.", is_flag=True),
     Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
 )
 
-#: Of the front, wherever it is started: by `http`, or by `up`.
+#: Settings of the HTTP front in both `http` and `up`.
 FRONT_SETTINGS: Final = (
     Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line."),
     Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of that API, PEM: HTTPS instead of HTTP."),
-    Setting("--tls-key", "http.tls_key_file", "Its key, PEM, which others may not read."),
+    Setting("--tls-key", "http.tls_key_file", "Private key of the certificate, PEM, without access for other users."),
 )
 HTTP_SETTINGS: Final = (
-    Setting("--host", "http.host", "Address to listen on; other than loopback wants --api-keys."),
+    Setting("--host", "http.host", "Address to listen on; other than loopback needs --api-keys."),
     Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
     *FRONT_SETTINGS,
-    Setting("--requests-max", "http.requests_max", "Answered at the same time; further ones get 429."),
+    Setting("--requests-max", "http.requests_max", "Requests served at the same time; further ones get 429."),
 )
 
 die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
@@ -81,8 +81,8 @@ def coordinator(config: Config, die_with: int | None) -> int:
     Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
     Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
     Setting("--role", "worker.role", "prefill, decode or both."),
-    Setting("--transfer", "worker.transfer", "How host pages go to other nodes: shared, nixl or mooncake."),
-    Setting("--transfer-address", "worker.transfer_address", "Where they come in, as in tcp://10.0.0.2:0."),
+    Setting("--transfer", "worker.transfer", "Engine that moves host pages between nodes: shared, nixl or mooncake."),
+    Setting("--transfer-address", "worker.transfer_address", "Address to receive them at, as in tcp://10.0.0.2:0."),
     Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
     Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
     *LOG_SETTINGS,
@@ -108,7 +108,7 @@ def worker(config: Config, die_with: int | None) -> int:
 def http(config: Config, die_with: int | None) -> int:
     """Serve OpenAI's API: completions, chat, models. A client of the coordinator; it needs no GPU and no torch.
 
-    SIGINT or SIGTERM lets running answers finish for a while; a second one exits at once.
+    After SIGINT or SIGTERM running answers may finish, within a time limit; a second signal exits at once.
     """
     _die_with(die_with)
     from protocol.errors import ConfigError
@@ -140,7 +140,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     "--roles",
     default="",
     metavar="ROLE,...",
-    help="What each worker is for, in turn: prefill, decode or both.",
+    help="Role of each worker, in order: prefill, decode or both.",
     callback=lambda context, parameter, value: _roles(value),
 )
 @click.option(
@@ -149,19 +149,19 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     show_default=True,
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="How long running requests may finish after Ctrl-C.",
+    help="How long requests may run on after Ctrl-C.",
 )
 @click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write endpoints, pids and the pool's path here, as JSON, once all workers have registered.",
+    help="File for endpoints, pids and the pool's path, as JSON, once all workers have registered.",
 )
 @click.option(
     "--http",
     metavar="HOST:PORT",
     callback=_address,
-    help="Serve OpenAI's API there, too; port 0: any free one, printed at start.",
+    help="Serve OpenAI's API there, too; port 0: any free port, printed at start.",
 )
 @with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
 def up(
@@ -174,8 +174,8 @@ def up(
 ) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
-    What dies is restarted, and given up after too many short lives; what hangs is killed first. Ctrl-C drains, then
-    stops; a second Ctrl-C exits at once. The host pool is removed at the end.
+    A process that exits is restarted, until it has exited too often within a short time; a hung one is killed first.
+    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end.
     """
     from hisparse.cluster.up import run_up
     from protocol.config import listening_at
@@ -205,7 +205,7 @@ def _die_with(parent_pid: int | None) -> None:
 
 
 def _worker_process() -> Callable[[Config], int]:
-    """`worker.process.run_worker`, or what to install."""
+    """`worker.process.run_worker`. Raises ConfigError that names a missing package."""
     from protocol.errors import ConfigError
 
     try:

@@ -1,4 +1,4 @@
-"""`hisparse size`: what fits a node, before anything is started. The arithmetic is worker/device/capacity.py."""
+"""`hisparse size`: how many requests fit a node, computed without starting it, by worker/device/capacity.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
 
-#: What is printed to start workers with: those settings that sizes follow from.
+#: The printed settings for workers: those that sizes depend on.
 PRINTED: Final = (
     *("seats", "device_mem", "host_mem", "kv_dtype", "context_max_tokens", "context_target_tokens"),
     *("hot_size_classes", "role"),
 )
 
 
-@click.command(short_help="Compute what fits a node.")
+@click.command(short_help="Compute how many requests fit a node.")
 @click.option(
     "--config",
     "path",
@@ -33,20 +33,20 @@ PRINTED: Final = (
 )
 @click.option("--host-mem", required=True, metavar="SIZE", help="Host pool of the node, e.g. 1TB.")
 @click.option("--gpu-mem", required=True, metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
-@click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Prompt and output together.")
+@click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Tokens of prompt and output.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the host pool.")
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
 @click.option("--slab-tokens", type=click.IntRange(1), help="Prefill slab; default: room for one longest prompt.")
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
-@click.option("--seats", type=click.IntRange(1), help="Most requests in one decode batch; default: as many as fit.")
+@click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
 @output_option
 def size(
     path: Path, host_mem: str, gpu_mem: str, context: int, workers: int, seats: int | None, output: str, **sizes: Any
 ) -> None:
-    """Compute how many requests of one length fit a node, by hot buffer, and the settings for it.
+    """Compute how many requests of one length fit a node, for each hot size, and the settings for it.
 
-    Nothing is started and no GPU is needed. The figures are those that workers with the printed settings have.
+    Starts no process and needs no GPU. Workers with the printed settings have exactly these sizes.
     """
     from dataclasses import asdict
 
@@ -85,7 +85,9 @@ def _print(plan: MemoryPlan, model: str, kind: str) -> None:
         Column("BATCH", lambda it: str(it.batch), True),
     ]
     print_table(plan.choices, columns)
-    write_line(f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest that costs no place:\n")
+    write_line(
+        f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest that does not reduce the batch:\n"
+    )
     write_line("[worker]")
     for name, value in _chosen(plan.settings).items():
         write_line(f"{name} = {_toml(value)}")

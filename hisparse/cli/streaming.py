@@ -1,4 +1,4 @@
-"""Streams to stdout: text as it completes, raw ids, or JSON. Tokenization happens here, on the client's side."""
+"""Outputs on stdout: text as it completes, raw ids, or JSON. Prompts and outputs are tokenized here, at the client."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ FINISHED: Final = "FINISHED"
 
 @dataclass
 class Follow:
-    """How an output is shown, and how far it was: `output` is table (text as it comes), json (one object at the end) or
-    jsonl (one object per arrival and one at the end); `raw` shows ids instead of text."""
+    """How an output is shown, and its stream.
+
+    `output` is table (text as it arrives), json (one object at the end) or jsonl (one object per arrival and one at the
+    end). `raw` shows token ids instead of text.
+    """
 
     endpoint: str
     output: str
@@ -33,7 +36,7 @@ class Follow:
     stream: TokenStream | None = None
 
     def run(self, action: Callable[[Client], Awaitable[int]]) -> int:
-        """The exit code of `action`; after Ctrl-C, how to go on."""
+        """Run `action` on a connection; returns its exit code. After Ctrl-C, prints how to attach again."""
         try:
             return run_client(self.endpoint, action, role=self.role, name="hisparse", key=self.key)
         except KeyboardInterrupt:
@@ -43,7 +46,7 @@ class Follow:
             return EXIT_INTERRUPTED
 
     async def show(self, stream: TokenStream, tokenizer: Tokenizer | None) -> int:
-        """Print what comes until the request ends; 0 when it finished, 1 when it was aborted or failed."""
+        """Print the output until the request ends; returns 0 when it finished, 1 when it was aborted or failed."""
         self.stream = stream
         sink = _make_sink(self.output, tokenizer, stream.request_id)
         start = stream.offset
@@ -51,7 +54,7 @@ class Follow:
             sink.push(start, [int(token) for token in tokens])
             start = stream.offset
         if stream.ended is None:
-            raise InternalError("the stream ended without a last word", field="request_id", value=stream.request_id)
+            raise InternalError("the stream ended without Ended", field="request_id", value=stream.request_id)
         sink.end(stream.ended)
         if stream.ended.outcome != FINISHED:
             note(f"{stream.request_id} {stream.ended.outcome}: {stream.ended.reason}")
@@ -69,7 +72,7 @@ def submit_and_follow(
     prefill_mode: str,
     detach: bool,
 ) -> int:
-    """Submit `prompt` (text, or ids) and show its output; with `detach` print only its id."""
+    """Submit `prompt` (text, or ids) and show its output; with `detach` print only the request's id."""
 
     async def action(client: Client) -> int:
         tokenizer = None if follow.raw else await fetch_tokenizer(client)
@@ -108,7 +111,7 @@ class _Sink(Protocol):
 
 
 class _Text:
-    """Decodes as tokens come; the end adds what a stop string left of its token."""
+    """Decodes tokens as they arrive; the end adds `tail_text`."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._detokenizer = tokenizer.detokenizer() if tokenizer else None

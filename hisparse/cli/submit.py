@@ -1,4 +1,4 @@
-"""Ask for a completion and stream it; follow one that is already running."""
+"""Commands that stream outputs: submit a prompt, attach to a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Complete a prompt and stream the text.")
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
-@click.option("-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Most new tokens.")
+@click.option("-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="New tokens at most.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option(
     "--top-p",
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, 1, min_open=True),
     help="Draw from the smallest set of this probability.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the random numbers; the same seed, the same output.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random numbers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--priority", default=0, show_default=True, help="Higher goes first.")
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "staged", "direct"]),
-    help="Prefilled by the worker that decodes it, or by another one directly into its host pages.",
+    help="staged: by the worker that decodes the request. direct: by another one, into its host pages.",
 )
-@click.option("--id", "request_id", default="", metavar="ID", help="Name the request; default: the service does.")
+@click.option("--id", "request_id", default="", metavar="ID", help="Id of the request; default: made by the service.")
 @click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")
-@click.option("--detach", is_flag=True, help="Print the request's id and leave.")
+@click.option("--detach", is_flag=True, help="Print the request's id and exit.")
 @output_option
 @with_config()
 def submit(
@@ -123,10 +123,10 @@ def _decoded(data: bytes, source: str) -> str:
         from protocol.errors import BadInput
 
         remedy = "prompt with text, or with token ids by --tokens"
-        raise BadInput(f"is no UTF-8 text: {error.reason}", field="prompt", value=source, remedy=remedy) from error
+        raise BadInput(f"not UTF-8 text: {error.reason}", field="prompt", value=source, remedy=remedy) from error
 
 
 def _token(word: str) -> int:
     if not word.isdecimal():
-        raise click.BadParameter(f"{word!r} is no token id", param_hint="PROMPT")
+        raise click.BadParameter(f"{word!r} is not a token id", param_hint="PROMPT")
     return int(word)

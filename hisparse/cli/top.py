@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     show_default=True,
     type=click.FloatRange(0.2, 60),
     metavar="SECONDS",
-    help="How often to look.",
+    help="Time between two queries.",
 )
-@click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Most requests to look at.")
+@click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Requests shown at most.")
 @with_config()
 def top(config: Config, interval: float, limit: int) -> None:
-    """Watch workers, host pools and requests, and retract, resume, abort or drain what is selected.
+    """Watch workers, host pools and requests, and retract, resume, abort or drain the selected ones.
 
-    It outlives restarts of the coordinator. Looking needs the client endpoint, acting the admin endpoint. ? lists keys.
+    Reconnects after a restart of the coordinator. Watching needs the client endpoint, commands the admin endpoint. ?
+    lists the keys.
     """
     from hisparse.top.run import run_top
 

@@ -1,9 +1,9 @@
-"""Listings that go on: once, or again and again until Ctrl-C (`--watch`), across restarts of the coordinator.
+"""Listings, once or repeated until Ctrl-C (`--watch`), across restarts of the coordinator.
 
 table on a terminal   drawn in place
 table elsewhere       a table, a blank line, the next table
-json                  one array per look, one line each
-jsonl                 one object per row, and again when the row has changed, ages aside: made for pipes
+json                  one array per query, each on one line
+jsonl                 one object per row, and again when another field than an age has changed: for pipes
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 Fetch = Callable[["Client"], Awaitable[Sequence[Row]]]
-#: What changes of every row by merely looking again.
+#: Fields that differ in every query.
 AGES: Final = frozenset({"age_s", "link_age_s"})
 
 watch_option = click.option(
@@ -36,14 +36,17 @@ watch_option = click.option(
     flag_value=1.0,
     type=click.FloatRange(0.1, 3600),
     metavar="[SECONDS]",
-    help="List again every second, or every so many, until Ctrl-C.",
+    help="List again every SECONDS (default 1) until Ctrl-C.",
 )
 
 
 def list_rows(
     config: Config, fetch: Fetch[Row], columns: Sequence[Column[Row]], output: str, interval_s: float | None
 ) -> None:
-    """Print what `fetch` finds, once or until interrupted. Raises HiSparseError when once, and nobody answers."""
+    """Print the rows of `fetch`, once or, with `interval_s`, until interrupted.
+
+    Raises HiSparseError when no coordinator answers, unless repeated.
+    """
     if interval_s is None:
         from hisparse.console.output import emit
         from hisparse.console.session import call
@@ -70,7 +73,7 @@ async def _watch(config: Config, fetch: Fetch[Row], watch: ListingWatch[Row], in
 
 
 class ListingWatch(ExitStack, Generic[Row]):
-    """Shows rows that come again and again. Entered, it draws on the terminal if there is one; what was last, stays."""
+    """Shows rows of repeated queries. Inside the block a table on a terminal is drawn in place; the last one stays."""
 
     def __init__(self, columns: Sequence[Column[Row]], output: str) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ class ListingWatch(ExitStack, Generic[Row]):
         sys.stdout.flush()
 
     def lost(self, why: str) -> None:
-        """Nobody answers; said once for each reason."""
+        """No coordinator answers; prints each reason once."""
         from hisparse.console.output import note
 
         if why != self._why_lost:
@@ -114,7 +117,7 @@ class ListingWatch(ExitStack, Generic[Row]):
         self._why_lost = why
 
     def _changed(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those that differ from what was shown of the same name; the name is a row's first field."""
+        """Rows that differ from the row last shown with the same name; the name is a row's first field."""
         before, self._shown = self._shown, {}
         changed = []
         for row in rows:

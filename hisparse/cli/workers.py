@@ -1,4 +1,4 @@
-"""Workers and host pools: look at them, drain them, stop the service."""
+"""Commands on workers and host pools: list, drain, audit, release quarantine, stop the coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ deadline_option = click.option(
     show_default=True,
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="When to retract what still runs.",
+    help="When to retract requests that still run.",
 )
 
 
@@ -72,7 +72,7 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
     list_rows(config, lambda client: client.pools(), columns, output, interval_s)
 
 
-@click.command(short_help="Stop admitting to workers.")
+@click.command(short_help="Stop placing requests on workers.")
 @click.argument("names", nargs=-1, metavar="WORKER...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
@@ -83,15 +83,16 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
 def drain(
     config: Config, output: str, names: tuple[str, ...], every: bool, handover: bool, deadline: float, wait: bool
 ) -> None:
-    """Stop admitting to workers and let their requests finish.
+    """Stop placing requests on workers and let theirs finish.
 
-    With --handover they move to another worker of the node at once, through the shared host pool; what has nowhere to
-    go finishes in place. At the deadline the rest is retracted and waits for capacity. Held requests do not block it.
+    With --handover their requests move to other workers of the node at once, through the shared host pool; a request
+    that fits none finishes in place. At the deadline the remaining ones are retracted and wait for capacity. Held
+    requests do not block the drain.
     """
-    from hisparse.console.session import tell
+    from hisparse.console.session import run_command
 
     chosen = _chosen(names, every)
-    tell(config, "admin", output, lambda client: client.drain(chosen, handover=handover, deadline_s=deadline))
+    run_command(config, "admin", output, lambda client: client.drain(chosen, handover=handover, deadline_s=deadline))
     if wait:
         from hisparse.console.session import wait_drained
 
@@ -104,21 +105,21 @@ def drain(
 @output_option
 @with_config()
 def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) -> None:
-    """Admit to drained workers again."""
-    from hisparse.console.session import tell
+    """Place requests on drained workers again."""
+    from hisparse.console.session import run_command
 
     chosen = _chosen(names, every)
-    tell(config, "admin", output, lambda client: client.undrain(chosen))
+    run_command(config, "admin", output, lambda client: client.undrain(chosen))
 
 
 @click.command(short_help="Compare workers with the ledgers.")
 @output_option
 @with_config()
 def audit(config: Config, output: str) -> int:
-    """Compare what every connected worker holds with the ledger of its node, now and twice; exit 1 on differences.
+    """Compare the memory of every connected worker with its node's ledger, now and twice; exit 1 on differences.
 
-    The coordinator does the same all the time. What it finds is in its log, with the history of the request concerned,
-    and repaired where only one side still holds something.
+    The coordinator also audits periodically. It logs each difference with the history of its request, and repairs it
+    if only one side still holds the memory.
     """
     from hisparse.console.options import EXIT_FAILED
     from hisparse.console.output import Column, emit_one, print_table
@@ -140,7 +141,7 @@ def audit(config: Config, output: str) -> int:
         differences: list[Column[DifferenceRow]] = [
             Column("OF", lambda row: row.name),
             Column("KIND", lambda row: row.kind),
-            Column("ADMISSION", lambda row: str(row.placement or "-"), True),
+            Column("PLACEMENT", lambda row: str(row.placement or "-"), True),
             Column("REQUEST", lambda row: row.request_id or "-"),
             Column("LEDGER", lambda row: row.ledger),
             Column("WORKER", lambda row: row.worker),
@@ -160,15 +161,15 @@ def audit(config: Config, output: str) -> int:
 def release_quarantine(config: Config, output: str, names: tuple[str, ...], is_sure: bool) -> None:
     """Free the host pages that a lost worker might still write.
 
-    Only for a worker whose process the coordinator cannot see (over tcp, or in another pid namespace): everybody else's
-    exit is proved by itself. If the process lives, it writes into pages that others own by then, and their outputs are
-    wrong.
+    Only for a worker whose process the coordinator cannot see (over tcp, or in another pid namespace); the exit of
+    other processes is proved automatically. If the process still runs, it writes into pages that other requests own by
+    then, and their outputs are wrong.
     """
-    from hisparse.console.session import tell
+    from hisparse.console.session import run_command
 
     if not is_sure:
-        raise click.UsageError("look at the machine, then say --i-am-sure", click.get_current_context())
-    tell(config, "admin", output, lambda client: client.release_quarantine(names))
+        raise click.UsageError("check the machine, then pass --i-am-sure", click.get_current_context())
+    run_command(config, "admin", output, lambda client: client.release_quarantine(names))
 
 
 @click.command(short_help="Drain the coordinator, then exit.")
@@ -178,19 +179,19 @@ def release_quarantine(config: Config, output: str, names: tuple[str, ...], is_s
     show_default=True,
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="How long running requests may finish.",
+    help="How long requests may run on.",
 )
 @output_option
 @with_config()
 def stop(config: Config, output: str, deadline: float) -> None:
-    """Drain the coordinator: refuse new work, let running work finish, then exit."""
-    from hisparse.console.session import tell
+    """Drain the coordinator: refuse new requests, let running ones finish, then exit."""
+    from hisparse.console.session import run_command
 
-    tell(config, "admin", output, lambda client: client.stop(deadline_s=deadline))
+    run_command(config, "admin", output, lambda client: client.stop(deadline_s=deadline))
 
 
 def _chosen(names: tuple[str, ...], every: bool) -> tuple[str, ...]:
-    """Names as given; none stands for all, which must be said in so many words."""
+    """The names of the workers; an empty tuple stands for all, which needs --all."""
     if bool(names) == every:
-        raise click.UsageError("name workers, or say --all", click.get_current_context())
+        raise click.UsageError("name workers, or pass --all", click.get_current_context())
     return names

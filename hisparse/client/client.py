@@ -12,7 +12,7 @@ or, from code without trio, one action per connection:
 
     rows = run_client(endpoint, lambda client: client.requests())
 
-A lost connection comes back by itself, and streams go on where they were: see hisparse.client.connection. Admin
+After a loss of the connection the client reconnects, and streams continue: see hisparse.client.connection. Admin
 commands need a connection to the admin endpoint with role "admin".
 """
 
@@ -35,7 +35,7 @@ from protocol.errors import Unavailable, WrongState
 from protocol.messages import ModelInfo, Sampling
 from protocol.transport.keys import Insecure, PeerKey
 
-#: How long streams wait for the coordinator to come back, unless the caller says otherwise.
+#: Default time limit of reconnecting.
 RECONNECT_LIMIT_S: Final = 30.0
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ T = TypeVar("T")
 class Client:
     """Made by `open_client`. Any number of tasks of one trio run may call it at once.
 
-    Every call may raise, besides what it names: ConnectionLost when the connection goes while it waits for its reply,
-    Unavailable once the coordinator has stayed away for `reconnect_limit_s`, BadInput for a value that cannot be sent.
-    Cancelled while it waits, a call that changes something may still be carried out; the client remains usable.
+    Every call may raise, besides the errors it names: ConnectionLost when the connection is lost before the reply,
+    Unavailable once reconnecting has failed for `reconnect_limit_s`, BadInput for a value that cannot be sent. When a
+    call is cancelled, its command may still be carried out; the client remains usable.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -61,7 +61,7 @@ class Client:
         return self._connection.reconnects
 
     async def lost(self) -> None:
-        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
+        """Wait until reconnecting has failed for `reconnect_limit_s`: this client cannot be used any more."""
         await self._connection.lost()
 
     # ------------------------------------------------------------ requests
@@ -75,14 +75,16 @@ class Client:
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
     ) -> TokenStream:
-        """Submit `prompt`, token ids of the served model (a sequence, or an integer array [n]), and subscribe; returns
-        once it is in the journal.
+        """Submit `prompt` and subscribe; returns once the request is in the journal.
 
-        With a `request_id` it outlives lost connections, for as long as the client does. A higher `priority`, -1000 to
-        1000, goes first. `prefill_mode`, one of messages.PREFILL_MODES, says how the prompt is to come to the worker
-        that decodes it. Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue
-        is full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of
-        it."""
+        `prompt`: token ids of the served model, a sequence or an integer array [n]. With a `request_id` the submission
+        is repeated after a loss of the connection; without one, ConnectionLost is raised. `priority`: -1000 to 1000,
+        higher goes first. `prefill_mode`: one of messages.PREFILL_MODES.
+
+        Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
+        Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is
+        unknown then.
+        """
         packed = pack_tokens(prompt)
         return await self._connection.submit_retrying(
             request_id,
@@ -116,7 +118,7 @@ class Client:
         return await self._subscribe(lambda tag: messages.Attach(tag, request_id, offset), start=offset)
 
     async def detach(self, stream: TokenStream) -> None:
-        """Unsubscribe; the request goes on. The stream's iteration ends after what has arrived."""
+        """Unsubscribe; the request goes on. The stream's iteration ends after the tokens that have arrived."""
         await self._call(lambda tag: messages.Detach(tag, stream.request_id), messages.Done)
         self._connection.forget(stream)
         stream.end(None)
@@ -126,14 +128,16 @@ class Client:
         return await self._do(lambda tag: messages.AbortRequests(tag, ids(request_ids)))
 
     async def acknowledge(self, request_ids: Sequence[str]) -> tuple[str, ...]:
-        """The outputs of these ended requests are safe here: the coordinator need not keep them until
-        `ended_keep_s` is over. Raises WrongState for a live one."""
+        """The outputs of these ended requests are stored here: the coordinator may drop them before `ended_keep_s`.
+
+        Raises WrongState for a live request.
+        """
         return await self._do(lambda tag: messages.AcknowledgeOutputs(tag, ids(request_ids)))
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ queries
 
     async def welcome(self) -> messages.Welcome:
-        """Who the coordinator is and which model it serves now."""
+        """The coordinator's version and incarnation, and the model that it serves now."""
         return await self._connection.greet()
 
     async def model(self) -> ModelInfo:
@@ -146,7 +150,7 @@ class Client:
         return model
 
     async def requests(self, limit: int = 10_000) -> messages.RequestRows:
-        """Live and recently ended requests that this key may see, 20,000 at most; `truncated` tells of more."""
+        """Live and recently ended requests that this key may see, 20,000 at most; `truncated`: there are more."""
         return await self._call(lambda tag: messages.ListRequests(tag, limit), messages.RequestRows)
 
     async def request(self, request_id: str) -> messages.RequestDetail:
@@ -154,7 +158,7 @@ class Client:
         return await self._call(lambda tag: messages.DescribeRequest(tag, request_id), messages.RequestDetail)
 
     async def workers(self) -> tuple[messages.WorkerRow, ...]:
-        """Workers, lost ones that still have memory among them."""
+        """Workers, including lost ones that still hold memory."""
         return (await self._call(messages.ListWorkers, messages.WorkerRows)).rows
 
     async def pools(self) -> tuple[messages.PoolRow, ...]:
@@ -165,14 +169,18 @@ class Client:
         """The served model's tokenizer. Raises Unavailable until a worker has sent it."""
         return await self._call(messages.FetchTokenizer, messages.TokenizerData)
 
-    # ------------------------------------------------------------ operating (role "admin")
+    # ------------------------------------------------------------ operators' commands (role "admin")
 
-    # Each takes effect for all that are named or for none, and returns a line for each, once it is decided: what
-    # workers have to do for it follows. Each raises NotFound, WrongState (of the first that cannot) or NotAllowed.
+    # Each takes effect for all requests or workers named, or for none. It returns one line for each once the
+    # coordinator has decided; workers carry it out afterwards. Each raises NotFound, WrongState (of the first refused)
+    # or NotAllowed.
 
     async def retract(self, request_ids: Sequence[str], *, keep: bool = True, hold: bool = True) -> tuple[str, ...]:
-        """Take running requests off their workers. `keep` host pages, or free them too; `hold` until `resume`, or let
-        policy bring them back."""
+        """Take running requests off their workers.
+
+        `keep`: their host pages stay, otherwise they are freed. `hold`: they wait for `resume`, otherwise the policy
+        resumes them.
+        """
         return await self._do(lambda tag: messages.RetractRequests(tag, ids(request_ids), keep, hold))
 
     async def resume(self, request_ids: Sequence[str]) -> tuple[str, ...]:
@@ -180,19 +188,24 @@ class Client:
         return await self._do(lambda tag: messages.ResumeRequests(tag, ids(request_ids)))
 
     async def resize(self, request_ids: Sequence[str], hot_slots: int) -> tuple[str, ...]:
-        """Force hot buffers to a size class of the workers; 0: resident; -1: policy decides again. Raises BadInput or
-        CapacityError for what no worker could give."""
+        """Force the hot sizes of requests: a size class of the workers; 0: resident; -1: the policy decides again.
+
+        Raises BadInput, or CapacityError for a size that no worker could give.
+        """
         return await self._do(lambda tag: messages.ResizeRequests(tag, ids(request_ids), hot_slots))
 
     async def drain(
         self, workers: Sequence[str] = (), *, handover: bool = False, deadline_s: float = 300.0
     ) -> tuple[str, ...]:
-        """Admit nobody to these workers (none named: all) any more. What runs there finishes, or moves to other workers
-        (`handover`); past `deadline_s`, a day at most, the rest is retracted."""
+        """Place no more requests on these workers (none named: all).
+
+        Their requests finish there, or move to other workers (`handover`). Those left after `deadline_s`, a day at
+        most, are retracted.
+        """
         return await self._do(lambda tag: messages.DrainWorkers(tag, ids(workers), handover, deadline_s))
 
     async def undrain(self, workers: Sequence[str] = ()) -> tuple[str, ...]:
-        """Admit to these workers (none named: all) again."""
+        """Place requests on these workers (none named: all) again."""
         return await self._do(lambda tag: messages.UndrainWorkers(tag, ids(workers)))
 
     async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:
@@ -200,11 +213,11 @@ class Client:
         return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers)))
 
     async def audit(self) -> messages.AuditRows:
-        """Compare what all workers hold with the ledgers, now and twice."""
+        """Compare the memory of all workers with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)
 
     async def stop(self, deadline_s: float = 30.0) -> tuple[str, ...]:
-        """Drain the coordinator; it exits when running requests have ended, at the latest after `deadline_s`."""
+        """Drain the coordinator; it exits when running requests have ended, after `deadline_s` at the latest."""
         return await self._do(lambda tag: messages.StopCoordinator(tag, deadline_s))
 
     # ------------------------------------------------------------ calls
@@ -213,7 +226,7 @@ class Client:
         return (await self._call(make, messages.Done)).detail
 
     async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> TokenStream:
-        """The stream exists from the moment its Accepted is read, so that the delivery right behind it finds it."""
+        """The stream is made as the Accepted is read, so that it gets the Delivery right behind the Accepted."""
         return await self._connection.exchange(make, lambda reply: self._connection.adopt(reply, start))
 
     async def _call(self, make: Callable[[int], messages.AdminMessage], expected: type[M]) -> M:
@@ -232,14 +245,15 @@ async def open_client(
     """A connected Client, for code that runs under trio; closed on leaving. Other code calls `run_client`.
 
     `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to
-    operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp what `read_peer_key`
-    reads, or Insecure().
+    operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp a key of
+    `read_peer_key`, or Insecure().
 
-    Raises Unavailable when no coordinator answers, NotAllowed when the key is not let in, WrongState outside trio. What
-    the block raises comes out as it is, not in a group. Cancelled: the connection is closed; submitted requests go on.
+    Raises Unavailable when no coordinator answers, NotAllowed when the key is not allowed there, WrongState outside
+    trio. An exception of the block is raised as it is, not in a group. Cancelled: the connection is closed; submitted
+    requests go on.
     """
     if not trio.lowlevel.in_trio_task():
-        remedy = "call run_client, or run the caller by trio.run"
+        remedy = "call run_client, or run the caller with trio.run"
         raise WrongState("opened outside trio", field="client", value=endpoint, remedy=remedy)
     connection = Connection(endpoint, role, name, reconnect_limit_s, key)
     await connection.connect()
@@ -267,10 +281,10 @@ def run_client(
     name: str = "",
     key: PeerKey | Insecure | None = None,
 ) -> T:
-    """Connect, await `action(client)`, disconnect: the client for code without trio. Returns what the action returns.
+    """Connect, await `action(client)`, disconnect: the client for code without trio. Returns the action's result.
 
-    Arguments are those of `open_client`. Raises what connecting or the action raises; RuntimeError inside a trio run.
-    Ctrl-C arrives as KeyboardInterrupt; the action's own cleanup has run by then.
+    Arguments are those of `open_client`. Raises the errors of `open_client` and of the action; RuntimeError inside a
+    trio run. Ctrl-C raises KeyboardInterrupt, after the action's cleanup.
     """
 
     async def session() -> T:

@@ -1,12 +1,12 @@
-"""A client's connection, which comes back: calls that wait for replies, streams that take deliveries.
+"""A client's connection, with reconnects: calls wait for replies, streams take deliveries.
 
-One task receives and hands each message to whom it concerns: replies by tag to the calls that wait, deliveries by
-handle to their streams. A stream buffers what its reader has not taken: at most the tokens that its request asked for.
+One task receives all messages. It passes replies by tag to the waiting calls, and deliveries by handle to their
+streams. A stream buffers tokens that its reader has not taken: at most the request's max_tokens.
 
-When the connection is lost the task connects anew, for at most `reconnect_limit_s`, and attaches every unfinished
-stream again at the offset it holds. A submission with a request id of the caller's choice is submitted again: the same
-one under the same id is the same request. Other calls in flight raise ConnectionLost instead: whether a command was
-carried out cannot be known, and repeating it is the caller's choice.
+When the connection is lost, the task tries to connect again, for at most `reconnect_limit_s`, and attaches every
+unfinished stream at its offset. A submission with a request id chosen by the caller is repeated: the same submission
+under the same id is the same request. Other calls in flight raise ConnectionLost: it is unknown whether their command
+was carried out, and the caller decides whether to repeat it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Gatewa
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure, PeerKey
 
-#: Longest wait for a Welcome on a fresh connection.
+#: Longest wait for the Welcome on a new connection.
 WELCOME_LIMIT_S: Final = 5.0
 #: Pauses between attempts to reconnect.
 RECONNECT_PAUSE_MIN_S: Final = 0.05
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class ConnectionLost(Unavailable):
-    """The connection went while a call was in flight; whether it was carried out is unknown."""
+    """The connection was lost during a call; whether its command was carried out is unknown."""
 
 
 class Connection:
-    """Any number of tasks of one trio run may ask at once, while `run` runs. `welcome` is the gateway's latest."""
+    """For any number of tasks of one trio run at once, while `run` runs. `welcome` is the gateway's latest Welcome."""
 
     def __init__(
         self, endpoint: str, role: str, name: str, reconnect_limit_s: float, key: PeerKey | Insecure | None
@@ -65,19 +65,19 @@ class Connection:
     # ------------------------------------------------------------ for the client
 
     async def submit_retrying(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
-        """Submit until an answer comes, if that can be done twice."""
+        """Call `submit`; after ConnectionLost again, if there is a `request_id`, which makes it safe to repeat."""
         while True:
             try:
                 return await submit()
             except ConnectionLost:
                 if not request_id or self._lost is not None:
                     raise
-            await trio.sleep(RECONNECT_PAUSE_MIN_S)  # the receiving task may have frames to read before it notices
+            await trio.sleep(RECONNECT_PAUSE_MIN_S)  # the receiving task may read frames before it sees the loss
 
     async def exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
-        """Send, and return what `read` makes of the reply, in the same instant as the reply arrives.
+        """Send `make(tag)` and return `read(reply)`, which is called as soon as the reply arrives.
 
-        Raises what the reply says, or what `encode` does. Cancelled: the command may still be carried out.
+        Raises the error in the reply, or as `encode` does. Cancelled: the command may still be carried out.
         """
         self._tag += 1
         tag = self._tag
@@ -92,7 +92,7 @@ class Connection:
             self._calls.pop(tag, None)
 
     async def _send(self, dealer: DealerSocket, message: bytes) -> None:
-        """The receiving task sees a lost connection too, and connects anew."""
+        """Send; raises ConnectionLost. The receiving task sees the loss, too, and reconnects."""
         try:
             await dealer.send(message)
         except (Unavailable, trio.ClosedResourceError) as error:
@@ -100,14 +100,14 @@ class Connection:
 
     def _connection_lost(self, why: str) -> ConnectionLost:
         return ConnectionLost(
-            f"the connection was lost ({why}); whether it was carried out is unknown",
+            f"the connection was lost ({why}); whether the command was carried out is unknown",
             field="endpoint",
             value=self.endpoint,
-            remedy="look at it with: hisparse requests",
+            remedy="see: hisparse requests",
         )
 
     async def _connected(self) -> DealerSocket:
-        """The connection. One that was made may be lost again before whoever waited for it has run."""
+        """The connection, once there is one. It may be lost again before a waiting task runs, hence the loop."""
         while self._dealer is None:
             if self._lost is not None:
                 raise self._lost
@@ -115,29 +115,31 @@ class Connection:
         return self._dealer
 
     def adopt(self, reply: Reply, start: int) -> TokenStream:
-        """The stream that `reply`, an Accepted, begins at position `start`. From this moment it takes deliveries: read
-        in `exchange`, before the one right behind the reply."""
+        """The stream of `reply`, an Accepted, from position `start` on. It takes deliveries from now on.
+
+        Call it as `read` of `exchange`, so that it gets the Delivery right behind the reply.
+        """
         accepted = expect(reply, messages.Accepted)
         stream = TokenStream(accepted.request_id, start)
         self._streams[accepted.handle] = stream
         return stream
 
     def forget(self, stream: TokenStream) -> None:
-        """Deliver nothing to it any more."""
+        """Stop deliveries to `stream`."""
         self._streams = {handle: other for handle, other in self._streams.items() if other is not stream}
 
     async def greet(self) -> messages.Welcome:
-        """Say hello once more: who the coordinator is, and which model it serves, now."""
+        """Send another Hello, for the current Welcome: the coordinator's version and incarnation, and its model."""
         call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
         await dealer.send(messages.encode(self._hello))
-        self._hellos.append(call.take)  # in the same instant: cancelled before, no answer will come for it
+        self._hellos.append(call.take)  # no checkpoint since the send: a cancelled send expects no answer
         return await call.wait()
 
     # ------------------------------------------------------------ connecting
 
     async def connect(self) -> None:
-        """Connect and say hello. Raises Unavailable, NotAllowed, or what the gateway's Failure says."""
+        """Connect and send Hello. Raises Unavailable, NotAllowed, or the error of the gateway's Failure."""
         dealer = await DealerSocket.connect(self.endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX, key=self._key)
         try:
             with trio.fail_after(WELCOME_LIMIT_S):
@@ -151,7 +153,7 @@ class Connection:
                     f"no answer to hello within {WELCOME_LIMIT_S:g} s",
                     field="endpoint",
                     value=self.endpoint,
-                    remedy="is it a coordinator that listens there, and does it turn? see its /healthz",
+                    remedy="check that a coordinator listens there, and its /healthz",
                 ) from error
             raise
         self._dealer = dealer
@@ -160,11 +162,11 @@ class Connection:
             self._take(message)
 
     async def lost(self) -> None:
-        """Wait until the coordinator has stayed away for `reconnect_limit_s`: this client is of no more use."""
+        """Wait until reconnecting has failed for `reconnect_limit_s`."""
         await self._is_lost.wait()
 
     async def run(self) -> None:
-        """Receive until cancelled or until the coordinator stays away. Never raises: calls and streams are told."""
+        """Receive until cancelled or until reconnecting fails. Never raises: calls and streams raise the error."""
         while self._dealer is not None:
             try:
                 for frame in await self._dealer.recv_batch():
@@ -187,13 +189,13 @@ class Connection:
             await self._attach_again(streams)
 
     async def _reconnect(self) -> None:
-        """Try until it works; after `reconnect_limit_s` raise why not."""
+        """Try to connect until it succeeds; after `reconnect_limit_s` raise the last error."""
         pause_s = RECONNECT_PAUSE_MIN_S
         give_up_at = trio.current_time() + self._reconnect_limit_s
         while True:
             try:
                 await self.connect()
-            except (Unavailable, CapacityError):  # too many connections or messages: there will be room again
+            except (Unavailable, CapacityError):  # CapacityError: too many connections or messages for now
                 if trio.current_time() + pause_s > give_up_at:
                     raise
             else:
@@ -203,11 +205,11 @@ class Connection:
             pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
 
     async def _attach_again(self, streams: Sequence[TokenStream]) -> None:
-        """Ask for each stream at the offset it holds; replies come to the receiving task, which this runs in."""
+        """Attach each stream at its offset. The receiving task runs this, and reads the replies later."""
         for stream in streams:
             self._tag += 1
             self._attaching[self._tag] = stream
-        with suppress(Unavailable):  # lost again: the receiving task will see it and start over
+        with suppress(Unavailable):  # lost again: the receiving task will see it and reconnect
             for tag, stream in tuple(self._attaching.items()):
                 await (await self._connected()).send(
                     messages.encode(messages.Attach(tag, stream.request_id, stream.received))
@@ -230,7 +232,7 @@ class Connection:
             take(error)
 
     def close(self) -> None:
-        """Let go of the connection for good; `run` must not be running."""
+        """Close for good; `run` must not be running."""
         self._lost = self._lost or Unavailable("the client was closed", field="endpoint", value=self.endpoint)
         self._disconnect()
 
@@ -239,7 +241,7 @@ class Connection:
             self._dealer.close()
             self._dealer = None
 
-    # ------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------ receiving
 
     def _take(self, message: GatewayMessage) -> None:
         match message:

@@ -1,4 +1,4 @@
-"""Looking at a cluster for as long as it takes: a connection that is lost is made again."""
+"""Repeated queries of a cluster, which reconnect after a loss of the connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trio
 from hisparse.client.client import Client
 from protocol.errors import HiSparseError
 
-#: Longest wait for an answer; past it the coordinator counts as gone.
+#: Longest wait for an answer; after it the coordinator counts as gone.
 ANSWER_LIMIT_S: Final = 5.0
 RETRY_S: Final = 0.5
 
@@ -22,9 +22,9 @@ async def keep_looking(
     lost: Callable[[str], None],
     pause: Callable[[], Awaitable[None]],
 ) -> NoReturn:
-    """`look`, `pause`, and again, until cancelled. `lost` is told why each time that nobody answers.
+    """Call `look`, then `pause`, and repeat, until cancelled. Calls `lost(reason)` each time no coordinator answers.
 
-    `connect` gives clients that do not reconnect by themselves: what is shown has to say that nobody is there.
+    The clients of `connect` must not reconnect, so that `lost` is called at once and the loss can be shown.
     """
     while True:
         try:

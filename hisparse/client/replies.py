@@ -1,4 +1,4 @@
-"""Messages to and from the gateway: written, read, matched to what was asked, and errors where they are refusals."""
+"""Messages to and from the gateway: encoding, decoding, waiting for replies, and refusals as errors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from protocol.transport.frames import read_frame
 T = TypeVar("T")
 M = TypeVar("M", bound=messages.Message)
 
-#: What a connection of role client may say.
+#: Messages that a connection of role client may send.
 CLIENT_MESSAGES: Final = get_args(messages.ClientMessage)
-#: What encoding or checking a message raises for what the wire does not carry.
+#: Errors of encoding or checking a message whose values the wire does not carry.
 UNFIT: Final = (OverflowError, UnicodeEncodeError, TypeError, msgspec.ValidationError)
-#: What a call gets: a message, or the error that its Failure carried.
+#: The reply to a call: a message, or the error that a Failure carried.
 Reply: TypeAlias = GatewayMessage | HiSparseError
 
 
 class Call(Generic[T]):
-    """Waits for one reply. `read` turns it into the result in the very moment it arrives."""
+    """Waits for one reply. `read` turns the reply into the result as soon as it arrives."""
 
     def __init__(self, read: Callable[[Reply], T]) -> None:
         self._read = read
@@ -45,19 +45,21 @@ class Call(Generic[T]):
 
 
 def encode(message: messages.AdminMessage, role: str) -> bytes:
-    """Checked as the gateway would, which hangs up on what it cannot read: that would cost every call in flight.
+    """Encode and check `message`. The gateway refuses an unreadable one without its tag, which fails all calls.
 
     Raises NotAllowed for a command that `role` does not have, BadInput naming the field that does not fit.
     """
     if role != "admin" and not isinstance(message, CLIENT_MESSAGES):
         remedy = 'connect to the admin endpoint with role="admin"'
-        raise NotAllowed(f"has no {type(message).__name__}", field="role", value=role, remedy=remedy)
+        raise NotAllowed(f"may not send {type(message).__name__}", field="role", value=role, remedy=remedy)
     try:
         data = messages.encode(message)
         messages.decode_admin(data)
     except UNFIT as error:
         name, value = next(_unfit(message), ("message", message))
-        raise BadInput(f"cannot be sent: {error}", field=name, value=ascii(value), remedy="correct it") from error
+        raise BadInput(
+            f"cannot be sent: {error}", field=name, value=ascii(value), remedy="correct the value"
+        ) from error
     return data
 
 
@@ -74,9 +76,9 @@ def _unfit(message: msgspec.Struct) -> Iterator[tuple[str, object]]:
 
 
 def ids(values: Sequence[str]) -> tuple[str, ...]:
-    """Raises BadInput for a text in place of a list: each of its letters would be an id."""
+    """Ids as a tuple. Raises BadInput for a str in place of a list, whose letters would count as ids."""
     if isinstance(values, str):
-        raise BadInput("one text, not a list of them", field="ids", value=values, remedy=f"give [{values!r}]")
+        raise BadInput("one text, not a list of ids", field="ids", value=values, remedy=f"give [{values!r}]")
     return tuple(values)
 
 
@@ -95,7 +97,7 @@ def reply_of(message: GatewayMessage) -> Reply:
 
 
 def expect(reply: Reply, expected: type[M]) -> M:
-    """`reply` if it is what was asked for; raises the error that it is, or ProtocolError."""
+    """`reply` if it is of type `expected`. Raises `reply` if it is an error, otherwise ProtocolError."""
     if isinstance(reply, HiSparseError):
         raise reply
     if not isinstance(reply, expected):

@@ -1,4 +1,4 @@
-"""The output of one request as its client sees it: chunks of tokens, each position once and in order (I5)."""
+"""The output of one request at the client: chunks of tokens, each position once and in order (I5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.messages import Ended
 class TokenStream:
     """The output of one request from generated position `start` on. One reader; made by Client.submit and attach.
 
-    `offset` is the position that the next chunk starts at; `ended` the last word, once the iteration is over.
+    `offset` is the position of the next chunk. `ended` is the request's Ended, once the iteration is over.
     """
 
     def __init__(self, request_id: str, start: int) -> None:
@@ -48,7 +48,7 @@ class TokenStream:
         return tokens
 
     async def collect(self) -> Int32Array:
-        """All tokens from here to the end, int32[n]. Raises as iterating does. Cancelled: what it had read is lost."""
+        """All tokens from `offset` to the end, int32[n]. Raises as iterating does. Cancelled: tokens read are lost."""
         chunks = [chunk async for chunk in self]
         return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
 
@@ -58,11 +58,11 @@ class TokenStream:
 
     @property
     def received(self) -> int:
-        """Position that the next delivery must start at: where to attach again."""
+        """Position of the next token to arrive, to attach at after a reconnect."""
         return self._received
 
     def deliver(self, start: int, tokens: Int32Array) -> None:
-        """Take tokens from position `start`; known ones are dropped. Raises ProtocolError at a gap."""
+        """Add tokens from position `start` on; known positions are dropped. Raises ProtocolError at a gap."""
         if start > self._received:
             raise ProtocolError(f"position {self._received} is missing", field="starts", value=start)
         fresh = tokens[self._received - start :]
@@ -72,7 +72,7 @@ class TokenStream:
             self._news.set()
 
     def end(self, ended: Ended | None) -> None:
-        """No more will come; None: nobody will say how it ended (detached)."""
+        """End the iteration after the tokens that have arrived. None: the stream was detached."""
         self.ended = ended
         self._is_over = True
         self._news.set()

@@ -1,7 +1,7 @@
-"""Tokenizers on the client's disk, under the hash that the model gives: they are megabytes and never change.
+"""A cache of tokenizers on the client's disk, by their hash: they have megabytes and never change.
 
-The service speaks token ids alone; a client fetches the tokenizer once through the coordinator. The hash comes from the
-wire, so only its hexadecimal digits reach a path, and what is read back is hashed again.
+The service handles only token ids; a client fetches the tokenizer once through the coordinator. The hash comes from the
+wire, so only its hexadecimal digits reach a path, and a cached file is hashed again when it is read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ async def fetch_tokenizer(client: Client) -> Tokenizer:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Where tokenizers are kept, by the XDG base directory convention."""
+    """Directory of cached tokenizers, by the XDG base directory convention."""
     home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "/tmp"), ".cache")
     return Path(home) / "hisparse" / "tokenizers"
 
 
 def read_cached(directory: Path, content_hash: str) -> bytes | None:
-    """The cached tokenizer.json of `content_hash`; None when there is none or its bytes are not what the hash says."""
+    """The cached tokenizer.json of `content_hash`; None when there is none, or its data has another hash."""
     try:
         data = _path(directory, content_hash).read_bytes()
     except OSError:
@@ -46,7 +46,7 @@ def read_cached(directory: Path, content_hash: str) -> bytes | None:
 
 
 def write_cached(directory: Path, content_hash: str, data: bytes) -> None:
-    """Keep `data`; a reader sees all of it or nothing. A cache that cannot be written is no error."""
+    """Cache `data`, atomically. A cache that cannot be written is no error."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:

@@ -1,8 +1,8 @@
 """Child processes that never outlive their parent, and whose exit is seen at once.
 
     parent           child
-    Child.start  ->  runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which then
-                     decides who stops when; and asks the kernel for SIGTERM when the parent dies (`die_with_parent`)
+    Child.start  ->  runs in a new session: Ctrl-C in the terminal reaches only the parent, which decides the order of
+                     stopping; it asks the kernel for SIGTERM when the parent dies (`die_with_parent`)
     Child.wait   <-  its exit, by a pidfd: no SIGCHLD handler, no polling, no thread per child
     stop_children    SIGTERM, a grace period, SIGKILL
 
@@ -26,28 +26,28 @@ import coordinator
 from protocol.config import ENVIRONMENT_PREFIX
 from protocol.errors import InternalError, Unavailable
 
-#: prctl(2): the signal a process gets when the thread that made it ends.
+#: prctl(2): the signal for a process when the thread that started it ends.
 PR_SET_PDEATHSIG: Final = 1
-#: What a log's end shows of a child that died.
+#: Size of the end of a log that is shown when its child died.
 TAIL_BYTES: Final = 4_096
 TAIL_LINES: Final = 12
-#: Longest that the kernel may take to bury a child that got SIGKILL (tearing down a large mapping takes a while).
-BURY_LIMIT_S: Final = 30.0
+#: Time for the kernel to end a child after SIGKILL, which frees its mappings first.
+KILL_LIMIT_S: Final = 30.0
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGTERM when the parent ends. Raises Unavailable when it already has."""
+    """Ask the kernel for SIGTERM when the parent ends. Raises Unavailable when it has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise InternalError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
-        raise Unavailable("the parent process has gone", field="die-with", value=parent_pid)
+        raise Unavailable("the parent process has ended", field="die-with", value=parent_pid)
 
 
 def child_environ() -> dict[str, str]:
-    """Our environment without settings, so that a child runs the code that we run with the settings it is given.
+    """Environment for a child: this process's, without settings, with the path of this code.
 
-    The working directory is not on its path: a `kernels/` there would hide ours.
+    The working directory is not on the child's path: a `kernels/` there would hide the package of that name.
     """
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     root = str(Path(coordinator.__file__).resolve().parents[1])
@@ -69,7 +69,7 @@ class Child:
     def start(
         cls, name: str, command: Sequence[str], environ: Mapping[str, str], log_path: Path | None = None
     ) -> Child:
-        """Start `command`; its output goes to `log_path`, or where the parent's stderr goes."""
+        """Start `command`. Its output goes to `log_path`, by default to the parent's stderr."""
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
         try:
             process = subprocess.Popen(
@@ -94,7 +94,7 @@ class Child:
         return self.process.poll() is None
 
     async def wait(self) -> int:
-        """The exit status; negative is the signal that ended it. Cancelled: nothing changes."""
+        """Wait for the exit; returns the status, negative for a signal that ended it. Cancelled: nothing changes."""
         await trio.lowlevel.checkpoint_if_cancelled()
         pidfd = os.dup(self.pidfd)  # trio lets one task wait on a descriptor
         try:
@@ -109,7 +109,7 @@ class Child:
             self.process.send_signal(number)
 
     def tail(self) -> str:
-        """The last lines of its log, empty when it has none of its own."""
+        """The last lines of its log; empty without `log_path`."""
         if self.log_path is None:
             return ""
         with self.log_path.open("rb") as file:
@@ -135,7 +135,10 @@ async def wait_all(children: Sequence[Child], limit_s: float) -> bool:
 
 
 async def stop_children(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, SIGKILL to those that `grace_s` did not suffice for. Also when cancelled: nobody is left."""
+    """SIGTERM to all, then SIGKILL to those still running after `grace_s`. Cancelled: SIGKILL to all at once.
+
+    Raises InternalError when a child still runs KILL_LIMIT_S after SIGKILL.
+    """
     try:
         for child in children:
             child.signal(signal.SIGTERM)
@@ -144,7 +147,7 @@ async def stop_children(children: Sequence[Child], grace_s: float) -> None:
         for child in children:
             child.signal(signal.SIGKILL)
         with trio.CancelScope(shield=True):
-            buried = await wait_all(children, BURY_LIMIT_S)
-    if not buried:
+            all_ended = await wait_all(children, KILL_LIMIT_S)
+    if not all_ended:
         stuck = ", ".join(f"{child.name} ({child.pid})" for child in children if child.running)
-        raise InternalError(f"still there {BURY_LIMIT_S:g} s after SIGKILL: {stuck}")
+        raise InternalError(f"still running {KILL_LIMIT_S:g} s after SIGKILL: {stuck}")

@@ -1,19 +1,19 @@
-"""Keeps the processes of a cluster running: restarts what died, kills what hangs.
+"""Keeps the processes of a cluster running: restarts those that died, kills those that hang.
 
-    died      a child that ended with anything but 0 is started again after a pause that doubles (`Restarts`). One that
-              ended with 0 was told to leave and is let go. Past RESTARTS_MAX short lives in a row it is given up: what
-              dies at every start will not be cured by another
-    hangs     a worker that was connected in this life and has been missing for HUNG_LIMITS heartbeat limits, while the
-              coordinator answers, is killed (`ChildWatch`): the coordinator declared it down one limit earlier and its
-              pages are quarantined until its exit is proved. A stopped process (SIGSTOP) is one too. A coordinator that
-              does not answer for COORDINATOR_HUNG_LIMITS of them is killed likewise
-    over      the coordinator left or was given up, or all workers did or were
+    died      a child with an exit status other than 0 is started again after a pause that doubles (`Restarts`). A child
+              with status 0 was asked to exit and is not restarted. After RESTARTS_MAX short process lifetimes in a row
+              it is given up: a child that dies at every start would die at the next one, too
+    hangs     a worker process that was connected, and then missing for HUNG_LIMITS heartbeat limits while the
+              coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
+              its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
+              coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise
+    over      the coordinator has exited or was given up, or all workers have
 
-Nothing is lost by killing: rows live in the host pool, which this process holds open for workers to come, and what was
-acknowledged is in the coordinator's journal.
+A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
+requests are in the coordinator's journal.
 
-Rejected: restarting at a fixed interval (a crash at start burns a core for ever); judging a worker by its own
-/healthz (a thread that answers says nothing about the link, and a stopped process answers nothing at all).
+Rejected: restarting at a fixed interval (a crash at start would use a core for ever); judging a worker by its /healthz
+(the answering thread does not show the state of the link, and a stopped process does not answer).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from protocol.messages import WorkerRow
 from protocol.settings import Config
 from protocol.transport.keys import access
 
-#: The pause before a restart: the first, and the longest.
+#: The first and the longest pause before a restart.
 RESTART_PAUSE_MIN_S: Final = 0.5
 RESTART_PAUSE_MAX_S: Final = 30.0
-#: Lives shorter than STABLE_LIFE_S in a row after which a child is given up.
+#: A child is given up after more process lifetimes in a row than RESTARTS_MAX that are shorter than STABLE_S.
 RESTARTS_MAX: Final = 12
-STABLE_LIFE_S: Final = 60.0
+STABLE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
 COORDINATOR_HUNG_LIMITS: Final = 4
-#: How often the coordinator is asked who is connected.
+#: How often the coordinator is asked for its workers.
 WATCH_INTERVAL_S: Final = 0.5
 COORDINATOR: Final = "coordinator"
 HTTP: Final = "http"
@@ -51,11 +51,11 @@ CONNECTED: Final = frozenset({"connected", "draining", "drained"})
 
 assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
 assert RESTARTS_MAX >= 2 * POISON_STRIKES  # two poisonous requests are found before their worker is given up
-assert COORDINATOR_HUNG_LIMITS > HUNG_LIMITS  # a slow coordinator is not taken for dead before its workers would be
+assert COORDINATOR_HUNG_LIMITS > HUNG_LIMITS  # a slow coordinator is killed later than a worker would be
 
 
 def open_admin(config: Config, name: str) -> AbstractAsyncContextManager[Client]:
-    """An admin's connection to the coordinator of `config`; once lost it is over."""
+    """An admin client of the coordinator of `config`, which does not reconnect."""
     endpoint = config.cluster.admin_endpoint
     key = access(config.cluster, "admin", endpoint)
     return open_client(endpoint, role="admin", name=name, reconnect_limit_s=0, key=key)
@@ -63,22 +63,22 @@ def open_admin(config: Config, name: str) -> AbstractAsyncContextManager[Client]
 
 @dataclass
 class Restarts:
-    """When a child that died is started again. Pure."""
+    """Pauses before the restarts of one child. Pure."""
 
-    short_lives: int = 0
+    short_runs: int = 0
 
-    def after(self, lived_s: float) -> float | None:
-        """Seconds to wait after a life of `lived_s`; None: not again."""
-        self.short_lives = 1 if lived_s >= STABLE_LIFE_S else self.short_lives + 1
-        if self.short_lives > RESTARTS_MAX:
+    def after(self, ran_s: float) -> float | None:
+        """Seconds to wait after the child ran for `ran_s`; None: do not restart it."""
+        self.short_runs = 1 if ran_s >= STABLE_S else self.short_runs + 1
+        if self.short_runs > RESTARTS_MAX:
             return None
-        pause_s: float = RESTART_PAUSE_MIN_S * 2 ** (self.short_lives - 1)
+        pause_s: float = RESTART_PAUSE_MIN_S * 2 ** (self.short_runs - 1)
         return min(pause_s, RESTART_PAUSE_MAX_S)
 
 
 @dataclass
-class _Life:
-    """A worker process: the last epoch before it, and when it was last seen connected under a later one."""
+class _WorkerProcess:
+    """A worker process: the last epoch before its start, and when it was last seen connected under a later one."""
 
     epoch_before: int
     connected_at: float | None = None
@@ -90,33 +90,33 @@ class _Life:
 
 @dataclass
 class ChildWatch:
-    """Which processes hang, from what the coordinator says of them. Pure; times are seconds of one clock."""
+    """Finds processes that hang, from the coordinator's rows of workers. Pure; times are seconds of one clock."""
 
     limit_s: float
-    _lives: dict[str, _Life] = field(default_factory=dict)
+    _processes: dict[str, _WorkerProcess] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)
     _answered_at: float | None = None
 
     def began(self, name: str) -> None:
-        """A new process under that name."""
+        """A new process of this name was started."""
         if name == COORDINATOR:
             self._answered_at = None
         else:
-            self._lives[name] = _Life(self._epochs.get(name, -1))
+            self._processes[name] = _WorkerProcess(self._epochs.get(name, -1))
 
     def answered(self, rows: Iterable[WorkerRow], now: float) -> None:
-        """The coordinator said who is connected. After a silence nobody is blamed for what it could not see."""
+        """The coordinator answered with `rows`. Time in which it did not answer does not count against workers."""
         if self._answered_at is None or now - self._answered_at > self.limit_s:
-            for life in self._lives.values():
-                life.connected_at = None if life.connected_at is None else now
+            for process in self._processes.values():
+                process.connected_at = None if process.connected_at is None else now
         self._answered_at = now
         for row in rows:
             self._epochs[row.worker] = max(row.epoch, self._epochs.get(row.worker, -1))
-            if row.worker in self._lives and row.state in CONNECTED:
-                self._lives[row.worker].connected(row.epoch, now)
+            if row.worker in self._processes and row.state in CONNECTED:
+                self._processes[row.worker].connected(row.epoch, now)
 
     def hung(self, now: float) -> list[str]:
-        """Names of processes to kill. One that has not been there yet in its life is still starting."""
+        """Names of processes to kill. A process that was never connected is still starting and does not count."""
         if self._answered_at is None:
             return []
         silent_s = now - self._answered_at
@@ -126,13 +126,13 @@ class ChildWatch:
             return []
         return [
             name
-            for name, life in self._lives.items()
-            if life.connected_at is not None and now - life.connected_at > self.limit_s
+            for name, process in self._processes.items()
+            if process.connected_at is not None and now - process.connected_at > self.limit_s
         ]
 
 
 class Kept(Protocol):
-    """The cluster, as its keeper sees it (hisparse.cluster.up.Cluster)."""
+    """The part of hisparse.cluster.up.Cluster that Keeper uses."""
 
     config: Config
 
@@ -142,11 +142,11 @@ class Kept(Protocol):
 
 
 class Keeper:
-    """One per cluster. `say` gets lines for the user; `changed` is called after each restart."""
+    """One per cluster. `report` is called with lines for the user, `changed` after each restart."""
 
-    def __init__(self, cluster: Kept, say: Callable[[str], None], changed: Callable[[], None]) -> None:
+    def __init__(self, cluster: Kept, report: Callable[[str], None], changed: Callable[[], None]) -> None:
         self._cluster = cluster
-        self._say = say
+        self._report = report
         self._changed = changed
         self._watch = ChildWatch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
         self._left = set(cluster.by_name)
@@ -154,7 +154,10 @@ class Keeper:
         self._scope = trio.CancelScope()
 
     async def run(self) -> Child:
-        """Until the cluster is over; the child whose end ended it. Cancelled: children run on, unkept."""
+        """Keep the children until the cluster is over; returns the child whose end ended it.
+
+        Cancelled: children run on, without restarts.
+        """
         with self._scope:
             async with trio.open_nursery() as nursery:
                 for name in self._cluster.by_name:
@@ -170,11 +173,11 @@ class Keeper:
             status = await child.wait()
             pause_s = restarts.after(trio.current_time() - began) if status else None
             if pause_s is None:
-                what = "given up after too many short lives" if status else "let go"
-                self._say(f"{name} {exit_text(status)}; {what}")
+                what = "given up after too many restarts" if status else "not restarted"
+                self._report(f"{name} {exit_text(status)}; {what}")
                 self._let_go(name, child)
                 return
-            self._say(f"{name} {exit_text(status)}; restarted in {pause_s:g} s")
+            self._report(f"{name} {exit_text(status)}; restarted in {pause_s:g} s")
             await trio.sleep(pause_s)
             self._cluster.restart(name)
             self._watch.began(name)
@@ -187,7 +190,7 @@ class Keeper:
             self._scope.cancel()
 
     async def _watch_all(self) -> None:
-        """Ask who is connected, on one connection for as long as it answers, then on a fresh one."""
+        """Ask for the workers, on one connection while answers come in time, then on a new one."""
         while True:
             try:
                 with trio.move_on_after(self._watch.limit_s) as scope:
@@ -199,7 +202,7 @@ class Keeper:
             await trio.sleep(WATCH_INTERVAL_S)
 
     async def _ask_on(self, client: Client, scope: trio.CancelScope) -> None:
-        """Ask again and again; `scope` ends it when an answer is overdue."""
+        """Ask for the workers in intervals; `scope` cancels it when an answer is overdue."""
         while True:
             self._watch.answered(await client.workers(), trio.current_time())
             self._kill_hung()
@@ -210,5 +213,5 @@ class Keeper:
         for name in self._watch.hung(trio.current_time()):
             child = self._cluster.by_name[name]
             if child.running:
-                self._say(f"{name} hangs; killed")
+                self._report(f"{name} hangs; killed")
                 child.signal(signal.SIGKILL)

@@ -1,18 +1,18 @@
-"""A whole cluster on one machine: a coordinator, N workers and, if asked for, an HTTP front as children, one host pool,
-one runtime directory.
+"""A whole cluster on one machine: a coordinator, N workers and, optionally, an HTTP front as children, with one host
+pool and one runtime directory.
 
 Order, and why:
 
-    start   nobody may be listening in the runtime directory: the workers would join that cluster and share its pool
-            coordinator first, workers once it answers, the HTTP front once all of them have registered; ready when it
-            listens
-    run     until a signal, `hisparse stop`, or the end of a child that is needed and was given up; what dies is
-            restarted and what hangs is killed (hisparse.cluster.keeper)
-    stop    drain the coordinator (running requests may finish until the deadline), then SIGTERM, then SIGKILL
-            the pool is removed last: it outlives workers by design, and only the parent knows that none will return.
-            Until then the parent holds it open, so that nobody takes it for a dead cluster's while no worker is there
+    start   refused if a coordinator answers in the runtime directory: the workers would join it and share its pool.
+            Coordinator first, workers once it answers, the HTTP front once all workers have registered; ready when the
+            front listens
+    run     until a signal, `hisparse stop`, or until the cluster is over; children that died are restarted, hung ones
+            are killed (hisparse.cluster.keeper)
+    stop    drain the coordinator (requests may run on until the deadline), then SIGTERM, then SIGKILL.
+            The pool is removed last: it outlives workers by design, and only the parent knows that none will return.
+            Until then the parent holds it open, so that no start of another cluster takes it for an abandoned one
 
-A second signal, or one during start, goes straight to SIGKILL.
+A second signal, or one during start, skips to SIGKILL.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from protocol.settings import Config
 from worker.pool.file import keep_pool, remove_pool
 from worker.runners.checkpoint import read_config
 
-#: Longest start: importing torch and loading a checkpoint of some gigabytes from a slow disk.
+#: Longest start, which imports torch and may load a checkpoint of some gigabytes from a slow disk.
 START_LIMIT_S: Final = 600.0
 POLL_INTERVAL_S: Final = 0.05
-#: How long a process that was told to stop may take to withdraw and quiesce.
+#: Time for a process after SIGTERM to withdraw its requests and quiesce.
 STOP_GRACE_S: Final = 10.0
 EXIT_CHILD_LOST: Final = 70
 EXIT_INTERRUPTED: Final = 130
@@ -55,8 +55,10 @@ CONNECTED: Final = "connected"
 
 @dataclass
 class Cluster:
-    """Running children. `workers` by name; a child that has ended stays listed, and knows its status, until it is
-    restarted. `roles` of workers in turn; whoever has none there has that of `config`."""
+    """The children. A child that has ended stays listed, with its status, until it is restarted.
+
+    `workers` by name. `roles` of workers, in order; workers beyond them have the role of `config`.
+    """
 
     config: Config
     coordinator: Child
@@ -82,7 +84,7 @@ class Cluster:
         self.http = _start(HTTP, self.config, self.log_dir)
 
     def restart(self, name: str) -> Child:
-        """Start a child that has ended once more, under its name and with its settings."""
+        """Start a child that has ended again, under its name and with its settings."""
         self.by_name[name].close()
         if name == COORDINATOR:
             self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
@@ -94,7 +96,7 @@ class Cluster:
         return self.by_name[name]
 
     def _worker_config(self, index: int) -> Config:
-        """Names w0, w1, ...; a fixed metrics port counts up, any free port and none stay what they are."""
+        """Settings of worker `index`: name w0, w1, ...; a fixed metrics port counts up, 0 and -1 stay."""
         settings = self.config.worker
         port = settings.metrics_port + index if settings.metrics_port > 0 else settings.metrics_port
         role = self.roles[index] if index < len(self.roles) else settings.role
@@ -110,7 +112,7 @@ class Cluster:
         return open_admin(self.config, name)
 
     def describe(self) -> dict[str, object]:
-        """What a script needs to use the cluster; the content of `--ready-file`."""
+        """Endpoints, pids and the pool's path: the content of `--ready-file`."""
         settings = self.config.cluster
         front = {"http": {"pid": self.http.pid, "url": self.config.http.url}} if self.http is not None else {}
         return {
@@ -135,16 +137,17 @@ async def running_cluster(
     log_dir: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> AsyncIterator[Cluster]:
-    """Start a cluster, give it once every worker has registered, stop it on the way out and remove its pool. Workers
-    take `roles` in turn, the others that of `config`.
+    """Start a cluster; enter the block once every worker has registered; afterwards stop it and remove its pool.
 
-    With `http` there is a front at config.http, too, and it listens. Port 0 becomes a free one that the cluster keeps:
-    `Cluster.config` names it, and a front that is restarted listens there again.
+    `roles` of workers, in order; workers beyond them have the role of `config`. With `http` there is a front at
+    config.http, too, and it listens. Port 0 becomes a free one that the cluster keeps: `Cluster.config` has it, and a
+    restarted front listens there again.
 
-    Children write to `log_dir`, or to our stderr; the end of the log of one that failed goes to stderr. Raises
-    WrongState when a coordinator already listens there, or somebody at the front's port; ConfigError when there is no
-    checkpoint, the front's TLS files are no pair, its API keys are none, or a child refuses a setting; Unavailable
-    when a child ends otherwise or `start_limit_s` passes. Cancelled: children are killed at once.
+    Children write to `log_dir`, by default to this process's stderr; the end of the log of a failed child goes to
+    stderr. Raises WrongState when a coordinator already listens there, or another process at the front's port;
+    ConfigError when there is no checkpoint, the front's TLS files are not a pair, its API keys file is not valid, or a
+    child refuses a setting; Unavailable when a child ends otherwise or `start_limit_s` passes. Cancelled: children are
+    killed at once.
     """
     read_config(config.worker.model)
     if await _answers(config):
@@ -189,7 +192,7 @@ async def _running(
 
 
 async def _check_front(config: Config) -> None:
-    """What the front would refuse is refused now: it starts when the workers have loaded their checkpoint."""
+    """Check the front's settings now, because it only starts when the workers have loaded their checkpoint."""
     tls_of(config.http)
     read_keys(config.http.api_keys_file)
     if config.http.port and await _listens(config):
@@ -200,8 +203,11 @@ async def _check_front(config: Config) -> None:
 
 @contextmanager
 def _with_port(config: Config) -> Iterator[Config]:
-    """`config` with a free port in place of port 0. This process keeps it bound, without listening, so that no other is
-    given it while the front starts, or starts again. Raises ConfigError."""
+    """`config` with a free port in place of port 0. Raises ConfigError.
+
+    This process keeps the port bound, without listening, so that no other process gets it while the front starts or
+    restarts.
+    """
     if config.http.port:
         yield config
         return
@@ -216,7 +222,7 @@ def _bind_any(host: str) -> socket.socket:
     except OSError as error:
         raise _unbound(host, error) from error
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the front does, so that it may bind it, too
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the front, so that both may bind the port
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -234,7 +240,7 @@ def _unbound(host: str, error: OSError) -> ConfigError:
 
 
 def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
-    """`hisparse SUBCOMMAND` with the whole of `config` in its environment."""
+    """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment."""
     name = config.worker.name if subcommand == "worker" else subcommand
     command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
     return Child.start(
@@ -249,17 +255,17 @@ async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool
         for child in children:
             if not child.running:
                 for line in child.tail().splitlines():
-                    _say(f"{child.name}: {line}")
+                    _report(f"{child.name}: {line}")
                 status = await child.wait()
                 raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
                     f"{exit_text(status)} during start",
                     field="process",
                     value=child.name,
-                    remedy="see what it wrote above",
+                    remedy="see its output above",
                 )
         if trio.current_time() > give_up_at:
             names = " ".join(child.name for child in children)
-            remedy = "see what they wrote: a large checkpoint, or a slow disk?"
+            remedy = "see their output; a large checkpoint or a slow disk may need longer"
             raise Unavailable(f"not ready after {limit_s:g} s", field="processes", value=names, remedy=remedy)
         await trio.sleep(POLL_INTERVAL_S)
 
@@ -297,7 +303,7 @@ def run_up(
     deadline_s: float,
     ready_file: Path | None,
 ) -> int:
-    """Run until a signal; the exit code. Raises HiSparseError when the cluster does not start."""
+    """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start."""
     return trio.run(_up, config, workers, roles, http, deadline_s, ready_file)
 
 
@@ -313,7 +319,7 @@ async def _up(
 
 
 class _Interrupts:
-    """The first signal once the cluster is up asks for a drain; any other cancels everything."""
+    """The first signal after the start sets `asked`, for a drain; any other signal cancels everything."""
 
     def __init__(self) -> None:
         self.is_up = False
@@ -344,22 +350,22 @@ async def _serve(
 ) -> int:
     async with running_cluster(config, workers, roles=roles, http=http) as cluster:
         interrupts.is_up = True
-        _say(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
+        _report(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
         if http:
-            _say(f"OpenAI's API at {cluster.config.http.url}/v1")
-        _say("Ctrl-C drains and stops; a second one exits at once")
+            _report(f"OpenAI's API at {cluster.config.http.url}/v1")
+        _report("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, ready_file) as publish:
-            ended = await _until_asked_or_lost(Keeper(cluster, _say, publish), interrupts.asked)
+            ended = await _until_asked_or_lost(Keeper(cluster, _report, publish), interrupts.asked)
             if ended is None:
                 await _drain(cluster, deadline_s)
                 return 0
-            _say("stopping")
+            _report("stopping")
             return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
 
 
 @contextmanager
 def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[], None]]:
-    """The ready file exists, whole, while the cluster takes requests. Gives what writes it anew."""
+    """The ready file exists while the cluster takes requests; written atomically. Gives a function that rewrites it."""
 
     def publish() -> None:
         if ready_file is not None:
@@ -376,7 +382,7 @@ def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[
 
 
 async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | None:
-    """Keep the cluster until a drain is asked for (None), or until it is over: the child whose end ended it."""
+    """Keep the cluster until a drain is asked for (returns None), or until it is over (the child that ended it)."""
     last: Child | None = None
 
     async def asked_for() -> None:
@@ -391,18 +397,18 @@ async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | Non
 
 
 async def _drain(cluster: Cluster, deadline_s: float) -> None:
-    """Let running requests finish until the deadline; afterwards, or when the coordinator does not answer, stop."""
-    _say(f"draining for up to {deadline_s:g} s")
+    """Drain the coordinator; returns when it has exited, after the deadline, or when it does not answer."""
+    _report(f"draining for up to {deadline_s:g} s")
     try:
         async with cluster.client("hisparse up") as client:
             for line in await client.stop(deadline_s):
-                _say(line)
+                _report(line)
     except HiSparseError as error:
-        _say(f"not drained: {error}")
+        _report(f"not drained: {error}")
         return
     if not await wait_all([cluster.coordinator], deadline_s + STOP_GRACE_S):
-        _say("the coordinator is still running past its deadline")
+        _report("the coordinator is still running past its deadline")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"hisparse up: {text}", file=sys.stderr, flush=True)

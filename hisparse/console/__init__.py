@@ -1,1 +1,1 @@
-"""What the commands share: options and exit codes, output formats, one connection per command."""
+"""Shared by the commands: options and exit codes, output formats, one connection per command."""

@@ -1,6 +1,6 @@
-"""What every command shares: settings options, exit codes, errors in one line on stderr.
+"""Shared by every command: options for settings, exit codes, errors in one line on stderr.
 
-Imports click and `hisparse.clashes` alone: a clash is reported without `protocol`, which may be another one.
+Imports only click and `hisparse.clashes`: a name clash is reported without `protocol`, which may be another package.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
-    EXIT_CODES["not_allowed"]: "permission denied: this key may not use that listener",
-    EXIT_CODES["internal"]: "a defect of ours",
+    EXIT_CODES["not_allowed"]: "permission denied: this key's role may not use the endpoint",
+    EXIT_CODES["internal"]: "a defect of hisparse",
     EXIT_INTERRUPTED: "interrupted",
 }
 
@@ -58,12 +58,12 @@ class RootGroup(click.Group):
     """A group that reports any error in one line on stderr and exits with its code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of an operator's day, not of the alphabet
+        return list(self.commands)  # by topic, as added, not by name
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
-        """As click has it. With `standalone_mode` off, errors are raised instead."""
+        """As click's. With `standalone_mode` off, errors are raised."""
         try:
             check_packages()
             result = super().main(args, standalone_mode=False, **extra)
@@ -78,8 +78,8 @@ class RootGroup(click.Group):
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Exit the way `error` asks for. What is no report to a user is a defect, and shows its traceback."""
-    if isinstance(error, NameClash):  # `protocol` may be another one
+    """Exit with the code of `error`. An error of another class than those below is a defect and shows its traceback."""
+    if isinstance(error, NameClash):  # `protocol` may be another package
         _complain(str(error))
         sys.exit(EXIT_CODES["config"])
     from protocol.errors import HiSparseError
@@ -152,7 +152,7 @@ EVERYWHERE: Final = (
     Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
     Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
     Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
-    Setting("--as", "cluster.speak_as", "client, or admin: an admin sees all requests."),
+    Setting("--as", "cluster.speak_as", "client, or admin, who sees the requests of all users."),
 )
 
 
@@ -176,7 +176,7 @@ def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[.
             multiple=True,
             callback=_assignments,
             metavar="SECTION.FIELD=VALUE",
-            help="Any setting; repeatable. A flag of its own comes first.",
+            help="Any setting; repeatable. A setting's flag, where it has one, takes precedence.",
         )(command)
         return click.option("--config", "config_path", metavar="FILE", help="TOML file; default $HISPARSE_CONFIG.")(
             command
@@ -213,7 +213,7 @@ def read_words(values: Sequence[str]) -> Iterator[str]:
 
 
 def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`-o FORMAT`, and `--json` for the most wanted one."""
+    """`-o FORMAT`, and `--json` as a short form of `-o json`."""
     command = click.option("--json", "output", flag_value="json", help="The same as -o json.")(command)
     return click.option(
         "-o",
@@ -221,12 +221,12 @@ def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Choice(["table", "json", "jsonl"]),
         default="table",
         show_default=True,
-        help="How to print.",
+        help="Output format.",
     )(command)
 
 
 def show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
-    """Callback of `--version`; the distribution's metadata is read only when asked for."""
+    """Callback of `--version`; reads the distribution's metadata only when it is used."""
     if not asked:
         return
     from protocol.version import our_version

@@ -1,4 +1,4 @@
-"""How rows reach stdout: a table for people, one JSON array, or one JSON object per line. rich only for tables."""
+"""Rows on stdout: as a table, one JSON array, or one JSON object per line. Only tables import rich."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Row = TypeVar("Row")
-#: Columns of a table that is not shown on a terminal: wide enough that no cell wraps, so that grep works.
+#: Width of a table that is not shown on a terminal: no cell wraps, so that grep works.
 PIPED_WIDTH: Final = 240
 
 
 class Column(NamedTuple, Generic[Row]):
-    """One column: its header, how a row's cell reads, and on which side it lies."""
+    """One column: its header, the text of a row's cell, and whether it is aligned right (`numeric`)."""
 
     header: str
     cell: Callable[[Row], str]
@@ -27,7 +27,7 @@ class Column(NamedTuple, Generic[Row]):
 
 
 def emit(rows: Sequence[Row], columns: Sequence[Column[Row]], output: str) -> None:
-    """Print `rows` (structs) as `output` asks: table, json or jsonl."""
+    """Print `rows` (structs) as `output`: table, json or jsonl."""
     if output == "json":
         write_json([plain(row) for row in rows])
     elif output == "jsonl":
@@ -38,7 +38,7 @@ def emit(rows: Sequence[Row], columns: Sequence[Column[Row]], output: str) -> No
 
 
 def emit_one(value: object, output: str, lines: Iterable[str]) -> None:
-    """Print one object, or `lines` for people."""
+    """Print `value` as JSON, or `lines` when `output` is table."""
     if output == "table":
         for line in lines:
             write_line(line)
@@ -47,7 +47,7 @@ def emit_one(value: object, output: str, lines: Iterable[str]) -> None:
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON types. Wire structs are arrays in JSON too (`array_like`), so their names are put back here."""
+    """`value` as JSON types. msgspec would write wire structs as arrays (`array_like`); here they become objects."""
     if isinstance(value, msgspec.Struct):
         return {name: plain(item) for name, item in msgspec.structs.asdict(value).items()}
     if isinstance(value, dict):
@@ -66,7 +66,7 @@ def write_line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal, kept out of stdout."""
+    """Print a line to stderr, for the user."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -106,7 +106,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def share_text(part: float, whole: float) -> str:
-    """1, 4 -> "25.0%"; a dash when there is nothing to share."""
+    """1, 4 -> "25.0%"; a dash when `whole` is 0."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
@@ -120,5 +120,5 @@ def duration_text(duration_s: float) -> str:
 
 
 def hot_text(hot_slots: int) -> str:
-    """How a request's hot buffer reads: resident, a size, or none."""
+    """Text of a hot size: resident, a number of slots, or a dash for none."""
     return {0: "resident", -1: "-"}.get(hot_slots, str(hot_slots))

@@ -1,4 +1,4 @@
-"""One command, one connection: what the commands that ask and tell have in common."""
+"""The connection of a command to the coordinator, shared by all commands that need one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from protocol.settings import Config
 
 T = TypeVar("T")
-#: How often `drain --wait` looks, and what it grants on top of the deadline for the last requests to quiesce.
+#: How often `drain --wait` asks, and its time beyond the deadline for the last requests to quiesce.
 WAIT_INTERVAL_S: Final = 0.2
 WAIT_MARGIN_S: Final = 10.0
 DRAINED: Final = "drained"
 
 
 def endpoint_for(config: Config, role: str) -> tuple[str, str, PeerKey | Insecure | None]:
-    """Role, endpoint and key for what a `role` may do; what clients may, admins may too. Raises ConfigError."""
+    """Role, endpoint and key for commands of `role`; commands of clients use `cluster.speak_as`. Raises ConfigError."""
     cluster = config.cluster
     if role == "client":
         role = cluster.speak_as
@@ -46,9 +46,9 @@ def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) ->
     return run_client(endpoint, action, role=role, name="hisparse", key=key)
 
 
-def tell(config: Config, role: str, output: str, command: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:
-    """Carry out a command that changes something and print its lines: one per request or worker."""
-    lines = call(config, role, command)
+def run_command(config: Config, role: str, output: str, action: Callable[[Client], Awaitable[tuple[str, ...]]]) -> None:
+    """Send a command and print the lines of its answer, one per request or worker. Raises HiSparseError."""
+    lines = call(config, role, action)
     if output == "jsonl":
         for line in lines:
             write_json({"detail": line})
@@ -57,7 +57,10 @@ def tell(config: Config, role: str, output: str, command: Callable[[Client], Awa
 
 
 def wait_drained(config: Config, names: Collection[str], limit_s: float) -> None:
-    """Return once the workers (none named: all) are drained. Raises NotFound or Unavailable naming who is not."""
+    """Return once the workers (none named: all) are drained. Raises NotFound, or Unavailable naming those that are not.
+
+    Waits for `limit_s` and WAIT_MARGIN_S more.
+    """
     call(config, "client", lambda client: _until_drained(client, names, limit_s + WAIT_MARGIN_S))
 
 

@@ -1,13 +1,13 @@
-"""Each request's tokens against the model library's own. Pure.
+"""Comparison of each request's tokens with those of the model library. Pure.
 
 Both sides decode greedily in float32, but not in the same order of additions: the library expands the latents of the
-whole context and masks, we absorb and gather. A logit may so differ in its last bits, and where the library's two best
-logits lie closer than that, either token is a right answer. This is the only excuse (`tie_excused`): a first divergence
-where the *oracle's own* gap is below the tie bound and our token is its runner-up. After it the two contexts differ, so
-the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
+whole context and masks, hisparse absorbs and gathers. So a logit may differ in its last bits. Where the library's two
+best logits are closer than that, either token is right. This is the only excuse (`tie_excused`): at the first
+divergence the *oracle's* gap is below the tie bound, and the service's token is the oracle's runner-up. After it the
+two contexts differ, so the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
 
-In bfloat16 that order moves the indexer's selection, and with it whole logits: no two programs agree token by token
-there, and tests/gpu/test_runner_cuda.py compares logits instead.
+In bfloat16 the order of additions changes the indexer's selection, and with it whole logits. No two programs agree
+token by token there; tests/gpu/test_runner_cuda.py compares logits instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIE_BOUND: Final = 1e-4
 
 @dataclass(frozen=True)
 class OracleRun:
-    """What generate() said of one prompt: per new token its id, the runner-up's id and the gap of their logits."""
+    """Output of generate() for one prompt: per new token its id, the runner-up's id and the gap of their logits."""
 
     tokens: tuple[int, ...]
     runners_up: tuple[int, ...]
@@ -33,7 +33,7 @@ class OracleRun:
 
 @dataclass(frozen=True)
 class OracleVerdict:
-    """Of one request. verified + mismatched + unverified = the longer of the two outputs."""
+    """Result for one request. verified + mismatched + unverified = length of the longer output."""
 
     request_id: str
     verified: int
@@ -45,7 +45,7 @@ class OracleVerdict:
 
 
 def compare(request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float) -> OracleVerdict:
-    """Position by position up to the first divergence, which is excused or makes mismatches of all that differs."""
+    """Compare position by position. If the first divergence is not excused, every position that differs mismatches."""
     length = max(len(tokens), len(oracle.tokens))
     divergence = first_difference(tokens, oracle.tokens)
     if divergence is None:

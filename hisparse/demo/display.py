@@ -26,19 +26,19 @@ STATE_STYLES: Final = {
 
 
 class Display:
-    """Draws `outcome` as it is now, each time rich asks. `say` prints an event above it."""
+    """Draws the current `outcome` each time rich asks. `note` prints an event above it."""
 
     def __init__(self, console: Console, outcome: Outcome, new_tokens: int) -> None:
         self._console = console
         self._outcome = outcome
         self._new_tokens = new_tokens
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._console.print(f"[cyan]>[/] {text}" if self._console.is_terminal else text, soft_wrap=True)
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Redraw until the block ends; on anything but a terminal, print events only."""
+        """Redraw until the block ends. Without a terminal, only events are printed."""
         from rich.live import Live
 
         if not self._console.is_terminal:

@@ -1,9 +1,9 @@
-"""The model library's own generate() on the demo's prompts, in processes that import nothing of ours.
+"""generate() of the model library on the demo's prompts, in processes that import nothing of hisparse.
 
-They decode where the service did, in the same precision. Prompts are dealt to as many processes as there are cores (few
-on a GPU, whose memory they share), so that the parts take about equally long (a prompt costs its length squared: on a
-core 4 s for 2,048 tokens, 36 s for 6,000 were measured); each process loads the checkpoint once and prints one line per
-prompt (worker/oracle.py).
+They decode on the device of the service, in the same precision. Prompts are divided among as many processes as there
+are cores (GPU_PROCESSES on a GPU, whose memory they share), so that the parts take about equally long. A prompt takes
+time by its length squared: on a core 4 s for 2,048 tokens, 36 s for 6,000 were measured. Each process loads the
+checkpoint once and prints one line per prompt (worker/oracle.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hisparse.demo.compare import OracleRun
 from hisparse.demo.plan import DemoOptions, DemoRequest
 from protocol.errors import InternalError, Unavailable
 
-#: Longest that all prompts may take: twenty times what they took on two cores.
+#: Time limit of all prompts: twenty times the time measured on two cores.
 ORACLE_LIMIT_S: Final = 1_800.0
 GPU_PROCESSES: Final = 4
 #: Largest line an oracle prints: ids, runners-up and gaps of one output.
@@ -34,7 +34,7 @@ Done = Callable[[str, OracleRun], None]
 
 
 def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
-    """Indices of `sizes` in at most `hands` groups of about equal sums: the largest first, to the smallest hand."""
+    """Indices of `sizes` in at most `hands` groups of about equal sums: largest first, each to the smallest group."""
     dealt: list[list[int]] = [[] for _ in range(min(hands, len(sizes)))]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         min(dealt, key=lambda hand: sum(sizes[j] for j in hand)).append(i)
@@ -44,7 +44,7 @@ def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
 async def consult(
     model: Path, requests: Sequence[DemoRequest], options: DemoOptions, work_dir: Path, done: Done
 ) -> None:
-    """Call `done(request_id, run)` for each request as its answer comes. Raises Unavailable when an oracle fails."""
+    """Call `done(request_id, run)` for each request as its output arrives. Raises Unavailable when an oracle fails."""
     processes = (os.cpu_count() or 1) if options.device == "cpu" else GPU_PROCESSES
     hands = deal([len(request.prompt) ** 2 for request in requests], processes)
     with trio.move_on_after(ORACLE_LIMIT_S) as scope:
@@ -53,7 +53,7 @@ async def consult(
                 chosen = [requests[i] for i in hand]
                 nursery.start_soon(_consult_one, model, chosen, options, work_dir / f"oracle{number}.log", done)
     if scope.cancelled_caught:
-        raise Unavailable("the oracle did not finish", field="limit_s", value=ORACLE_LIMIT_S, remedy="ask for less")
+        raise Unavailable("the oracle did not finish", field="limit_s", value=ORACLE_LIMIT_S, remedy="lower --requests")
 
 
 async def _consult_one(
@@ -98,7 +98,7 @@ async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:
 
 
 def oracle_file() -> str:
-    """Where worker/oracle.py lies; found, not imported."""
+    """Path of worker/oracle.py, without importing it."""
     spec = importlib.util.find_spec("worker")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -116,4 +116,4 @@ def _run_of(answer: dict[str, list[float]]) -> OracleRun:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it wrote nothing"
+    return lines[-1] if lines else "it has no output"

@@ -1,10 +1,10 @@
-"""What the demo asks of the service: prompts cut from real text, and memory too small to hold any context. Pure.
+"""Requests and memory of the demo: prompts cut from real text, and memory too small to hold any context. Pure.
 
-The demo must show swapping, so no request may become resident. With n requests on one worker after the drain, each in a
-hot buffer of H slots (managed_chunks(H) chunks), the worker gets n * managed_chunks(H) chunks and not one more; H is
-the largest size for which that is no more than the full chunks of the shortest prompt, so that not even one alone
-could be resident. For 8 requests from 2,048 tokens on: H = 192, 4 chunks each, 32 chunks, and the shortest prompt with
-its first new token needs 33.
+The demo must show swap-in, so no request may become resident. With n requests on one worker after the drain, each in a
+hot buffer of H slots (managed_chunks(H) chunks), the worker gets exactly n * managed_chunks(H) chunks. H is the largest
+size for which that is at most the full chunks of the shortest prompt, so that even a single request could not be
+resident. For 8 requests from 2,048 tokens on: H = 192, 4 chunks each, 32 chunks; the shortest prompt with its first new
+token needs 33.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS, managed_chunks
 
-#: A hot buffer, its tail chunk included, takes at most this part of a context; the indexer selects at most that part.
+#: Largest part of a context for a hot buffer, its tail chunk included, and largest part that the indexer selects.
 HOT_SHARE_MAX: Final = 1 / 8
 TOPK_SHARE_MAX: Final = 1 / 16
-#: Files shorter than this say too little to be worth a heading.
+#: Shorter files are not used.
 SOURCE_CHARS_MIN: Final = 200
 
-#: Long enough to retract, drain and resume in: a few seconds on either device.
+#: New tokens by default: some seconds on either device, to retract, drain and resume in.
 CPU_NEW_TOKENS: Final = 128
 GPU_NEW_TOKENS: Final = 512
 REQUESTS_MIN: Final = 2  # one to retract, one to hand over
@@ -31,8 +31,10 @@ NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resum
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`; `streams` "" is
-    what the device has."""
+    """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`.
+
+    `streams` "": the default backend of the device.
+    """
 
     family: str = "glm-5"
     requests: int = 8
@@ -62,7 +64,7 @@ class DemoMemory:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """One text file, under the name that heads it in a prompt."""
+    """One text file; `name` is its heading in a prompt."""
 
     name: str
     text: str
@@ -87,7 +89,7 @@ def memory_for(options: DemoOptions) -> DemoMemory:
             f"a hot buffer of {hot_slots} slots cannot hold the {options.topk} rows that one step selects",
             field="prompt-tokens",
             value=options.prompt_tokens_min,
-            remedy="ask for longer prompts",
+            remedy="raise --prompt-tokens",
         )
     return DemoMemory(hot_slots, concurrent * managed_chunks(hot_slots))
 
@@ -100,13 +102,13 @@ def prompt_lengths(count: int, low: int, high: int) -> list[int]:
 def cut_prompts(
     sources: Sequence[PromptSource], lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
 ) -> list[DemoRequest]:
-    """One prompt per length: each begins at another file and runs on through the following ones.
+    """One prompt per length. Each begins at another file and continues with the following ones.
 
     Raises BadInput when all files together are shorter than the longest prompt.
     """
     sources = [source for source in sources if len(source.text) >= SOURCE_CHARS_MIN]
     if not sources:
-        raise BadInput("no text to prompt with", field="prompts", value=0, remedy="name text files with --prompts")
+        raise BadInput("no text for prompts", field="prompts", value=0, remedy="name text files with --prompts")
     encoded = [tuple(encode(f"### {source.name}\n\n{source.text}\n")) for source in sources]
     starts = [i * len(sources) // len(lengths) for i in range(len(lengths))]
     return [
@@ -116,7 +118,7 @@ def cut_prompts(
 
 
 def _cut(encoded: Sequence[tuple[int, ...]], start: int, length: int) -> tuple[int, ...]:
-    """`length` tokens from source `start` on, going round once."""
+    """`length` tokens from source `start` on, wrapping around once."""
     tokens: list[int] = []
     for i in range(len(encoded)):
         tokens.extend(encoded[(start + i) % len(encoded)][: length - len(tokens)])
@@ -132,4 +134,4 @@ def _cut(encoded: Sequence[tuple[int, ...]], start: int, length: int) -> tuple[i
 
 def _at_least(field: str, value: int, low: int) -> None:
     if value < low:
-        raise BadInput(f"the demo needs at least {low}", field=field, value=value, remedy="ask for more")
+        raise BadInput(f"the demo needs at least {low}", field=field, value=value, remedy=f"raise --{field}")

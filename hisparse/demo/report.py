@@ -1,4 +1,4 @@
-"""The figures of a demo run, what is wrong with them, and how they read. Pure but for the rendering with rich."""
+"""The report of a demo run: figures, problems, and their rendering. Pure except for the rendering with rich."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     source: str
     outcome: str
-    workers: tuple[str, ...]  # those it ran on, in order
+    workers: tuple[str, ...]  # workers that it ran on, in order
     retractions: int
     prompt_tokens: int
     new_tokens: int
@@ -42,7 +42,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints. Counts unless the name ends in a unit."""
+    """The output of `--json`. Fields are counts unless their name ends in a unit."""
 
     family: str
     device: str
@@ -81,7 +81,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a run brought to light."""
+    """All data of a run that the report is made of."""
 
     outcome: Outcome
     runs: Mapping[str, OracleRun]  # by request id
@@ -92,7 +92,7 @@ class Evidence:
 
 
 def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence: Evidence) -> DemoReport:
-    """Compare every output, add up, judge."""
+    """Compare every output, sum up the figures, find the problems."""
     outcome, watch = evidence.outcome, evidence.outcome.watch
     rows = [_request_report(request, evidence) for request in requests]
     hits, misses = sum(row.hits for row in rows), sum(row.misses for row in rows)
@@ -156,7 +156,7 @@ def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
 
 
 def problems_of(report: DemoReport) -> tuple[str, ...]:
-    """Everything that makes the run a failure, in words. A run that showed nothing is a failure too."""
+    """The reasons why the run failed, as text. A run without swap-in or moves fails, too."""
     unfinished = [row.request_id for row in report.per_request if row.outcome != FINISHED]
     judged = [
         (report.mismatched_tokens > 0, f"{report.mismatched_tokens} tokens differ from the model library's"),
@@ -166,7 +166,7 @@ def problems_of(report: DemoReport) -> tuple[str, ...]:
         ),
         (bool(unfinished), f"not finished: {', '.join(unfinished)}"),
         (report.verified_tokens == 0, "no token was verified"),
-        (report.misses == 0, "nothing was swapped in: the hot buffers held everything"),
+        (report.misses == 0, "no row was swapped in: the hot buffers held all selected rows"),
         (report.retracted == 0, "no request was retracted mid-decode"),
         (report.handed_over == 0, "no request was handed over"),
     ]
@@ -185,7 +185,7 @@ def render(report: DemoReport) -> RenderableType:
     from rich.text import Text
 
     verdict = (
-        Text("PASSED  every token equals the model library's own", style="bold green")
+        Text("PASSED  every token equals the model library's", style="bold green")
         if report.passed
         else Text("FAILED  " + "; ".join(report.problems), style="bold red")
     )

@@ -23,9 +23,9 @@ from protocol.text import ByteTokenizer
 
 
 def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path | None) -> DemoReport:
-    """Run everything in `work_dir`, or in a directory removed at the end. Raises HiSparseError when it cannot run.
+    """Run the demo in `work_dir`, or in a directory removed at the end. Raises HiSparseError when it cannot run.
 
-    Interrupted: every process it started is gone, and so are sockets and host pool.
+    Interrupted: all processes that it started have ended; sockets and host pool are removed.
     """
     lengths = prompt_lengths(options.requests, options.prompt_tokens_min, options.prompt_tokens_max)
     requests = cut_prompts(read_sources(prompt_paths), lengths, ByteTokenizer().encode)
@@ -35,7 +35,7 @@ def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path 
 
 @contextmanager
 def _directory(work_dir: Path | None) -> Iterator[Path]:
-    """Short paths: a Unix socket's has at most 107 bytes."""
+    """The directory of the run. Its path is short, because that of a Unix socket has at most 107 bytes."""
     if work_dir is not None:
         work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield work_dir.resolve()
@@ -53,7 +53,7 @@ async def _demo(options: DemoOptions, requests: Sequence[DemoRequest], directory
 
 
 async def _end_on_sigterm(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """SIGTERM ends the demo as Ctrl-C does: cleanly."""
+    """SIGTERM ends the demo cleanly, like Ctrl-C."""
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         task_status.started()
         async for _ in signals:
@@ -61,21 +61,21 @@ async def _end_on_sigterm(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_
 
 
 async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directory: Path) -> Evidence:
-    """Serve the requests, then ask the oracles. The service has ended, and with it its memory, when they begin."""
+    """Serve the requests, then run the oracles. The service has ended and freed its memory before they start."""
     outcome, model = Outcome(), directory / "model"
     display = Display(stderr_console(), outcome, options.new_tokens)
     began = trio.current_time()
-    display.say(f"writing a small random checkpoint of the real {options.family} model code")
+    display.note(f"writing a small random checkpoint of the real {options.family} model code")
     await write_checkpoint(model, options, directory)
-    display.say(f"starting a coordinator and {options.workers} workers")
+    display.note(f"starting a coordinator and {options.workers} workers")
     with pool_directory(options.device, directory) as pool_dir:
         config = cluster_config(options, model, directory, pool_dir)
         async with running_cluster(config, options.workers, log_dir=directory) as cluster:
             start_s = trio.current_time() - began
-            display.say(_load_text(options, requests))
+            display.note(_load_text(options, requests))
             async with cluster.client("hisparse demo") as client:
                 with display.live():
-                    await run_scenario(client, requests, options, outcome, display.say)
+                    await run_scenario(client, requests, options, outcome, display.note)
     began = trio.current_time()
     runs = await _oracle_runs(model, requests, options, directory, display)
     layers, row_bytes = kv_shape(model)
@@ -96,9 +96,9 @@ async def _oracle_runs(
 
     def answered(name: str, run: OracleRun) -> None:
         runs[name] = run
-        display.say(f"  {name} in {run.duration_s:.0f} s, {len(runs)} of {len(requests)}")
+        display.note(f"  {name} in {run.duration_s:.0f} s, {len(runs)} of {len(requests)}")
 
-    display.say("the model library's own generate() decodes the same prompts, in processes of its own")
+    display.note("generate() of the model library decodes the same prompts, in separate processes")
     await consult(model, requests, options, directory, answered)
     return runs
 

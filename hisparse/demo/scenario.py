@@ -1,12 +1,12 @@
-"""What happens to the requests while they decode, through the operator's commands alone.
+"""The operator's commands on the demo's requests while they decode.
 
     all tasks below share one client connection
     follow    one per request: collects its tokens
-    observe   reads requests, workers and pools until told to stop
-    direct    mid-decode: retract one request and see that it is off its worker; drain a worker that it did not run
-              on, or its own where nothing else runs any more, with handover; resume the request
+    observe   reads requests, workers and pools until cancelled
+    direct    mid-decode: retract one request and wait until it has left its worker; drain another worker with handover,
+              or this one if no other has requests; resume the request
 
-Nothing here raises because a move came too late; the report says what was moved, and a run that moved nothing fails.
+A move that comes too late raises no error. The report has the moves, and a run without any fails.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from protocol.errors import HiSparseError
 from protocol.messages import RequestRow, Sampling
 
 OBSERVE_INTERVAL_S: Final = 0.05
-#: How long a retracted request is left alone at least, so that its absence from the batch shows.
+#: Least time until a retracted request is resumed, so that its absence from the batch shows.
 RETRACTED_FOR_S: Final = 0.5
-#: Longest that one move may take before the demo goes on without it.
+#: Time limit of one move, after which the demo goes on without it.
 MOVE_LIMIT_S: Final = 60.0
-#: Longest from the last token to the last page's return.
+#: Time limit from the last token until all pages are free.
 RELEASE_LIMIT_S: Final = 20.0
-#: Counters of workers come with reports and heartbeats: so much later they are final.
+#: Workers' counters come with reports and heartbeats; after this time they are final.
 COUNTERS_LAG_S: Final = 1.2
 #: "Mid-decode": after this part of the new tokens.
 MID_DECODE_SHARE: Final = 1 / 8
 
-Say = Callable[[str], None]
+Note = Callable[[str], None]
 
 
 async def run_scenario(
-    client: Client, requests: Sequence[DemoRequest], options: DemoOptions, outcome: Outcome, say: Say
+    client: Client, requests: Sequence[DemoRequest], options: DemoOptions, outcome: Outcome, note: Note
 ) -> None:
-    """Submit all, move two about, wait for every last token and page. `outcome` is filled as it goes."""
+    """Submit all requests, make the moves, wait for all tokens and pages. Fills `outcome` while it runs."""
     outcome.host_pages_before = pages_in_use(await client.pools())
     sampling = Sampling(max_tokens=options.new_tokens, ignore_eos=True)
     began = trio.current_time()
@@ -51,7 +51,7 @@ async def run_scenario(
             for request in requests:
                 outcome.tokens[request.request_id] = []
                 nursery.start_soon(_follow, client, request, sampling, outcome)
-            nursery.start_soon(_direct, client, options, outcome, say)
+            nursery.start_soon(_direct, client, options, outcome, note)
         outcome.serve_s = trio.current_time() - began
         await _released(client, outcome)
         await trio.sleep(COUNTERS_LAG_S)
@@ -77,48 +77,48 @@ async def _look(client: Client, watch: DemoWatch) -> None:
     watch.saw_pools(await client.pools())
 
 
-async def _direct(client: Client, options: DemoOptions, outcome: Outcome, say: Say) -> None:
+async def _direct(client: Client, options: DemoOptions, outcome: Outcome, note: Note) -> None:
     watch = outcome.watch
     mid = int(options.new_tokens * MID_DECODE_SHARE)
     try:
         await _until(lambda: watch.running_past(mid) is not None, watch)
         chosen = watch.running_past(mid)
         if chosen is not None:
-            await _retract(client, chosen, outcome, say)
-            await _drain_with_handover(client, chosen.worker, outcome, say)
+            await _retract(client, chosen, outcome, note)
+            await _drain_with_handover(client, chosen.worker, outcome, note)
             await trio.sleep(RETRACTED_FOR_S)
             await client.resume([chosen.request_id])
-            say(f"{chosen.request_id} resumed: index keys and the rows used last reload, no prefill")
-    except HiSparseError as error:  # it ended while we looked: the report shows what was not moved
-        say(f"not moved: {error}")
+            note(f"{chosen.request_id} resumed: index keys and the rows used last reload, no prefill")
+    except HiSparseError as error:  # the request ended meanwhile; the report shows the missing moves
+        note(f"not moved: {error}")
 
 
-async def _retract(client: Client, chosen: RequestRow, outcome: Outcome, say: Say) -> None:
+async def _retract(client: Client, chosen: RequestRow, outcome: Outcome, note: Note) -> None:
     name, watch = chosen.request_id, outcome.watch
     await client.retract([name])
     if await _until(lambda: watch.rows[name].state == "RETRACTED", watch, MOVE_LIMIT_S):
         outcome.retracted.append(name)
-        say(f"{name} retracted from {chosen.worker} at token {len(outcome.tokens[name])}; its host pages stay")
+        note(f"{name} retracted from {chosen.worker} at token {len(outcome.tokens[name])}; its host pages stay")
 
 
-async def _drain_with_handover(client: Client, home: str, outcome: Outcome, say: Say) -> None:
-    """Drain the worker, other than `home` if any, that has the most to hand over, and wait until it is drained."""
+async def _drain_with_handover(client: Client, home: str, outcome: Outcome, note: Note) -> None:
+    """Drain the worker with the most running requests, other than `home` if possible, and wait until it is drained."""
     watch = outcome.watch
     running = watch.running_on()
     by_worker = {worker: ids for worker, ids in running.items() if worker != home} or running
     if not by_worker:
-        say("nothing is left to hand over")
+        note("nothing is left to hand over")
         return
     worker = max(by_worker, key=lambda name: len(by_worker[name]))
     await client.drain([worker], handover=True, deadline_s=MOVE_LIMIT_S)
     outcome.drained, outcome.leaving = worker, tuple(by_worker[worker])
     if await _until(lambda: watch.workers[worker].state == "drained", watch, MOVE_LIMIT_S):
         await _look(client, watch)
-        say(f"{worker} drained: {len(outcome.handed_over)} requests go on elsewhere, from the shared host pool")
+        note(f"{worker} drained: {len(outcome.handed_over)} requests go on elsewhere, from the shared host pool")
 
 
 async def _until(condition: Callable[[], bool], watch: DemoWatch, limit_s: float = math.inf) -> bool:
-    """Whether `condition` came to hold before `limit_s` passed and before every request was over."""
+    """Wait for `condition`. False: `limit_s` passed, or all requests ended, before it held."""
     give_up_at = trio.current_time() + limit_s
     while not condition():
         if watch.over or trio.current_time() > give_up_at:
@@ -128,7 +128,7 @@ async def _until(condition: Callable[[], bool], watch: DemoWatch, limit_s: float
 
 
 async def _released(client: Client, outcome: Outcome) -> None:
-    """Wait until the pages are back, or RELEASE_LIMIT_S: then it is a leak."""
+    """Wait until all host pages are free again, at most RELEASE_LIMIT_S: after that, the report shows a leak."""
     give_up_at = trio.current_time() + RELEASE_LIMIT_S
     while True:
         outcome.host_pages_after = pages_in_use(await client.pools())

@@ -1,4 +1,4 @@
-"""What the demo runs on: text to prompt with, a checkpoint, and the settings of its cluster."""
+"""Inputs of the demo: text for prompts, a checkpoint, and the settings of its cluster."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from protocol.errors import BadInput, Unavailable
 from protocol.settings import Config
 from protocol.units import PAGE_TOKENS, pages_for
 
-#: What counts as a text file in a directory.
+#: Names of text files in a directory.
 TEXT_PATTERNS: Final = ("*.md", "*.py", "*.toml", "*.txt")
-#: Rooms of the repository that the demo reads when it is not told what to read.
+#: Directories of the repository that the demo reads by default.
 OWN_ROOMS: Final = ("docs", "coordinator", "worker", "kernels", "metrics")
 #: Host memory for one token of the demo's checkpoint, rounded up (1,536 bytes in fp32).
 HOST_BYTES_PER_TOKEN: Final = 2_048
-#: Pages granted ahead of need, beside what a request comes to hold.
+#: Tokens granted ahead, beyond the length of a request.
 SPARE_TOKENS: Final = 4 * PAGE_TOKENS
 DEVICE_MEM: Final = "256MiB"
-#: CUDA registers no mapping of a file on a disk.
+#: Directory of the pool on a GPU: CUDA cannot register a mapping of a file on a disk.
 TMPFS: Final = "/dev/shm"
-VALUE_BYTES: Final = 4  # float32, as the model library runs it too
+VALUE_BYTES: Final = 4  # float32, as in the model library's run
 
 
 def read_sources(paths: Sequence[Path]) -> list[PromptSource]:
-    """Text of `paths` (files, or directories with text files below), by default of hisparse itself."""
+    """Texts of `paths` (files, or directories with text files below); without paths, source files of hisparse."""
     root = Path(coordinator.__file__).resolve().parents[1]
     files = [file for path in paths for file in _text_files(path)] if paths else _own_files(root)
     return [PromptSource(_name(file, root), _text(file)) for file in files]
@@ -79,7 +79,7 @@ async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> 
 
 @contextmanager
 def pool_directory(device: str, directory: Path) -> Iterator[Path]:
-    """Where the host pool of a demo in `directory` lies: there too, or for a GPU in a directory of its own in TMPFS."""
+    """Directory of the host pool: `directory` on the CPU; for a GPU a temporary directory in TMPFS."""
     if device == "cpu":
         yield directory
         return
@@ -88,7 +88,7 @@ def pool_directory(device: str, directory: Path) -> Iterator[Path]:
 
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
-    """Deterministic, every request managed (`memory_for`). Settings of the user do not count here."""
+    """Settings of the cluster: deterministic, every request managed (`memory_for`). The user's settings are ignored."""
     memory = memory_for(options)
     longest = options.prompt_tokens_max + options.new_tokens + PAGE_TOKENS
     flags: dict[str, object] = {

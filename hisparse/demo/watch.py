@@ -1,6 +1,6 @@
-"""What the demo saw while it ran: rows of requests, workers and pools, folded as they arrive. Pure.
+"""Rows of requests, workers and pools during the demo, folded as they arrive. Pure.
 
-Everything here comes through the operator's commands (`requests`, `workers`, `pool`), the way anyone else would see it.
+All rows come from the operator's commands (`requests`, `workers`, `pool`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEFORE_RUNNING: Final = frozenset({"QUEUED", "PREFILLING", "STAGING", "READY"})
 
 
 def pages_in_use(pools: Iterable[PoolRow]) -> int:
-    """Host pages that are not free, quarantined ones included: what a leak would show up in."""
+    """Host pages that are not free, quarantined ones included; a leak would show here."""
     return sum(pool.host_pages - pool.free for pool in pools)
 
 
@@ -56,9 +56,9 @@ class DemoWatch:
         return bool(self.rows) and all(row.state in ENDED for row in self.rows.values())
 
     def running_past(self, tokens: int) -> RequestRow | None:
-        """A running request with at least `tokens` new tokens: of those in mid-decode, the one with the most to come.
+        """The running request with the fewest new tokens, but at least `tokens`.
 
-        None while others are still on their way into a batch, unless half of its tokens are out.
+        None while other requests have not started to decode, unless it has half of its tokens.
         """
         running = [row for row in self.rows.values() if row.state == "RUNNING" and row.generated_tokens >= tokens]
         chosen = min(running, key=lambda row: row.generated_tokens, default=None)
@@ -76,13 +76,13 @@ class DemoWatch:
 
 @dataclass
 class Outcome:
-    """What the scenario brings home, filled as it goes. `tokens` by request id."""
+    """Results of the scenario, filled while it runs. `tokens` by request id."""
 
     watch: DemoWatch = field(default_factory=DemoWatch)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     retracted: list[str] = field(default_factory=list)
     drained: str = ""
-    leaving: tuple[str, ...] = ()  # what ran on the drained worker
+    leaving: tuple[str, ...] = ()  # requests that ran on the drained worker
     host_pages_before: int = 0
     host_pages_after: int = 0
     serve_s: float = 0.0

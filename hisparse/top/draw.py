@@ -3,12 +3,12 @@
     head        the cluster and the connection to it
     pools       a line per node: host pages
     workers     at most a quarter of the height, around the selected one
-    requests    what is left, around the selected one; or the history of one; or the keys
-    foot        keys, the question that waits for an answer, or a notice
+    requests    the remaining height, around the selected one; or the history of one; or the keys
+    foot        keys, a question that waits for an answer, or a notice
 
-Text is ASCII but for names, so that it looks the same in any locale; what a terminal could take for a command is
-replaced (a name or a reason comes from somebody else). The selected row is marked by a character, too, for terminals
-without reverse video. Columns that a narrow terminal has no room for are left out.
+Text is ASCII except for names, so that it looks the same in any locale. Control characters are replaced, because names
+and reasons come from other users. The selected row is also marked by a character, for terminals without reverse video.
+Columns that do not fit a narrow terminal are left out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ WIDTH_MIN: Final = 60
 HEIGHT_MIN: Final = 12
 POOLS_MAX: Final = 3
 BAR_CELLS: Final = 20
-#: From when on it is said how old what is shown is.
+#: Age from which on the head shows the age of the rows.
 STALE_S: Final = 3.0
-#: Shares of memory in use, or of misses, from which on they are marked.
+#: Shares of memory in use from which on they are highlighted.
 BUSY: Final = 0.8
 FULL: Final = 0.95
 
@@ -46,8 +46,8 @@ HELP: Final = (
     "S   reverse the order                               e       show ended requests",
     "/   find: part of an id, a state, a worker, held    q       quit",
     "",
-    "r R a d D ask first: y does it, any other key does not.",
-    "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. Requests: HIT of their lives.",
+    "r R a d D ask first: y confirms, any other key cancels.",
+    "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. Requests: HIT since submission.",
 )
 
 HELD: Final = "HELD"
@@ -68,7 +68,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class ScreenColumn(Generic[Row]):
-    """`width` cells; 0: whatever is left. Left out where the terminal has less than `from_width`."""
+    """`width` in cells; 0: the remaining width. Left out on a terminal narrower than `from_width`."""
 
     title: str
     width: int
@@ -98,7 +98,7 @@ def draw(screen: Screen, width: int, height: int, now: float) -> list[Text]:
 
 
 def page_rows(height: int) -> int:
-    """About how many rows a page is."""
+    """Approximate number of rows of a page."""
     return max(1, height // 2)
 
 
@@ -260,7 +260,7 @@ def _table(
     width: int,
     rows_max: int,
 ) -> list[Text]:
-    """A head and at most `rows_max` rows, those around the selected one."""
+    """A header and at most `rows_max` rows around the selected one."""
     shown = [column for column in columns if width >= column.from_width]
     left = width - 1 - sum(column.width + 1 for column in shown if column.width)
     widths = [column.width or left for column in shown]
@@ -297,7 +297,7 @@ def _fit(text: Text, width: int, style: str = "") -> Text:
 
 
 def clean(text: str) -> str:
-    """`text` without what a terminal would obey."""
+    """`text` with control characters replaced."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -305,7 +305,7 @@ def clean(text: str) -> str:
 
 
 def _state_text(row: RequestRow) -> str:
-    """A request that waits for an operator is called HELD."""
+    """The state; HELD for a retracted request that waits for an operator."""
     return HELD if row.held and row.state == "RETRACTED" else row.state
 
 

@@ -1,7 +1,7 @@
 """Bytes of a terminal as names of keys: "up", "enter", "escape", or the character itself. Pure.
 
-A key may arrive in pieces (over ssh a sequence can span two reads), and Escape is the first byte of every sequence. So
-what may go on is kept until more comes; `flush`, called when nothing came for a moment, says that it was Escape.
+A sequence may arrive in two reads (over ssh), and Escape is the first byte of every sequence. So a beginning is kept
+until more bytes arrive. `flush`, called when none have arrived for a moment, takes it for the Escape key.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ SEQUENCES: Final = {
     **{b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b[8~": "end"},
 }
 SINGLE: Final = {"\r": "enter", "\n": "enter", "\t": "tab", "\x7f": "backspace", "\x08": "backspace"}
-#: A whole control sequence, and one that may still go on (ECMA-48, 5.4).
+#: A whole control sequence, and the beginning of one (ECMA-48, 5.4).
 WHOLE: Final = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\[O])", re.DOTALL)
 BEGUN: Final = re.compile(rb"\x1b(\[[0-?]*[ -/]*|O)?\Z")
-#: Longest sequence that is waited for: a peer that sends more is not a keyboard.
+#: Longest beginning that is kept; no key has a longer sequence.
 SEQUENCE_BYTES_MAX: Final = 32
 
 
 class KeyDecoder:
-    """`feed` bytes as they arrive. Sequences of no key here are dropped whole."""
+    """Decodes bytes as they arrive. Unknown sequences are dropped."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -51,7 +51,7 @@ class KeyDecoder:
         return keys
 
     def flush(self) -> list[str]:
-        """Nothing came for a moment: what waits for more is Escape, or nothing."""
+        """No byte arrived for a moment: a kept Escape is the key; another beginning is dropped."""
         pending, self._pending = self._pending, b""
         return ["escape"] if pending == b"\x1b" else []
 

@@ -1,12 +1,12 @@
 """The tasks of `hisparse top`.
 
-    look     connect, poll, and when the connection goes, connect again for as long as it takes
-    type     keys to the screen; what it asks for to `act`
-    act      one ask at a time, each on an admin connection of its own
-    draw     after anything happened, and once a second for what only time changes
-    signals  SIGINT, SIGTERM, SIGHUP leave; SIGTSTP gives the terminal back until SIGCONT; SIGWINCH draws
+    look     connect, poll, and reconnect after a loss, without a time limit
+    type     pass keys to the screen, and its asks to `act`
+    act      carry out one ask at a time, each on a new admin connection
+    draw     after every change, and once a second for ages
+    signals  SIGINT, SIGTERM, SIGHUP leave; SIGTSTP restores the terminal until SIGCONT; SIGWINCH redraws
 
-Whatever ends it, the terminal is as before.
+The terminal is restored at the end in all cases.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from protocol.messages import RequestDetail
 from protocol.settings import Config
 
 REDRAW_S: Final = 1.0
-#: After Escape, how soon the rest of a sequence must follow.
+#: Time after Escape for the rest of a sequence to arrive.
 SEQUENCE_S: Final = 0.05
-#: An ask that waits while another is carried out; more are refused.
+#: Asks that wait while one is carried out; more are refused.
 ASKS_MAX: Final = 1
 DRAIN_DEADLINE_S: Final = 300.0
 
@@ -56,7 +56,7 @@ def run_top(config: Config, interval_s: float, limit: int) -> None:
 
 
 class Top:
-    """The screen and the tasks round it."""
+    """The screen and its tasks."""
 
     def __init__(self, config: Config, terminal: Terminal, interval_s: float, limit: int) -> None:
         self._config = config
@@ -121,7 +121,7 @@ class Top:
         try:
             return await client.request(name)
         except NotFound as error:
-            self._screen.say(str(error), trio.current_time(), bad=True)
+            self._screen.note(str(error), trio.current_time(), bad=True)
             return None
 
     # ---------------------------------------------------------------- typing and acting
@@ -139,14 +139,14 @@ class Top:
                     return
 
     def _handle(self, key: str) -> bool:
-        """Whether the key says to leave."""
+        """Handle one key; True: leave."""
         screen, now = self._screen, trio.current_time()
         ask = screen.handle(key, now, page_rows(self._terminal.size()[1]))
         if ask is not None and ask.command is not OperatorAction.QUIT:
             try:
                 self._send_ask.send_nowait(ask)
             except trio.WouldBlock:
-                screen.say("not asked: the last one is still being carried out", now, bad=True)
+                screen.note("not sent: the last command is still in progress", now, bad=True)
         if key == "enter":
             self._look_now.set()
         self._changed.set()
@@ -154,21 +154,21 @@ class Top:
 
     async def _act(self) -> None:
         async for ask in self._asks:
-            self._say(f"{ask.command.name.lower()} {ask.target} ...")
+            self._note(f"{ask.command.name.lower()} {ask.target} ...")
             try:
                 with trio.fail_after(ANSWER_LIMIT_S):
                     async with self._connect("admin")() as client:
                         lines = await ACTS[ask.command](client, ask.target)
             except HiSparseError as error:
-                self._say(str(error), bad=True)
+                self._note(str(error), bad=True)
             except trio.TooSlowError:
-                self._say(f"no answer within {ANSWER_LIMIT_S:g} s: it may still be carried out", bad=True)
+                self._note(f"no answer within {ANSWER_LIMIT_S:g} s: it may still be carried out", bad=True)
             else:
-                self._say("; ".join(lines) or f"{ask.command.name.lower()} {ask.target}: done")
+                self._note("; ".join(lines) or f"{ask.command.name.lower()} {ask.target}: done")
             self._look_now.set()
 
-    def _say(self, text: str, *, bad: bool = False) -> None:
-        self._screen.say(text, trio.current_time(), bad=bad)
+    def _note(self, text: str, *, bad: bool = False) -> None:
+        self._screen.note(text, trio.current_time(), bad=bad)
         self._changed.set()
 
     # ---------------------------------------------------------------- drawing

@@ -1,7 +1,7 @@
-"""What the coordinator said at one moment, and what changed between two of them. Pure.
+"""Samples of the coordinator's rows, and rates between them. Pure.
 
-Counters of workers arrive once or twice a second, so that a rate over one second would jump by half; rates are
-taken over the last WINDOW_S. Tokens per second come from the requests, each counted for the worker that it was on.
+Workers' counters arrive once or twice a second, so a rate over one second would vary by half. Rates are taken over the
+last WINDOW_S. Tokens per second are summed over the requests of each worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from protocol.messages import PoolRow, RequestDetail, RequestRow, WorkerRow
 
 WINDOW_S: Final = 5.0
-#: Samples that are kept at most: a window of samples five times a second.
+#: Most samples that are kept: a window with five samples a second.
 SAMPLES_MAX: Final = 26
 
 assert SAMPLES_MAX > 5 * WINDOW_S
@@ -22,7 +22,7 @@ assert SAMPLES_MAX > 5 * WINDOW_S
 
 @dataclass(frozen=True)
 class Sample:
-    """`at_s` on the watcher's clock. `history` of the request that is looked at, if any."""
+    """Rows at one time: `at_s`, by the clock of `hisparse top`. `history` is that of the opened request, if any."""
 
     at_s: float
     incarnation: int
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class WorkerRates:
-    """Of one worker over the window; hit share of the rows that it looked up, None when it looked up none."""
+    """Rates of one worker over the window. `hit_share` of the rows looked up; None: it looked up none."""
 
     tokens_per_s: float
     hit_share: float | None
@@ -44,7 +44,7 @@ class WorkerRates:
 
 
 class History:
-    """The samples of the window, newest last; those of another life of the coordinator are forgotten."""
+    """The samples of the window, newest last; those of another incarnation of the coordinator are dropped."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
@@ -62,7 +62,7 @@ class History:
         return self._samples[-1] if self._samples else None
 
     def worker_rates(self) -> dict[str, WorkerRates]:
-        """By worker; those that were not there, in the same epoch, at the start of the window have none."""
+        """Rates by worker; without workers that were not there, in the same epoch, at the start of the window."""
         seconds = self._seconds()
         if not seconds:
             return {}

@@ -1,7 +1,7 @@
-"""What is shown and selected: keys and samples in, asks out. Pure; nothing here knows of terminals or connections.
+"""State of the view and the selection: keys and samples in, asks out. Pure: without terminal and connection.
 
-The selection is a name, not a line: rows come, go and change places under it, and an ask concerns who was selected when
-its key was pressed. Every ask that changes something is confirmed first, by naming it; only y says yes.
+The selection is a name, not a line, because rows appear, vanish and move. An ask concerns the row that was selected
+when its key was pressed. Every command is confirmed first, by a question with its name; only y confirms.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hisparse.top.sample import History, Sample
 from protocol.messages import RequestRow, WorkerRow
 
 ENDED: Final = frozenset({"FINISHED", "ABORTED", "FAILED"})
-#: Where a request stands, from at work to over: the order of sorting by state.
+#: The order of sorting by state: from running to ended.
 STATES: Final = (
     *("RUNNING", "READY", "PREFILLED", "TRANSFERRING", "PREFILLING", "QUEUED"),
     *("RETRACTING", "RETRACTED", "RELEASING", "FAILED", "ABORTED", "FINISHED"),
 )
-#: How long a notice stays.
+#: How long a notice is shown.
 NOTICE_S: Final = 8.0
 FILTER_CHARS_MAX: Final = 64
 
@@ -34,13 +34,13 @@ class Mode(Enum):
 
 
 class OperatorAction(Enum):
-    """What may be asked for; the value is how its question is put."""
+    """Commands of the operator; the value is the question before it is carried out."""
 
     RETRACT = "retract {} and hold it until it is resumed, keeping its host pages?"
     RESUME = "resume {}?"
     ABORT = "abort {} for good?"
     DRAIN = "drain {}, handing its requests over?"
-    UNDRAIN = "admit to {} again?"
+    UNDRAIN = "place requests on {} again?"
     QUIT = ""
 
 
@@ -58,14 +58,14 @@ WORKER_ACTIONS: Final = {"d": OperatorAction.DRAIN, "D": OperatorAction.UNDRAIN}
 
 def _hit_share(row: RequestRow) -> float:
     lookups = row.hits + row.misses
-    return row.hits / lookups if lookups else 2.0  # those that looked up nothing come after all others
+    return row.hits / lookups if lookups else 2.0  # requests without lookups come last
 
 
 def _state_rank(row: RequestRow) -> int:
     return STATES.index(row.state) if row.state in STATES else len(STATES)
 
 
-#: What requests are sorted by, in the order of `s`; what is wanted first is small.
+#: Sort keys of requests, in the order of the key `s`; the smallest comes first.
 ORDERS: Final[dict[str, Callable[[RequestRow], float]]] = {
     "state": _state_rank,
     "tokens": lambda row: -(row.prompt_tokens + row.generated_tokens),
@@ -76,7 +76,7 @@ ORDERS: Final[dict[str, Callable[[RequestRow], float]]] = {
 
 
 class Screen:
-    """`take` samples, `handle` keys; what to draw is in the attributes. `now` is seconds of any one clock."""
+    """Takes samples and keys; the attributes are what to draw. `now` is seconds of any one clock."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -90,14 +90,14 @@ class Screen:
         self.show_ended = False
         self.pending: OperatorAsk | None = None  # waits for its confirmation
         self.history_id = ""
-        self.scroll = 0  # lines of a history that are scrolled past
+        self.scroll = 0  # lines of a history above the first one shown
         self.notice = ""
         self.notice_is_bad = False
         self._notice_until_s = 0.0
         self._selected = {False: "", True: ""}  # by focus_workers
-        self._index = {False: 0, True: 0}  # where the selected row was last, for when it goes
+        self._index = {False: 0, True: 0}  # last line of the selected row, for when it vanishes
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def take(self, sample: Sample) -> None:
         """The coordinator answered."""
@@ -111,18 +111,19 @@ class Screen:
             self.lost_at_s = now
         self.lost = why
 
-    def say(self, text: str, now: float, *, bad: bool = False) -> None:
+    def note(self, text: str, now: float, *, bad: bool = False) -> None:
+        """Show a notice for NOTICE_S."""
         self.notice, self.notice_is_bad, self._notice_until_s = text, bad, now + NOTICE_S
 
     def tick(self, now: float) -> None:
-        """Let what was said long enough go."""
+        """Drop a notice that was shown for NOTICE_S."""
         if now >= self._notice_until_s:
             self.notice = ""
 
-    # ---------------------------------------------------------------- what is shown
+    # ---------------------------------------------------------------- rows
 
     def requests(self) -> list[RequestRow]:
-        """Rows as filtered and sorted; equal ones by id."""
+        """The filtered rows in the chosen order; equal ones by id."""
         sample = self.history.latest
         rows = [row for row in sample.requests if self._is_shown(row)] if sample else []
         rows.sort(key=lambda row: row.request_id)
@@ -146,7 +147,7 @@ class Screen:
     # ---------------------------------------------------------------- keys
 
     def handle(self, key: str, now: float, page_rows: int = 10) -> OperatorAsk | None:
-        """One key; what it asks for, if anything."""
+        """Handle one key; returns an ask that it confirms, or None."""
         match self.mode:
             case Mode.CONFIRM:
                 return self._confirm(key, now)
@@ -165,7 +166,7 @@ class Screen:
         self.mode = Mode.HISTORY if self.history_id else Mode.BROWSE
         if key in ("y", "Y"):
             return pending
-        self.say("nothing done", now)
+        self.note("cancelled", now)
         return None
 
     def _edit_filter(self, key: str) -> None:
@@ -208,23 +209,23 @@ class Screen:
     def _ask_of_selected(self, key: str, now: float) -> None:
         of_workers = key in WORKER_ACTIONS
         if of_workers != self.focus_workers:
-            self.say(f"Tab to the {'workers' if of_workers else 'requests'} and select one first", now, bad=True)
+            self.note(f"Tab to the {'workers' if of_workers else 'requests'} and select one first", now, bad=True)
             return
         command = WORKER_ACTIONS[key] if of_workers else REQUEST_ACTIONS[key]
         self._ask(command, self._selected[of_workers], now)
 
     def _ask(self, command: OperatorAction, target: str, now: float) -> None:
         if not target:
-            self.say("nothing is selected", now, bad=True)
+            self.note("nothing is selected", now, bad=True)
         elif self.lost:
-            self.say("not connected: nothing can be done", now, bad=True)
+            self.note("not connected: no command can be sent", now, bad=True)
         else:
             self.pending, self.mode = OperatorAsk(command, target), Mode.CONFIRM
 
     def _open_history(self, now: float) -> None:
         name = self._selected[False]
         if self.focus_workers or not name:
-            self.say("select a request to read its history", now, bad=True)
+            self.note("select a request to read its history", now, bad=True)
             return
         self.mode, self.history_id, self.scroll = Mode.HISTORY, name, 0
 
@@ -244,7 +245,7 @@ class Screen:
         self._selected[focus], self._index[focus] = names[there], there
 
     def _follow(self, of_workers: bool) -> None:
-        """Stay with who is selected; when it is gone, with whoever has its place."""
+        """Keep the selected row; if it has vanished, select the row that has its line now."""
         names = self._names(of_workers)
         if self._selected[of_workers] not in names:
             at = min(self._index[of_workers], len(names) - 1)
@@ -275,7 +276,7 @@ class Screen:
         self.mode = Mode.HELP
 
 
-#: From where, rows of a page and rows in all, to where; the caller keeps it within them.
+#: New line from the current line, rows of a page and number of rows; the caller clips it.
 MOVES: Final[dict[str, Callable[[int, int, int], int]]] = {
     "up": lambda at, page, count: at - 1,
     "k": lambda at, page, count: at - 1,

@@ -1,9 +1,9 @@
 """The terminal: its modes, its size, and drawing the lines that changed.
 
-On entering: the alternate screen, no cursor, keys at once and without echo (signals by key stay). On leaving: all of it
-undone. Between, only lines that differ from what is there are written: a quiet cluster costs a slow link nothing.
+On entering: the alternate screen, no cursor, keys at once and without echo (keys for signals still work). On leaving,
+all of this is undone. Only lines that have changed are written, so an idle cluster sends nothing over a slow link.
 
-A terminal may go at any time (the ssh connection dies). Then `read` says so, and nothing that is done with it fails.
+A terminal may be lost at any time (its ssh connection ends). Then `read` returns b"", and other calls do nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Terminal:
     def __init__(self, source: TextIO = sys.stdin, target: TextIO = sys.stdout) -> None:
         if not (source.isatty() and target.isatty()) or os.environ.get("TERM") == "dumb":
             raise BadInput(
-                "not a terminal that could be drawn on",
+                "not a terminal that can draw",
                 field="terminal",
                 value=os.environ.get("TERM", ""),
                 remedy="use: hisparse requests --watch",
@@ -70,14 +70,14 @@ class Terminal:
         return self._size
 
     def read(self) -> bytes:
-        """What was typed; b"" when the terminal is gone. Waits when nothing was."""
+        """Bytes that were typed, waiting for some; b"" when the terminal is lost."""
         try:
             return os.read(self.descriptor, READ_BYTES)
         except OSError:  # EIO: the other end of a pseudo-terminal was closed
             return b""
 
     def draw(self, lines: Sequence[Text]) -> None:
-        """Make the terminal show `lines`; another number of lines than before draws all."""
+        """Make the terminal show `lines`. If their number has changed, all are drawn, else those that differ."""
         written = []
         if len(lines) != len(self._shown):
             self._shown = []
@@ -90,7 +90,7 @@ class Terminal:
             self._write("".join(written))
 
     def forget(self) -> None:
-        """Whatever is shown now is not ours: draw all next time."""
+        """The content of the terminal is unknown: draw all lines next time."""
         self._shown = []
 
     def _render(self, line: Text) -> str:

@@ -1,12 +1,12 @@
 """A peer's end of a connection to the coordinator.
 
-A DEALER that reconnects by itself hides the loss of everything in flight behind a new routing id. So it does not: a
-lost connection raises Unavailable at once, and the owner opens a fresh DEALER and introduces itself again. Loss is seen
-on the socket's monitor, waited for together with the socket through one epoll descriptor. Reconnecting is put off
-rather than switched off: switched off, libzmq throws away what had arrived and was not yet read.
+A DEALER that reconnects hides the loss of all messages in flight behind a new routing id. So this one never reconnects:
+a lost connection raises Unavailable at once, and the owner opens a new DEALER and sends hello again. The loss shows on
+the socket's monitor; one epoll descriptor waits for socket and monitor together. Reconnecting is delayed past the
+close of the socket instead of disabled: when disabled, libzmq drops messages that arrived and were not read.
 
-tcp takes CURVE keys on both ends, or the operator's word that none are wanted. An ipc path is as good as its directory:
-ours, a real one, mode 0700, checked by both ends.
+tcp needs CURVE keys at both ends, or `insecure`. An ipc path is protected by its directory, which both ends check: it
+must be a directory, not a link, of this user and with mode 0700.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from protocol.transport.watched import Watched, context_of, set_options, unavail
 
 #: Messages libzmq queues per connection and direction. Past it a sender waits.
 DEALER_QUEUE_MESSAGES: Final = 1_000
-#: Longest wait for a connection to be made and shaken hands on.
+#: Limit of connecting and the handshake together.
 CONNECT_LIMIT_S: Final = 5.0
-#: Later than any process lives; libzmq adds up to as much again at random, and counts in an int.
+#: Longer than any owner keeps a lost socket. libzmq adds a random time up to the same again, and counts in an int.
 RECONNECT_NEVER_MS: Final = 3_600_000
 
-#: How a connection of a dealer begins and ends.
+#: Monitor events at the begin and end of a dealer's connection.
 DEALER_EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -45,7 +45,7 @@ DEALER_EVENTS: Final = (
 
 
 class DealerSocket(Watched):
-    """The peer's end: one connection, made by `connect`; once it is lost, Unavailable is raised for good."""
+    """One connection, made by `connect`. After its loss every call raises Unavailable."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str, message_bytes_max: int
@@ -69,10 +69,11 @@ class DealerSocket(Watched):
         queue_messages: int = DEALER_QUEUE_MESSAGES,
         key: PeerKey | Insecure | None = None,
     ) -> DealerSocket:
-        """Connect, or raise Unavailable (nobody there, CONNECT_LIMIT_S passed), NotAllowed (the key is not), or
-        ConfigError (no such transport, tcp without a key, a directory of sockets that is not ours alone).
+        """Connect and finish the handshake. Cancelled: nothing is left open.
 
-        `message_bytes_max` bounds what may be sent. Cancelled: nothing is left open.
+        `message_bytes_max` is the largest frame that `send` takes. Raises Unavailable (no coordinator listens, or
+        CONNECT_LIMIT_S passed), NotAllowed (the key is not allowed here), or ConfigError (unknown transport, tcp
+        without a key, a directory of sockets that other users may enter).
         """
         check_guarded(endpoint, key)
         if endpoint.startswith("ipc://"):
@@ -107,7 +108,7 @@ class DealerSocket(Watched):
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise not_allowed(self.endpoint, self._key)
                 case zmq.EVENT_CLOSED:
-                    raise unavailable(self.endpoint, "nobody listens there")
+                    raise unavailable(self.endpoint, "no coordinator listens there")
                 case int():
                     raise hung_up(self.endpoint, self._key)
 
@@ -117,22 +118,22 @@ class DealerSocket(Watched):
         return int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
 
     def _check_lost(self) -> bool:
-        """Whether the connection is lost; the first to see it wakes whoever waits."""
+        """Whether the connection is lost. The call that sees the loss first wakes all waiting tasks."""
         if not self._lost and self._next_event() is not None:
             self._lost = True
             self._rouse()
         return self._lost
 
     def _is_ready(self, mask: int) -> bool:
-        """As for any socket. Raises Unavailable when the connection is lost and what arrived before was taken."""
+        """As in Watched. Raises Unavailable when the connection is lost and all messages received before were taken."""
         is_lost = not self.closed and self._check_lost()
-        events = self._events()  # behind the look at the monitor: what arrived before the loss is counted in
+        events = self._events()  # read after the monitor, so that it includes messages that arrived before the loss
         if is_lost and not events & mask & zmq.POLLIN:
             raise unavailable(self.endpoint, "the connection was lost")
         return bool(events & mask)
 
     async def recv_batch(self) -> list[bytes]:
-        """Wait for messages, then take all there are, at most BATCH_MESSAGES_MAX. Cancelled: nothing was taken.
+        """Wait for messages, then take all that have arrived, at most BATCH_MESSAGES_MAX. Cancelled: none was taken.
 
         A message that is not exactly one frame arrives as b"". Raises Unavailable when the connection is lost.
         """

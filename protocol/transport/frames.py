@@ -1,4 +1,4 @@
-"""From a frame to a message, or to the ProtocolError that says why not."""
+"""Decoding of a frame into a message, with a ProtocolError that gives the reason of a failure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from protocol.messages import PROTOCOL_VERSION
 
 M = TypeVar("M")
 
-#: The first message of either end, as any version has tagged it; the second element is its protocol version.
+#: Tags of the first message of either end in any version, lower case, without underscores. The element behind the tag
+#: is the protocol version.
 HELLO_TAGS: Final = {"hello", "workerhello", "welcome", "workerwelcome"}
 
 
 def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sender: str) -> M:
-    """What `decode` makes of `frame`. Raises ProtocolError when it is too large or nothing that `sender` may say.
+    """Decode `frame`. Raises ProtocolError when it is too large or no message that `sender` may send.
 
-    msgspec reports most of what is wrong as DecodeError, and text that is not UTF-8 as UnicodeDecodeError: both are
-    ValueErrors.
+    msgspec raises UnicodeDecodeError for text that is not UTF-8 and DecodeError otherwise; both are ValueErrors.
     """
     if len(frame) > bytes_max:
         raise ProtocolError(
@@ -40,7 +40,7 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
                 remedy="install the same hisparse version on both ends",
             ) from error
         raise ProtocolError(
-            f"no message of a {sender}: {error}",
+            f"not a message of a {sender}: {error}",
             field="message",
             value=f"{len(frame)} bytes",
             remedy=f"speak protocol {PROTOCOL_VERSION}, on the socket of your role",
@@ -48,7 +48,7 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
 
 
 def _other_version(frame: bytes) -> int | None:
-    """The protocol version of a hello that another version wrote; None: not a hello, or of this version."""
+    """The protocol version in a hello of another version; None: not a hello, or of this version."""
     try:
         tag, version, *_ = msgspec.msgpack.decode(frame, type=list[object])
     except ValueError:

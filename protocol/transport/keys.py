@@ -1,19 +1,19 @@
-"""CURVE keys, and the files they live in. CURVE is ZMQ's own encryption and authentication, over tcp.
+"""CURVE keys and their files. CURVE is the encryption and authentication of ZMQ over tcp.
 
     server.key      the coordinator's key pair
-    ROLE.key        one peer's: its role (client, admin, worker), its name, its key pair, the coordinator's public key
-    allowed.keys    whom the coordinator lets in, a line each: role, name, public key; the last of a name is its newest
+    ROLE.key        of one peer: its role (client, admin, worker), name and key pair, and the coordinator's public key
+    allowed.keys    keys that the coordinator accepts, one a line: role, name, public key; a name's newest key is last
 
-A directory of them is named by cluster.keys_dir, and every process reads only its own: a peer needs one file. The name
-in a key, not the key, is who its bearer is, so that a key can be replaced while requests of that name go on: allow a
-second key under the name, hand it out, take the first one back.
+cluster.keys_dir names the directory of these files. A process reads only its file, so a peer needs one. Requests belong
+to the name in a key, not to the key, so a key can be replaced while requests of that name run: allow a second key
+under the name, distribute it, revoke the first one.
 
-Files with secrets must belong to the process's own user (or root) and be closed to everybody else; allowed.keys may be
-read, but not written, by others. It is changed in place: a container that mounts the one file would go on seeing the
-old one if another took its name.
+Files with secrets must belong to the user of the process (or root), without access for other users. Others may read
+allowed.keys but not write it. allowed.keys is changed in place: a container that mounts this one file would otherwise
+keep the old one.
 
-Rejected: certificates and chains (ZMQ has none, and a list of keys is what an operator of one cluster can check by
-eye); a shared secret per role (nobody could be told apart or sent away alone).
+Rejected: certificates and chains (ZMQ has none, and an operator of one cluster can check a list of keys by eye); a
+shared secret per role (peers could not be told apart, nor revoked one by one).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEYS_DIR_MODE: Final = 0o700
 KEY_MODE: Final = 0o600
 #: A key of 32 bytes in Z85.
 KEY_CHARS: Final = 40
-#: Longest name of a key's bearer.
+#: Longest name in a key.
 NAME_CHARS_MAX: Final = 64
 #: Largest file read: some 8,000 allowed keys.
 FILE_BYTES_MAX: Final = 1024 * 1024
@@ -58,7 +58,7 @@ class ServerKey:
 
 @dataclass(frozen=True)
 class PeerKey:
-    """What a peer shows, and what it expects of the coordinator; `path` is where it was read, for errors."""
+    """A peer's key pair and the coordinator's public key (`server`); `path` is its file, for errors."""
 
     role: str
     name: str
@@ -70,7 +70,7 @@ class PeerKey:
 
 @dataclass(frozen=True)
 class Insecure:
-    """In place of a key: tcp that is neither encrypted nor authenticated, because the operator said so."""
+    """In place of a key: tcp that is neither encrypted nor authenticated, because the operator set `insecure`."""
 
 
 class AllowedKey(NamedTuple):
@@ -80,12 +80,12 @@ class AllowedKey(NamedTuple):
 
     @property
     def user(self) -> str:
-        """Who bears it: what requests belong to."""
+        """The user that requests of this key belong to."""
         return f"{self.role}:{self.name}"
 
 
 def access(settings: ClusterSettings, role: str, endpoint: str) -> PeerKey | Insecure | None:
-    """What a peer of `role` needs to connect to `endpoint`; None for ipc. Raises as `read_peer_key` does."""
+    """The key of a peer of `role` for `endpoint`; None for ipc. Raises as `read_peer_key` does."""
     if endpoint.startswith("ipc://"):
         return None
     if settings.keys_dir:
@@ -97,20 +97,19 @@ def access(settings: ClusterSettings, role: str, endpoint: str) -> PeerKey | Ins
 
 
 def read_server_key(directory: Path) -> ServerKey:
-    """Raises ConfigError when it is missing, open to others, or no server key."""
+    """The key in `directory`/server.key. Raises ConfigError when it is missing, open to others, or no server key."""
     path = directory / SERVER_FILE
     table = _read_table(path)
     return ServerKey(*_pair(table, path))
 
 
 def read_peer_key(directory: Path, role: str) -> PeerKey:
-    """The key of a peer with `role`, from `directory`/ROLE.key. Raises ConfigError when it is missing, open to others,
-    or for another role."""
+    """The key in `directory`/ROLE.key. Raises ConfigError when it is missing, open to others, or of another role."""
     path = directory / f"{role}.key"
     table = _read_table(path)
     if table.get("role") != role:
         raise ConfigError(
-            f"this is not the key of a role {role}",
+            f"not a key of role {role}",
             field="role",
             value=str(table.get("role"))[:NAME_CHARS_MAX],
             remedy=f"put the right key in {path}",
@@ -120,7 +119,7 @@ def read_peer_key(directory: Path, role: str) -> PeerKey:
 
 
 def read_allowed(directory: Path) -> tuple[AllowedKey, ...]:
-    """Who may come in, oldest first. Raises ConfigError naming the line that is wrong."""
+    """The allowed keys, oldest first. Raises ConfigError that names the first wrong line."""
     path = directory / ALLOWED_FILE
     allowed: list[AllowedKey] = []
     for number, line in enumerate(_read(path, secret=False).splitlines(), start=1):
@@ -143,11 +142,11 @@ def _read_table(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(_read(path, secret=True))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"no key file: {error}", field="key file", value=path, remedy=_MAKE) from error
+        raise ConfigError(f"not a key file: {error}", field="key file", value=path, remedy=_MAKE) from error
 
 
 def _read(path: Path, *, secret: bool) -> str:
-    """What is checked is the open file itself, so that nobody can exchange it in between."""
+    """Check and read one open file, so that no other process can exchange it between check and read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -170,8 +169,8 @@ def _check_private(status: os.stat_result, path: Path, *, secret: bool) -> None:
             f"owner {status.st_uid}, mode {mode:04o}: others could {'read' if secret else 'change'} it",
             field="key file",
             value=path,
-            remedy=f"chown it to user {os.geteuid()} and chmod {'600' if secret else '644'}, and if others were there "
-            "already, make new keys",
+            remedy=f"chown it to user {os.geteuid()} and chmod {'600' if secret else '644'}; if others may have "
+            f"{'read' if secret else 'changed'} it, make new keys",
         )
 
 
@@ -219,7 +218,7 @@ def _checked_name(name: str) -> str:
 def make_keys(directory: Path) -> list[Path]:
     """A server key, and one key per role under the name of the role, allowed. Returns the files.
 
-    Raises ConfigError when there are keys already: whoever holds one of them would be locked out.
+    Raises ConfigError when a key file exists already: replacing it would lock out its peers.
     """
     try:
         directory.mkdir(mode=KEYS_DIR_MODE, parents=True, exist_ok=True)
@@ -234,8 +233,11 @@ def make_keys(directory: Path) -> list[Path]:
 
 
 def add_peer(directory: Path, role: str, name: str, output: Path | None = None) -> Path:
-    """A fresh key for `name`, allowed beside those it has, written to `output` (default: ROLE.key for the name of the
-    role, else ROLE.NAME.key). Raises BadInput, or ConfigError when the file exists."""
+    """Make a further allowed key of `name` and write it to `output`; returns the file.
+
+    `output` defaults to ROLE.key when the name is that of the role, else to ROLE.NAME.key. Raises BadInput (role or
+    name), or ConfigError when the file exists.
+    """
     if role not in ROLES:
         raise BadInput("no such role", field="role", value=role, remedy=f"one of {', '.join(ROLES)}")
     _checked_name(name)
@@ -250,7 +252,10 @@ def add_peer(directory: Path, role: str, name: str, output: Path | None = None) 
 
 
 def revoke(directory: Path, role: str, name: str, *, keep_newest: bool) -> int:
-    """Take keys of `name` off the list, all or all but the newest; returns how many. Raises NotFound."""
+    """Remove keys of `name` from the allowed ones, all or all but the newest; returns how many.
+
+    Raises NotFound when it has none.
+    """
     allowed = read_allowed(directory)
     its = [key for key in allowed if (key.role, key.name) == (role, name)]
     if not its:
@@ -271,7 +276,7 @@ def _create(path: Path, text: str) -> None:
     except OSError as error:
         remedy = "name a file in a directory that this user may write"
         if isinstance(error, FileExistsError):
-            remedy = "move it away first: its bearer would be locked out"
+            remedy = "move it away first: replacing it would lock out its peer"
         raise ConfigError(error.strerror or "cannot be made", field="key file", value=path, remedy=remedy) from error
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, KEY_MODE)
@@ -281,7 +286,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def _write_allowed(directory: Path, keys: Iterable[AllowedKey]) -> None:
-    text = "# Who may connect: role, name, public key. SIGHUP makes the coordinator read it again.\n"
+    text = "# Keys that may connect: role, name, public key. SIGHUP makes the coordinator read this file again.\n"
     text += "".join(f"{' '.join(key)}\n" for key in keys)
     with suppress(FileExistsError):
         os.close(os.open(directory / ALLOWED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE))

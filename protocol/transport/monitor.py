@@ -1,4 +1,4 @@
-"""The events of a ZMQ socket, as libzmq tells them to another socket of the same context."""
+"""The events of a ZMQ socket, which libzmq sends to another socket of the same context."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Final
 
 import zmq
 
-#: Numbers for the addresses. pyzmq would take the socket's descriptor, which the next socket may have before libzmq has
-#: let go of the address, as it closes sockets later: "Address already in use".
+#: Numbers of the addresses. pyzmq would use the socket's descriptor. A new socket may get the same descriptor before
+#: libzmq frees the address, because libzmq closes sockets later: "Address already in use".
 _NUMBERS: Final = itertools.count()
 
 
 def monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """A socket that these `events` of `socket` (zmq.EVENT_*, or-ed) are read from, by parse_monitor_message.
+    """A socket that receives these `events` of `socket` (zmq.EVENT_*, or-ed), for parse_monitor_message.
 
-    It is the caller's to close, after `socket.disable_monitor()`.
+    The caller closes it, after `socket.disable_monitor()`.
     """
     address = f"inproc://monitor-{next(_NUMBERS)}"
     socket.monitor(address, events)
-    told: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-    told.setsockopt(zmq.RCVHWM, 0)  # libzmq would wait for room, and with it every connection
-    told.connect(address)
-    return told
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # unbounded: at a bound libzmq would wait, and all connections with it
+    monitor.connect(address)
+    return monitor

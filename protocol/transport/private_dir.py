@@ -1,4 +1,4 @@
-"""Directories that only their owner may enter: what guards an ipc path."""
+"""Directories that only their owner may enter, which protect ipc paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUNTIME_DIR_MODE: Final = 0o700
 
 
 def make_private_dir(path: str) -> None:
-    """Make `path` with mode 0700 unless it exists; raise ConfigError when others than its owner may enter it."""
+    """Make `path` with mode 0700 unless it exists. Raises ConfigError as `check_private_dir` does, or when it fails."""
     try:
         os.makedirs(path, mode=RUNTIME_DIR_MODE, exist_ok=True)
     except OSError as error:
@@ -22,10 +22,10 @@ def make_private_dir(path: str) -> None:
 
 
 def check_private_dir(path: str, *, missing_ok: bool = False) -> None:
-    """Raise ConfigError unless `path` is a directory of ours that nobody else may enter.
+    """Raise ConfigError unless `path` is a directory of this user that no other user may enter.
 
-    Both ends look: in a directory such as /tmp anybody may have made one of that name, and listen there. Not a link to
-    a directory either, which could lead elsewhere a moment later.
+    Both ends check: in a directory such as /tmp another user may have made a directory of that name and listen there. A
+    link to a directory is refused, because its target may change.
     """
     try:
         status = os.lstat(path)
@@ -35,10 +35,10 @@ def check_private_dir(path: str, *, missing_ok: bool = False) -> None:
         raise
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        what, remedy = "not a directory", "choose a directory of your own"
+        what, remedy = "not a directory", "choose a directory of this user"
     elif status.st_uid != os.geteuid() or mode & 0o077:
         what = f"owner {status.st_uid}, mode {mode:04o}: others could reach the sockets in it"
-        remedy = f"chmod 700 {path}, or choose a directory of your own"
+        remedy = f"chmod 700 {path}, or choose a directory of this user"
     else:
         return
     raise ConfigError(what, field="cluster.runtime_dir", value=path, remedy=remedy)

@@ -1,16 +1,16 @@
 """A ZMQ socket that trio tasks wait for: descriptors, edges, contexts and the options that both ends set.
 
-pyzmq has no trio support, and the adapters that exist lose a message per cancelled receive. What follows waits on the
-socket's descriptor itself. The rules, each with a test (tests/coordinator/listener/test_sockets.py):
+pyzmq has no trio support, and existing adapters lose a message with each cancelled receive. This module waits on the
+socket's descriptor. The rules, each with a test (tests/coordinator/listener/test_sockets.py):
 
-  * The descriptor is edge-triggered and says "look again", not "readable": EVENTS is read before every wait.
+  * The descriptor is edge-triggered and means "look again", not "readable": EVENTS is read before every wait.
   * Any send or receive may consume the edge that a parked task waits for, so EVENTS is read again afterwards and the
     parked task woken. Without that a stream stalls every few thousand messages.
   * A receive is a cancellation point only before it takes a message. It then drains without a checkpoint until the
     socket is empty or the batch is full: a cancelled receive loses nothing, a busy peer cannot starve other tasks.
 
-Routers and dealers live in separate contexts, because within one context closing a ROUTER leaves its ipc connections
-up until the context ends, which would hide the loss from dealers of the same process (tests, `hisparse up`).
+Routers and dealers have separate contexts. In one context, the ipc connections of a closed ROUTER would stay up until
+the context ends, and dealers of the same process (tests, `hisparse up`) would not see the loss.
 
 Rejected: one thread per socket (a hand-over per message, and two more bounded queues); proxying through inproc.
 """
@@ -28,7 +28,7 @@ from protocol.errors import ConfigError, Unavailable
 
 #: Messages taken per receive call, so that one busy socket cannot keep the other tasks waiting.
 BATCH_MESSAGES_MAX: Final = 256
-#: How long a closing socket goes on sending what it accepted.
+#: How long a closing socket goes on sending queued messages.
 LINGER_MS: Final = 200
 #: Half-open TCP connections are closed after this; ipc connections close with their process.
 TRANSPORT_HEARTBEAT_MS: Final = 2_000
@@ -47,8 +47,8 @@ def context_of(kind: Literal["router", "dealer"]) -> zmq.Context[zmq.Socket[byte
 class Watched:
     """A ZMQ socket whose readiness trio tasks of one thread wait for.
 
-    At most one task waits on the descriptor (trio allows one); others park until it has looked. A wait that ends,
-    by readiness or cancellation, unparks them, and one of them becomes the next to watch.
+    At most one task waits on the descriptor (trio allows one); other tasks park. When its wait ends, by readiness or
+    cancellation, the parked tasks run, and one of them becomes the next to wait on the descriptor.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], descriptor: int | None = None) -> None:
@@ -91,7 +91,7 @@ class Watched:
         return bool(self._events() & mask)
 
     def _stir(self) -> None:
-        """After a send or receive, which may have consumed the edge: wake the watching task if its wish came true."""
+        """After a send or receive, which may have consumed the edge: wake the waiting tasks if an event is set."""
         if self._watch is not None and any(map(self._is_ready, set(self._wanted))):
             self._rouse()
 
@@ -101,7 +101,7 @@ class Watched:
         self._parked.unpark_all()
 
     async def wait_for(self, mask: int) -> None:
-        """Return once an event in `mask` is set. A checkpoint only if it has to wait; cancellable, no effect."""
+        """Return once an event in `mask` is set. A checkpoint only if it has to wait. Cancelled: nothing changes."""
         self._wanted.append(mask)
         try:
             while not self._is_ready(mask):

@@ -100,7 +100,7 @@ def write_array(life: Life) -> None:
 
 
 def write_book(life: Life) -> None:
-    life.scheduler._journal.book.requests[life.scheduler.lookup("r")].strikes += 1
+    life.scheduler._journal.state.requests[life.scheduler.lookup("r")].strikes += 1
 
 
 @pytest.mark.parametrize(

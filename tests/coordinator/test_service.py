@@ -47,14 +47,14 @@ def test_incarnations_grow_even_when_the_clock_goes_back(tmp_path: Path) -> None
 
 def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "incarnation").write_text("garbage")
-    with pytest.raises(ConfigError, match="cannot keep the coordinator's number"):
+    with pytest.raises(ConfigError, match="cannot read or write the coordinator's incarnation"):
         next_incarnation(tmp_path)
 
 
 @pytest.mark.parametrize("text", [str(10**30), str(1 << 53), "-1", "9" * 5_000])
 def test_an_incarnation_that_is_no_such_number_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "incarnation").write_text(text)
-    with pytest.raises(ConfigError, match=r"cluster.runtime_dir=.*incarnation: .*remove that file"):
+    with pytest.raises(ConfigError, match=r"cluster.runtime_dir=.*incarnation: .*remove the file"):
         next_incarnation(tmp_path)
     assert (tmp_path / "incarnation").read_text() == text
 

@@ -114,17 +114,17 @@ def test_the_readme_lists_every_verb_and_exit_code() -> None:
     ("args", "code", "text"),
     [
         (["frobnicate"], 2, "frobnicate"),
-        (["drain"], 2, "name workers, or say --all"),
-        (["drain", "w0", "--all"], 2, "name workers, or say --all"),
+        (["drain"], 2, "name workers, or pass --all"),
+        (["drain", "w0", "--all"], 2, "name workers, or pass --all"),
         (["retract"], 2, "Missing argument"),
-        (["resize", "r1", "--hot-slots", "many"], 2, "'many' is no size"),
+        (["resize", "r1", "--hot-slots", "many"], 2, "'many' is not a number of slots, resident or auto"),
         (["workers", "--set", "nonsense"], 2, "SECTION.FIELD=VALUE"),
         (["workers", "--set", "worker.seets=1"], 8, "did you mean seats?"),
         (["workers", "--config", "/nowhere.toml"], 8, "No such file"),
-        (["submit", "--tokens", "1 x 3"], 2, "'x' is no token id"),
+        (["submit", "--tokens", "1 x 3"], 2, "'x' is not a token id"),
         (["submit", "a", "--file", __file__], 2, "not both"),
-        (["submit", "--file", "/bin/sh"], 2, "prompt=/bin/sh: is no UTF-8 text"),
-        (["submit", "a\udcff"], 2, "prompt=argument: is no UTF-8 text"),
+        (["submit", "--file", "/bin/sh"], 2, "prompt=/bin/sh: not UTF-8 text"),
+        (["submit", "a\udcff"], 2, "prompt=argument: not UTF-8 text"),
         (["requests", "--state", "runing"], 2, "'runing' is none of queued"),
         (["keys", "init", "--keys-dir", "/proc/none"], 8, "cluster.keys_dir=/proc/none: No such file"),
         (["journal", "check", "/nowhere/journal"], 8, "coordinator.journal=/nowhere/journal: cannot keep"),
@@ -162,7 +162,7 @@ def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch
     (place / "config.json").write_text("{}")
     refused = run("model", "tiny", str(place))
     assert (refused.exit_code, written) == (2, [place])
-    assert refused.stderr.startswith(f"hisparse: path={place}: a checkpoint is there")
+    assert refused.stderr.startswith(f"hisparse: path={place}: a checkpoint exists")
     assert run("model", "tiny", str(place), "--force").exit_code == 0
     assert written == [place, place]
     assert "path=/proc/none: No such file" in run("model", "tiny", "/proc/none").stderr
@@ -172,7 +172,7 @@ def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch
     ("args", "text"),
     [
         (["--tokens", "1 2147483648"], "prompt=2147483648: a token id does not fit int32"),
-        (["--tokens", f"1 {10**30}"], "prompt=2 values: no row of int32 token ids"),
+        (["--tokens", f"1 {10**30}"], "prompt=2 values: expected a list of int32 token ids"),
         (["a", "--seed", str(10**30)], f"seed={10**30}: cannot be sent"),
         (["a", "--priority", str(-(10**30))], f"priority=-{10**30}: cannot be sent"),
         (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): cannot be sent"),

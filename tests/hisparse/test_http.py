@@ -647,7 +647,7 @@ def test_up_wants_an_address_for_the_front(address: str) -> None:
 def test_up_opens_no_front_to_everybody_without_keys() -> None:
     result = run("up", "--http", "0.0.0.0:8000")
     assert result.exit_code == EXIT_CODES["config"]
-    assert "http.host=0.0.0.0: whoever reaches it could ask" in result.stderr
+    assert "http.host=0.0.0.0: without API keys any client" in result.stderr
 
 
 def test_an_address_of_ipv6_is_written_in_brackets() -> None:

@@ -16,7 +16,7 @@ from hisparse.cluster.keeper import (
     HTTP,
     RESTART_PAUSE_MAX_S,
     RESTARTS_MAX,
-    STABLE_LIFE_S,
+    STABLE_S,
     ChildWatch,
     Keeper,
     Restarts,
@@ -47,7 +47,7 @@ def test_a_long_life_is_forgiven_all_before_it() -> None:
     restarts = Restarts()
     for _ in range(RESTARTS_MAX):
         assert restarts.after(1.0) is not None
-    assert restarts.after(STABLE_LIFE_S) == 0.5
+    assert restarts.after(STABLE_S) == 0.5
     assert restarts.after(1.0) == 1.0
 
 
@@ -172,9 +172,9 @@ async def test_the_dead_are_restarted_the_dismissed_are_not_and_the_last_one_end
     assert last in (cluster.by_name["w0"], cluster.by_name["w1"])
     assert len(changes) == 2
     assert sorted(said) == [
-        "w0 exited with 0; let go",
+        "w0 exited with 0; not restarted",
         "w0 exited with 3; restarted in 0.5 s",
-        "w1 exited with 0; let go",
+        "w1 exited with 0; not restarted",
         "w1 killed by SIGKILL; restarted in 0.5 s",
     ]
 

@@ -243,7 +243,7 @@ def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: OperatorActi
         press(screen, key)
         assert press(screen, other) is None
         assert screen.mode is Mode.BROWSE
-    assert "nothing done" in shown(screen)[-1]
+    assert "cancelled" in shown(screen)[-1]
 
 
 @pytest.mark.parametrize(("key", "command"), [("d", OperatorAction.DRAIN), ("D", OperatorAction.UNDRAIN)])
@@ -267,7 +267,7 @@ def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
 
 def test_nothing_is_asked_while_nobody_is_there() -> None:
     screen = screen_of(REQUEST)
-    screen.disconnected("nobody listens there", 1.0)
+    screen.disconnected("no coordinator listens there", 1.0)
     press(screen, "r")
     assert screen.pending is None
     assert "not connected" in shown(screen)[-1]
@@ -292,7 +292,7 @@ def test_a_history_is_read_and_acted_on() -> None:
 
 def test_notices_go_after_a_while() -> None:
     screen = screen_of(REQUEST)
-    screen.say("r1: held", 5.0)
+    screen.note("r1: held", 5.0)
     screen.tick(5.0 + NOTICE_S - 0.1)
     assert "r1: held" in shown(screen)[-1]
     screen.tick(5.0 + NOTICE_S)
@@ -330,7 +330,7 @@ def test_rates_of_the_link_are_five_cells_at_most(size_bytes: float, text: str) 
 def test_losing_the_coordinator_changes_the_head_and_nothing_else() -> None:
     screen = screen_of(REQUEST)
     before = shown(screen)
-    screen.disconnected("nobody listens there", 2.0)
+    screen.disconnected("no coordinator listens there", 2.0)
     screen.disconnected("still nobody", 3.0)
     after = shown(screen, now=12.0)
     assert "DISCONNECTED for 10.0s, trying again: still nobody" in after[0]
@@ -377,7 +377,7 @@ def test_names_and_reasons_cannot_command_the_terminal() -> None:
     detail = messages.RequestDetail(0, row(REQUEST, request_id=evil), (messages.HistoryLine(1.0, "e", "S", evil),))
     screen = screen_of(row(REQUEST, request_id=evil, reason=evil), workers=(row(WORKER, worker=evil),), history=detail)
     press(screen, "r")
-    screen.say(evil, 0.0)
+    screen.note(evil, 0.0)
     for keys in ((), ("n",), ("enter",)):
         press(screen, *keys)
         text = "".join(line.plain for line in draw(screen, 150, 30, 0.0))

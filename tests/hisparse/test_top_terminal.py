@@ -81,7 +81,7 @@ def test_it_retracts_what_is_selected_once_confirmed(cluster: Cluster, tty: Tty)
     tty.press(b"r")
     tty.until("retract r2 and hold it")
     tty.press(b"n")
-    tty.until("nothing done")
+    tty.until("cancelled")
     assert not cluster.held
     tty.press(b"ry")
     tty.until("r2: leaves w0, then held", "HELD")
@@ -188,4 +188,4 @@ def test_a_quiet_cluster_costs_the_line_almost_nothing(tty: Tty) -> None:
 def test_without_a_terminal_it_says_what_to_use_instead(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path), "TERM": "dumb"}) as tty:
         assert tty.process.wait(30) == 2
-        tty.until("terminal=dumb: not a terminal that could be drawn on (use: hisparse re")
+        tty.until("terminal=dumb: not a terminal that can draw (use: hisparse re")

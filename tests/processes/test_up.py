@@ -254,7 +254,7 @@ def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tm
         for path, args, code, complaint in (
             (tmp_path / "none", (), 8, "no readable checkpoint"),
             (model, ("--http", f"127.0.0.1:{port}"), 4, f"http.port={port}: another process listens there"),
-            (model, front, 8, "http.tls_key_file=: a certificate and its key are named together or not at all"),
+            (model, front, 8, "http.tls_key_file=: a certificate needs its key, and a key its certificate"),
             (model, (*front, "--tls-key", "none"), 8, "http.tls_key_file=none: cannot be read: No such file"),
             (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
             (model, (*front[:2], "--api-keys", "none"), 8, "http.api_keys_file=none: cannot be read: No such file"),

@@ -116,10 +116,13 @@ class Network:
         return self.routers[role]
 
     def connect(self, role: str, owner: str, process: int, gate: Gate) -> FakeDealer:
-        """A connection of `process`, which is `owner`. Raises Unavailable when nobody listens or `owner` is cut off."""
+        """A connection of `process`, which is `owner`.
+
+        Raises Unavailable when no coordinator listens or `owner` is cut off.
+        """
         router = self.routers.get(role)
         if router is None or router.closed or self.cut_off.get(owner, 0.0) > trio.current_time():
-            raise Unavailable("nobody listens there", field="endpoint", value=role)
+            raise Unavailable("no coordinator listens there", field="endpoint", value=role)
         self._peers += 1
         connection = Connection(self._peers.to_bytes(4, "big"), role, owner, process, router)
         connection.dealer = dealer = FakeDealer(self, connection, gate)

@@ -106,7 +106,7 @@ class Ownership(trio.abc.Instrument):
         self.violations: list[tuple[str, str]] = []
         self.watched: dict[int, Watched] = {}
         self._scheduler = scheduler
-        table, requests, book = scheduler._placement_table, scheduler._requests, journal.book
+        table, requests, book = scheduler._placement_table, scheduler._requests, journal.state
         self._watch(scheduler.name, "placement table", table, lambda: image_of(table))
         self._watch(scheduler.name, "request table", requests, lambda: image_of(requests, foreign=(RequestEntry,)))
         self._watch("", "journal state", book, lambda: image_of(book, foreign=(Ledger,)))

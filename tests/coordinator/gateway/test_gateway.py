@@ -84,7 +84,7 @@ async def test_verbs_before_hello_are_refused_by_their_tag(rig: GatewayRig) -> N
     dealer = await rig.dealer()
     await say(dealer, SUBMIT)
     refusal = await failure(dealer)
-    assert (refusal.tag, refusal.code, refusal.remedy) == (7, "protocol", "say hello first")
+    assert (refusal.tag, refusal.code, refusal.remedy) == (7, "protocol", "send Hello first")
     assert rig.scheduler.commands == []
     dealer.close()
 
@@ -92,7 +92,7 @@ async def test_verbs_before_hello_are_refused_by_their_tag(rig: GatewayRig) -> N
 async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
     dealer = await rig.dealer("admin")
     await say(dealer, messages.Hello(PROTOCOL_VERSION, "client"))
-    assert (await failure(dealer)).message == "this is the admin socket"
+    assert (await failure(dealer)).message == "this is the admin endpoint"
     assert rig.dropped("admin") == {"protocol": 1}
     dealer.close()
 
@@ -302,7 +302,7 @@ async def test_who_has_not_read_a_forgotten_output_is_dropped(tmp_path: Path) ->
         rig.scheduler.forget("a")
         assert rig.connections == 0
         await say(dealer, messages.ListPools(4))
-        assert (await failure(dealer)).remedy == "say hello first"
+        assert (await failure(dealer)).remedy == "send Hello first"
         dealer.close()
 
 
@@ -329,5 +329,5 @@ async def test_gone_clients_are_noticed(rig: GatewayRig) -> None:
     assert rig.connections == 1
     dealer.close()
     await trio.sleep(0.1)
-    rig.deliveries.probe(told_before=float("inf"))
+    rig.deliveries.probe(idle_since=float("inf"))
     assert rig.connections == 0

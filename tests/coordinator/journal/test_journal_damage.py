@@ -19,7 +19,7 @@ from coordinator.journal.files import head_path, log_path
 from coordinator.journal.inspection import read_rows
 from coordinator.journal.journal import RETRY_S, GroupCommit, JournalError, check_writes
 from coordinator.journal.records import Record, RequestEnded, TokensAppended
-from coordinator.journal.salvage import ADMISSIONS_SKIPPED, rebuild
+from coordinator.journal.salvage import PLACEMENTS_SKIPPED, rebuild
 from coordinator.journal.state import JournalState, replay
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.tokens.token_log import TokenLog
@@ -153,7 +153,7 @@ def test_a_mark_that_is_gone_or_of_another_journal_is_refused(killed: Path, tmp_
     head_path(killed).write_bytes(head_path(tmp_path / "other").read_bytes())
     assert "j.head belongs to another journal" in refusal(killed)
     head_path(killed).write_bytes(bytes(len(mark)))
-    assert "j.head, which says how far it must go, is missing or damaged" in refusal(killed)
+    assert "j.head, which has the last acknowledged commit, is missing or damaged" in refusal(killed)
     head_path(killed).write_bytes(flipped(4_100)(bytearray(mark)))
     with opened(killed) as store:
         assert len(store.read()) == 8, "the other of the two is whole"
@@ -189,7 +189,7 @@ def test_files_that_others_may_open_and_links_are_refused(killed: Path, name: st
     assert f"{name}: cannot keep the journal: it is a symlink" in refusal(killed)
     file.unlink()
     os.mkfifo(file, 0o600)
-    assert "no regular file" in refusal(killed)
+    assert "not a regular file" in refusal(killed)
 
 
 # ---------------------------------------------------------------- while it runs
@@ -267,7 +267,7 @@ def read(path: Path) -> tuple[JournalState, TokenLog]:
 
 def test_check_says_that_a_journal_is_whole_and_changes_nothing(killed: Path) -> None:
     before = {file.name: file.read_bytes() for file in killed.parent.iterdir()}
-    for command, words in (("check", "all that was acknowledged is there"), ("salvage", "nothing to do")):
+    for command, words in (("check", "every acknowledged commit exists"), ("salvage", "nothing to do")):
         done = hisparse(command, killed)
         assert (done.exit_code, words in done.output) == (0, True), done.output
         assert "1 live requests, 1 ended ones, 5 tokens" in done.output
@@ -291,7 +291,7 @@ def test_salvage_keeps_what_is_whole(killed: Path) -> None:
     ended = book.requests[1].ended
     assert ended is not None
     assert (ended.generated_tokens, log.length(1)) == (1, 1)
-    assert (book.arrivals, book.placements >= ADMISSIONS_SKIPPED) == (1, True)
+    assert (book.arrivals, book.placements >= PLACEMENTS_SKIPPED) == (1, True)
     assert hisparse("check", killed).exit_code == 0
 
 
@@ -329,4 +329,4 @@ def test_a_journal_that_is_kept_or_not_there_is_refused(
     (tmp_path / "old").write_bytes(b"SQLite format 3\0" + bytes(47) + b"\2" + bytes(4_032))
     (tmp_path / "old").chmod(0o600)
     done = hisparse(command, tmp_path / "old")
-    assert (done.exit_code, "it has form 2, this hisparse keeps form 3" in done.output) == (8, True), done.output
+    assert (done.exit_code, "it has form 2, this hisparse uses form 3" in done.output) == (8, True), done.output

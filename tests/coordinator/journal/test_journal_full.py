@@ -67,8 +67,8 @@ async def test_a_full_disk_refuses_new_work_and_running_work_goes_on(small_disk:
         filler = fill(small_disk)
         while not await refusal(client):  # noqa: ASYNC110
             await trio.sleep(0.05)
-        assert "running work lives on the reserve" in await refusal(client)
-        assert "running work lives on the reserve" in (await client.welcome()).refusal
+        assert "running requests use the reserve" in await refusal(client)
+        assert "running requests use the reserve" in (await client.welcome()).refusal
         before = stream.offset
         while stream.offset < before + 100:
             await stream.__anext__()

@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         while not store.short:
             store.write_now([tokens(50_000)])
             written += 1
-        assert "running work lives on the reserve" in store.short
+        assert "running requests use the reserve" in store.short
         assert fill(store) > 10, "megabytes more"
         (small_disk / "other").unlink()
         store.write_now([BEGUN, order(1), SummaryEnded()])
@@ -347,7 +347,7 @@ def test_a_journal_has_one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database, but long enough to be taken for one" * 100)
     (tmp_path / "text").chmod(0o600)
-    with pytest.raises(ConfigError, match="cannot keep the journal: it is no journal"):
+    with pytest.raises(ConfigError, match="cannot keep the journal: it is not a journal"):
         open_store(tmp_path / "text", JournalCounters())
 
 

@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from coordinator.listener import connection_tracker
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
-from coordinator.listener.descriptors import BESIDES
+from coordinator.listener.descriptors import OTHER_DESCRIPTORS
 from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLimiter, RateVerdict, cost_of
 from coordinator.listener.zap import AllowList, ZapAnswer, ZapHandler
 from protocol.errors import CapacityError
@@ -158,7 +158,7 @@ def room_made(soft: int, hard: int, connections: int) -> list[str]:
 
 
 def test_there_is_a_descriptor_for_every_connection_as_far_as_the_system_permits() -> None:
-    assert room_made(256, 8_000, 1_000) == [str(1_000 + BESIDES), ""]
+    assert room_made(256, 8_000, 1_000) == [str(1_000 + OTHER_DESCRIPTORS), ""]
     assert room_made(4_000, 8_000, 1_000) == ["4000", ""]
     limited, said = room_made(256, 1_000, 1_000)
     assert limited == "1000"

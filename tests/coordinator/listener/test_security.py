@@ -71,7 +71,7 @@ async def test_strangers_are_told_at_once_what_is_wrong(tmp_path: Path) -> None:
         assert "other/client.key" in elsewhere.message
         without = await refusal(it, "client", Insecure())
         assert isinstance(without, Unavailable)
-        assert "does it want a key" in without.message
+        assert "may require a key" in without.message
         silent = await refusal(it, "client", None)
         assert isinstance(silent, ConfigError)
         assert "--insecure" in silent.remedy

@@ -244,7 +244,7 @@ def test_unusable_endpoints_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_dealer_says_at_once_that_nobody_is_there(endpoint: str) -> None:
-    with trio.fail_after(2), pytest.raises(Unavailable, match="nobody listens there"):
+    with trio.fail_after(2), pytest.raises(Unavailable, match="no coordinator listens there"):
         await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
     with pytest.raises(ConfigError, match="use ipc"):
         await DealerSocket.connect("smoke://signals", message_bytes_max=BYTES_MAX)

@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None
         log.open(2000)
     for _ in range(8):
         log.open(1)
-    with pytest.raises(CapacityError, match="all 8 slots are taken"):
+    with pytest.raises(CapacityError, match="all 8 request indices are in use"):
         log.open(1)
     log.check_invariants()
 

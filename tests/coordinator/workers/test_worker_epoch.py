@@ -61,7 +61,7 @@ def test_a_gap_is_asked_for_at_most_so_often(epoch: WorkerEpoch) -> None:
 
 def test_signs_of_life_are_the_links_and_the_executors(epoch: WorkerEpoch) -> None:
     assert epoch.failing(5.0, 5.0) == ""
-    assert epoch.failing(5.1, 5.0) == "nothing heard for 5 s"
+    assert epoch.failing(5.1, 5.0) == "no message for 5 s"
     for now in (1.0, 2.0, 3.0):
         epoch.heartbeat(beat(beats=7), now)
     assert epoch.failing(6.0, 5.0) == ""
@@ -131,7 +131,7 @@ def test_what_a_hello_leads_to(
 
 
 def test_without_attestation_no_process_is_the_same() -> None:
-    with pytest.raises(Unavailable, match="another process has that name"):
+    with pytest.raises(Unavailable, match="another process has this name"):
         judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=False), INCARNATION)
     assert judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=True), INCARNATION) is Course.JOIN
     assert judge(hello(), 0, KnownWorker(1, 0, is_down=False), INCARNATION) is Course.CONTINUE
@@ -169,7 +169,7 @@ def test_a_worker_that_returns_starts_over() -> None:
     store.take("w0", JSON_MODEL, first)
     store.take("w0", JSON_MODEL, first)
     store.forget("w0")
-    with pytest.raises(ProtocolError, match="expected piece 0"):
+    with pytest.raises(ProtocolError, match="expected chunk 0"):
         store.take("w0", JSON_MODEL, second)
     for piece in (first, second):
         store.take("w0", JSON_MODEL, piece)

@@ -313,7 +313,7 @@ async def test_what_cannot_be_read_is_refused_and_counted(rig: Rig, frame: bytes
 async def test_strangers_and_other_epochs_are_not_heard(rig: Rig) -> None:
     stranger, worker = await rig.worker(), await rig.joined()
     await stranger.report(events=[messages.Parked(1)])
-    assert (await refusal(stranger)).remedy == "say hello first"
+    assert (await refusal(stranger)).remedy == "send WorkerHello first"
     worker.epoch = 2
     await worker.report(events=[messages.Parked(1)])
     assert (await refusal(worker)).code == "wrong_state"

@@ -60,7 +60,7 @@ class FakeListener:
     async def connect(self) -> FakeDealer:
         self.attempts += 1
         if self.down:
-            raise Unavailable("nobody listens there")
+            raise Unavailable("no coordinator listens there")
         if self.refusal is not None:
             raise self.refusal
         dealer = FakeDealer()

@@ -148,7 +148,7 @@ async def test_a_lost_connection_is_replaced_and_unacknowledged_reports_follow(a
 
 
 @pytest.mark.parametrize(
-    "refusal", [NotAllowed("the key is not let in here"), ConfigError("the key is open to others")]
+    "refusal", [NotAllowed("the key may not use this endpoint"), ConfigError("the key is open to others")]
 )
 async def test_a_refused_key_ends_a_worker_that_nobody_has_welcomed(
     autojump_clock: MockClock, refusal: HiSparseError

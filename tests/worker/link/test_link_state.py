@@ -306,7 +306,7 @@ def test_a_connection_that_the_coordinator_does_not_know_is_made_anew() -> None:
     hello_is_wrong.connected(0.0)
     (action,) = hello_is_wrong.received(Refused("protocol", "another version"), 0.0)
     assert isinstance(action, GiveUp)
-    (action,) = connection_is_wrong.received(Refused("protocol", "say hello first"), 0.0)
+    (action,) = connection_is_wrong.received(Refused("protocol", "send WorkerHello first"), 0.0)
     assert isinstance(action, Drop)
 
 
