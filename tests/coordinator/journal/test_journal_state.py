@@ -324,7 +324,7 @@ TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_summary_says_it_in_fewer_records() -> None:
+def test_summary_keeps_state_in_fewer_records() -> None:
     machine = JournalMachine()
     machine.join("w0")
     machine.submit(0)
@@ -339,7 +339,7 @@ def test_a_summary_says_it_in_fewer_records() -> None:
     assert (kept.count("NodePart"), kept.count("RequestPlaced"), kept[-1]) == (5, 13, "SummaryEnded")
 
 
-def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
+def test_rows_kept_without_a_worker_survive_a_summary() -> None:
     machine = JournalMachine()
     machine.join("w0")
     for number in range(2):
@@ -355,7 +355,7 @@ def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
     assert [it.kept_tokens > 0 for it in machine.book.requests.values()] == [True, True]
 
 
-def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
+def test_ticket_numbers_are_never_reused() -> None:
     """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]
@@ -366,7 +366,7 @@ def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
     assert released.placements == 7
 
 
-def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
+def test_records_do_not_reach_the_next_owner_of_an_index() -> None:
     machine = JournalMachine()
     machine.join("w0")
     machine.submit(0)

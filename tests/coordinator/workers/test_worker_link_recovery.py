@@ -52,7 +52,7 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
+async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
     port = expected(rig)
     request_index = rig.log.open(100)
     rig.log.begin_placement(request_index, 3, 10, 1 << 20)
@@ -73,7 +73,7 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
         nursery.cancel_scope.cancel()
 
 
-async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
+async def test_hello_that_claims_a_foreign_request_binds_nothing(rig: Rig) -> None:
     expected(rig)
     request_index = rig.log.open(100)
     rig.log.begin_placement(request_index, 4, 10, 1 << 20)
@@ -91,7 +91,7 @@ async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None
         nursery.cancel_scope.cancel()
 
 
-async def test_an_inventory_that_cannot_be_ends_the_epoch(rig: Rig) -> None:
+async def test_impossible_inventory_ends_the_epoch(rig: Rig) -> None:
     expected(rig)
     rig.scheduler.refuse_with = WrongState("holds more than it was given")
     async with trio.open_nursery() as nursery:
@@ -109,7 +109,7 @@ async def test_an_inventory_that_cannot_be_ends_the_epoch(rig: Rig) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_process_that_ended_while_nobody_looked_is_proved_gone(rig: Rig) -> None:
+async def test_process_that_ended_unwatched_is_proved_gone(rig: Rig) -> None:
     child = idle_process()
     mark = process_of(child.pid)
     child.kill()
@@ -122,7 +122,7 @@ async def test_a_process_that_ended_while_nobody_looked_is_proved_gone(rig: Rig)
         nursery.cancel_scope.cancel()
 
 
-async def test_an_id_that_another_process_has_now_proves_the_one_before_gone(rig: Rig) -> None:
+async def test_reused_process_id_proves_the_earlier_process_gone(rig: Rig) -> None:
     """After a boot the worker's id may be anybody's: here it is this very process's."""
     expected(rig, started=process_of(os.getpid()).started + 1)
     async with trio.open_nursery() as nursery:
@@ -131,7 +131,7 @@ async def test_an_id_that_another_process_has_now_proves_the_one_before_gone(rig
         nursery.cancel_scope.cancel()
 
 
-async def test_the_exit_of_a_lost_epoch_is_still_waited_for(rig: Rig) -> None:
+async def test_exit_of_a_lost_epoch_is_still_awaited(rig: Rig) -> None:
     """I2: its pages are in quarantine; it is not asked back."""
     child = idle_process()
     expected(rig, process=child.pid, is_live=False)
@@ -148,7 +148,7 @@ async def test_the_exit_of_a_lost_epoch_is_still_waited_for(rig: Rig) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_who_does_not_come_back_is_down_like_any_silent_worker(tmp_path: Path) -> None:
+async def test_worker_that_does_not_return_is_down(tmp_path: Path) -> None:
     rig = Rig(tmp_path, settings=IMPATIENT)
     expected(rig)
     async with trio.open_nursery() as nursery:
