@@ -45,7 +45,7 @@ async def until(condition: Any) -> None:
 # ---------------------------------------------------------------- answers
 
 
-async def test_a_completion_whole(rig: FrontRig) -> None:
+async def test_completion_without_stream(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2})
     (name,) = await rig.submitted(1)
     assert name.startswith("cmpl-")
@@ -61,7 +61,7 @@ async def test_a_completion_whole(rig: FrontRig) -> None:
     await until(lambda: len(rig.outputs) == 0)
 
 
-async def test_a_stream_tells_as_it_comes(rig: FrontRig) -> None:
+async def test_stream_sends_tokens_as_they_come(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "stream": True, "stream_options": {"include_usage": True}})
     (name,) = await rig.submitted(1)
     rig.speak(name, "h")
@@ -77,7 +77,7 @@ async def test_a_stream_tells_as_it_comes(rig: FrontRig) -> None:
     assert peer.headers["content-type"] == "text/event-stream"
 
 
-async def test_choices_of_a_stream_come_as_they_are_and_are_told_apart(rig: FrontRig) -> None:
+async def test_streamed_choices_interleave_with_their_index(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "stream": True, "n": 2})
     first, second = sorted(await rig.submitted(2))
     rig.speak(second, "b")
@@ -92,7 +92,7 @@ async def test_choices_of_a_stream_come_as_they_are_and_are_told_apart(rig: Fron
     assert texts == {0: "a", 1: "b"}
 
 
-async def test_a_chat_says_who_speaks(rig: FrontRig) -> None:
+async def test_chat_stream_names_the_role(rig: FrontRig) -> None:
     model = rig.gateway.scheduler.served
     rig.gateway.scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATE)
     await rig.link.client.welcome()
@@ -106,7 +106,7 @@ async def test_a_chat_says_who_speaks(rig: FrontRig) -> None:
     assert (opening["choices"][0]["delta"], done) == ({"role": "assistant", "content": ""}, "[DONE]")
 
 
-async def test_a_silent_stream_gives_signs_of_life(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_stream_sends_keepalives(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "KEEPALIVE_S", 0.02)
     peer = await rig.complete({"prompt": "abc", "stream": True})
     await peer.until(": waiting\n\n: waiting\n\n")
@@ -118,14 +118,14 @@ async def test_a_silent_stream_gives_signs_of_life(rig: FrontRig, monkeypatch: p
 # ---------------------------------------------------------------- failures
 
 
-async def test_a_refusal_of_the_coordinator_is_the_answer_even_to_a_stream(rig: FrontRig) -> None:
+async def test_coordinator_refusal_is_answered_even_to_a_stream(rig: FrontRig) -> None:
     rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
     peer = await rig.complete({"prompt": "abc", "stream": True})
     assert error_of(await peer.answer()) == ("capacity", "queue_max")
     assert (peer.status, peer.headers["retry-after"]) == (429, "1")
 
 
-async def test_when_one_choice_is_refused_the_others_are_aborted(rig: FrontRig) -> None:
+async def test_refused_choice_aborts_the_others(rig: FrontRig) -> None:
     rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
     peer = await rig.complete({"prompt": "abc", "n": 2})
     await peer.answer()
@@ -147,7 +147,7 @@ async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome
     assert rig.aborted() == []
 
 
-async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_defect_fails_a_single_request(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     other = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
     with monkeypatch.context() as patched:
@@ -159,7 +159,7 @@ async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypa
     assert other.status == 200
 
 
-async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
+async def test_missing_coordinator_is_answered_with_503(rig: FrontRig) -> None:
     stream = await rig.complete({"prompt": "abc", "stream": True})
     await rig.submitted(1)
     await rig.gateway.kill()
@@ -170,7 +170,7 @@ async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
         assert peer.status == 503
 
 
-async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_reports_missing_workers(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = rig.open("GET", "/health")
     assert (await healthy.answer(), healthy.status) == ({"status": "ok"}, 200)
     rig.gateway.scheduler.served = None
@@ -179,9 +179,7 @@ async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytes
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
 
 
-async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
     asked = []
     welcome = rig.link.client.welcome
@@ -200,7 +198,7 @@ async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, stream: bool) -> None:
+async def test_disconnect_aborts_the_request(tmp_path: Path, stream: bool) -> None:
     """At once: nobody else can know its id."""
     async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
         peer = await rig.complete({"prompt": "abc", "stream": stream})
@@ -214,7 +212,7 @@ async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, strea
         assert not peer.complete.is_set()
 
 
-async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_nothing_behind(rig: FrontRig) -> None:
+async def test_disconnect_during_submission_leaves_no_request(rig: FrontRig) -> None:
     """The submission is in flight: nobody but the front's own task can know that it was accepted."""
     scheduler = rig.gateway.scheduler
     plain, gate = scheduler.submit, trio.Event()
@@ -233,7 +231,7 @@ async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_noth
     await until(lambda: rig.aborted() == [name])
 
 
-async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig) -> None:
+async def test_client_id_allows_reconnect(rig: FrontRig) -> None:
     body = {"prompt": "abc", "stream": True}
     first = await rig.complete(body, x_request_id="mine")
     assert await rig.submitted(1) == ["mine"]
@@ -253,7 +251,7 @@ async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig)
     assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
-async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_the_grace(rig: FrontRig) -> None:
+async def test_request_with_a_client_id_is_aborted_after_grace(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
     left_at = trio.current_time()
@@ -262,7 +260,7 @@ async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_th
     assert trio.current_time() - left_at >= 0.2
 
 
-async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
+async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
     body = {"prompt": "abc"}
     peers = [await rig.complete(body, x_request_id="mine") for _ in range(2)]
     await rig.submitted(1)
@@ -273,7 +271,7 @@ async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
     assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
-async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None:
+async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
     other = await rig.complete({"prompt": "abd"}, x_request_id="mine")
@@ -283,7 +281,7 @@ async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 125, "a\n"])
-async def test_an_id_that_is_no_name_is_refused(rig: FrontRig, name: str) -> None:
+async def test_invalid_id_is_refused(rig: FrontRig, name: str) -> None:
     peer = await rig.complete({"prompt": "abc"}, x_request_id=name)
     assert error_of(await peer.answer()) == ("bad_input", "x-request-id")
 
@@ -291,7 +289,7 @@ async def test_an_id_that_is_no_name_is_refused(rig: FrontRig, name: str) -> Non
 # ---------------------------------------------------------------- limits
 
 
-async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> None:
+async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     """I8."""
     held = [await rig.complete({"prompt": "abc"}) for _ in range(3)]
     names = await rig.submitted(3)
@@ -307,7 +305,7 @@ async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> 
     await after.leave()
 
 
-async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontRig) -> None:
+async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
     """I8. Its rest is read and thrown away: a server that hands over a few pieces at a time would wait for ever."""
     peer = rig.open("POST", "/v1/completions", queue_messages=1)
     with trio.fail_after(10):
@@ -317,7 +315,7 @@ async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontR
     assert peer.status == 413
 
 
-async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_total_body_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. What was received for a refused one is given back."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
     async with front_rig(tmp_path) as rig:
@@ -332,7 +330,7 @@ async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: p
         assert error_of(await again.answer()) == ("bad_input", "body")  # it was read, and is no JSON
 
 
-async def test_a_body_that_nobody_wanted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_and_abandoned_bodies_free_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. Strangers who are refused before it is read must not use up the room of the others."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
@@ -356,9 +354,7 @@ async def test_a_body_must_come_in_time(rig: FrontRig, monkeypatch: pytest.Monke
     assert error_of(await peer.answer()) == ("too_slow", "body")
 
 
-async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_aborts_are_retried_until_the_coordinator_accepts(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "ABORT_INTERVAL_S", 0.01)
     peer = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
@@ -367,7 +363,7 @@ async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
     await until(lambda: rig.aborted() == [name, name])
 
 
-async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. By the kernel, since the server writes where no deadline reaches; then the application hears of it."""
     monkeypatch.setattr(server, "READ_LIMIT_S", 1)
     told: list[str] = []
@@ -428,7 +424,7 @@ async def test_models_are_listed(rig: FrontRig) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)
 
 
-async def test_without_a_key_only_health_is_told(tmp_path: Path) -> None:
+async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:
     """Before a byte of the body is read."""
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/metrics", "/other"):
@@ -463,11 +459,11 @@ def test_settings_that_cannot_work_are_refused(flags: dict[str, object], field: 
 
 
 @pytest.mark.parametrize("extra", [{"http.api_keys_file": "keys"}, {"cluster.insecure": True}])
-def test_beyond_loopback_wants_keys_or_a_word(extra: dict[str, object]) -> None:
+def test_non_loopback_address_requires_keys_or_consent(extra: dict[str, object]) -> None:
     assert build({}, {}, {"http.host": "0.0.0.0", **extra}, HostFacts("host", 1, 1)).http.host == "0.0.0.0"
 
 
-def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_uses_the_current_client_key_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read for each connection, since it may have been replaced."""
     flags = {"cluster.keys_dir": str(tmp_path), "cluster.client_endpoint": "tcp://127.0.0.1:7400"}
     config = build({}, {}, flags, HostFacts("host", 1, 1))
@@ -482,7 +478,7 @@ def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monk
     assert shown[0] != shown[1]
 
 
-def test_an_address_that_cannot_be_had_is_refused() -> None:
+def test_unusable_address_is_refused() -> None:
     config = build({}, {}, {"http.host": "127.0.0.1", "http.port": 0}, HostFacts("host", 1, 1))
     elsewhere = msgspec.structs.replace(config, http=HttpSettings(host="192.0.2.1", port=1))
     with pytest.raises(ConfigError, match="cannot listen there") as caught:
@@ -518,7 +514,7 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
     assert page.headers["content-type"].startswith("text/plain")
 
 
-async def test_it_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
+async def test_front_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
     assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, True)
     rig.stopping = True
     assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)
