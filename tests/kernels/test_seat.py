@@ -39,7 +39,7 @@ def test_first_tokens_fill_the_tail_slots_in_ring_order() -> None:
     assert rig.state.tail[0, 0].tolist() == [8, 9, 10]
 
 
-def test_a_retired_tail_slot_keeps_its_token_and_the_victim_becomes_the_tail() -> None:
+def test_retired_tail_slot_keeps_its_token_and_victim_is_tail() -> None:
     rig, request = opened()
     for _ in range(3):
         rig.begin([request])
@@ -51,7 +51,7 @@ def test_a_retired_tail_slot_keeps_its_token_and_the_victim_becomes_the_tail() -
     rig.check()
 
 
-def test_the_slot_that_just_retired_is_not_the_victim() -> None:
+def test_newly_retired_slot_is_not_the_victim() -> None:
     """One ordinary slot, used as recently as the retiring one: the ordinary slot is taken."""
     rig, request = opened(hot_slots=1, topk=1, tail_slots=1)
     rig.begin([request])
@@ -74,7 +74,7 @@ def test_groups_rotate_by_their_own_use() -> None:
     rig.check()
 
 
-def test_plan_names_the_places_of_each_row_and_pads_with_minus_one() -> None:
+def test_plan_places_each_row_and_pads_with_minus_one() -> None:
     rig, request = opened(length=127)
     other = rig.open(2, 64, 0)
     rig.begin([request, other])
@@ -89,7 +89,7 @@ def test_plan_names_the_places_of_each_row_and_pads_with_minus_one() -> None:
 
 
 @pytest.mark.parametrize("table", ["index_table", "host_table", "chunk_table"])
-def test_a_token_without_a_granted_place_trips_and_changes_nothing(table: str) -> None:
+def test_ungranted_token_trips_and_changes_nothing(table: str) -> None:
     rig = Rig(groups=(0,))
     request = rig.open(0, 64, 0)
     for name in ("index_table", "host_table", "chunk_table"):
@@ -104,7 +104,7 @@ def test_a_token_without_a_granted_place_trips_and_changes_nothing(table: str) -
     assert request.length == 64
 
 
-def test_begin_step_names_a_tensor_that_does_not_fit() -> None:
+def test_begin_step_names_an_unfit_tensor() -> None:
     rig, _ = opened()
     with pytest.raises(BadInput, match=r"plan.device_row=int32: got int32\[2, 5\].*groups=2, batch=4"):
         begin_step(rig.state, rig.batch, BackupPlan.allocate(5, 2))
@@ -113,7 +113,7 @@ def test_begin_step_names_a_tensor_that_does_not_fit() -> None:
 # -- setting up and resizing -------------------------------------------------------------------------------------------
 
 
-def test_taken_over_tokens_lie_in_the_first_slots_and_the_rest_is_absent() -> None:
+def test_adopted_tokens_fill_the_first_slots() -> None:
     rig, request = opened(hot_slots=0, length=150)
     rig.set_mode(request, 128, preload=True)
     assert tokens_in(rig, request, [0, 85, 86]) == [64, 149, -1]
@@ -123,7 +123,7 @@ def test_taken_over_tokens_lie_in_the_first_slots_and_the_rest_is_absent() -> No
     rig.check()
 
 
-def test_setting_up_forgets_what_the_last_owner_of_pages_and_chunks_left() -> None:
+def test_seat_setup_clears_state_of_earlier_owners() -> None:
     rig, request = opened()
     for _ in range(5):
         rig.begin([request])
@@ -232,9 +232,7 @@ def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[Device
         (Tripwire.SEAT, lambda state: shrink_managed(state, 1, 8, 4)),
     ],
 )
-def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
-    wire: Tripwire, verb: Callable[[DeviceState], None]
-) -> None:
+def test_state_that_differs_from_the_device_trips(wire: Tripwire, verb: Callable[[DeviceState], None]) -> None:
     """What only the device knows: chunks and pages granted, and the size that the buffer really has."""
     rig, request = opened()
     rig.begin([request])
@@ -259,7 +257,7 @@ def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
         lambda state: clear_seat(state, 0),
     ],
 )
-def test_a_buffer_that_changes_lists_no_slots_to_go_next(verb: Callable[[DeviceState], None]) -> None:
+def test_resize_clears_the_eviction_queue(verb: Callable[[DeviceState], None]) -> None:
     """A list names the oldest slots by their stamps; what sets stamps anew, or adds slots, leaves none of it true."""
     rig, _ = opened()
     rig.state.eviction_queue.fill_(3)
@@ -276,7 +274,7 @@ def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:
     assert rig.state.hot_slots[0] == 8
 
 
-def test_resizing_a_resident_seat_is_the_wrong_moment() -> None:
+def test_resize_of_a_resident_seat_is_refused() -> None:
     rig, _ = opened(hot_slots=0)
     for verb in (shrink_managed, grow_managed):
         with pytest.raises(WrongState, match="not managed"):
@@ -285,7 +283,7 @@ def test_resizing_a_resident_seat_is_the_wrong_moment() -> None:
     check_state(rig.state, 0, 100)
 
 
-def test_allocation_refuses_a_pool_of_another_geometry_and_a_tail_without_a_chunk() -> None:
+def test_allocation_refuses_foreign_pools_and_missing_chunks() -> None:
     geometry = Geometry(2, 24, (0, 1), 8, 4)
     sizes: dict[str, Any] = dict.fromkeys(("seats", "chunks", "index_pages"), 2)
     sizes |= dict.fromkeys(("max_pages", "max_chunks", "max_slab_pages"), 2)
