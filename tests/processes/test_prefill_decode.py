@@ -68,7 +68,7 @@ def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[lis
     return trio.run(run)
 
 
-async def test_two_and_two_say_what_workers_say_that_do_both(
+async def test_split_workers_give_the_tokens_of_combined_ones(
     model: Path, colocated: list[list[int]], tmp_path: Path
 ) -> None:
     """And no byte is staged where it is decoded."""
@@ -91,7 +91,7 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_prompts_of_a_worker_that_is_lost_are_prefilled_by_another(
+async def test_prompts_of_a_lost_worker_are_prefilled_by_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, number: signal.Signals
 ) -> None:
     """I2: what it may still write stays in quarantine until it is gone. The keeper kills it then."""
@@ -127,7 +127,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     return name
 
 
-async def test_rows_of_one_node_are_decoded_on_another(
+async def test_rows_prefilled_on_a_node_are_decoded_on_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """Outputs as of workers that do both; not a byte is staged where it is decoded."""
@@ -192,7 +192,7 @@ async def test_a_coordinator_killed_amid_transfers_finds_them_again(
         await assert_nothing_leaked(client)
 
 
-async def test_pages_of_another_layout_are_refused_with_both_sizes(model: Path, tmp_path: Path) -> None:
+async def test_pages_of_another_layout_are_refused(model: Path, tmp_path: Path) -> None:
     config = crash_config(model, tmp_path, HOST_MEM)
     spots = [replace(it, kv_dtype="bfloat16") if it.role == "decode" else it for it in two_and_two("shared")]
     async with running_nodes(config, tmp_path, spots) as (_, client):
@@ -213,7 +213,7 @@ def five_places() -> Iterator[list[Namespace]]:
 
 
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"], indirect=True)
-async def test_workers_that_share_nothing_but_a_network(
+async def test_workers_that_share_only_a_network(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str, five_places: list[Namespace]
 ) -> None:
     """Four nodes. Commands and reports go over tcp with keys, pages by an engine; nobody reaches another's loopback."""

@@ -55,7 +55,7 @@ async def connected(place: Place) -> None:
             await trio.sleep(0.05)
 
 
-async def test_a_worker_leaves_and_its_successor_finishes_what_it_began(tmp_path: Path, model: Path) -> None:
+async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, model: Path) -> None:
     """I2, I5: SIGTERM in the middle of a request stops the worker cleanly; the request waits, and another process of
     the same pool continues it without repeating, losing or changing a token."""
     place = Place(tmp_path, model)
