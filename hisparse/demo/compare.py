@@ -7,7 +7,7 @@ where the *oracle's own* gap is below the tie bound and our token is its runner-
 the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
 
 In bfloat16 that order moves the indexer's selection, and with it whole logits: no two programs agree token by token
-there, and tests/gpu/test_runner_cuda.py compares logits instead.
+there, and tests/gpu/test_runner.py compares logits instead.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 
 USUAL: Final = ("context", "batch", "rows", "context", "rows")
 LARGE: Final = ("arena", "tables", "host")  # memory beyond 32-bit offsets: gigabytes, so rarer
-KINDS: Final = (*USUAL, *LARGE, *USUAL * 8)  # each once within the ten that tests/gpu/test_kernels_cuda.py runs
+KINDS: Final = (*USUAL, *LARGE, *USUAL * 8)  # each once within the ten that tests/gpu/test_kernels.py runs
 LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (8, 0, 4))
 LIMITS = st.fixed_dictionaries(
     {

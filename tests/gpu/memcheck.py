@@ -12,7 +12,7 @@ import torch
 from tests.gpu import run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.lives import small
-from tests.gpu.stories import MIXED_SIZES, goes_mixed_steps
+from tests.gpu.scenarios import MIXED_SIZES, goes_mixed_steps
 from tests.gpu.twin import Twin
 
 

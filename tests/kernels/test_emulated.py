@@ -12,7 +12,7 @@ from tests.emulated.twin import EmulatedTwin
 from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
-from tests.gpu.stories import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
+from tests.gpu.scenarios import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

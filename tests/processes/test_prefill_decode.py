@@ -36,7 +36,7 @@ from tests.support.nodes_rig import (
     samples,
     two_and_two,
 )
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -20,7 +20,7 @@ from protocol.messages import Sampling
 from protocol.units import pages_for
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, write_model
 from tests.support.nodes_rig import Nodes, Spot, decode_all, mixed_prompts, running_nodes
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 
 pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -1,4 +1,4 @@
-"""The fence stories of tests/worker/loop/test_worker_fences.py on a GPU, with the producer of one fence held back.
+"""The fence stories of tests/worker/loop/test_fences.py on a GPU, with the producer of one fence held back.
 
 Whoever waits for the fence gets right tokens however late its producer is; whoever does not gets wrong ones. A crash of
 the process is not played here, hence not `durable`.
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.support.worker_rig import Rig  # noqa: E402
-from tests.worker.loop import test_worker_fences as stories  # noqa: E402
+from tests.worker.loop import test_fences as stories  # noqa: E402
 from worker.streams import FENCES, make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import Rig
-from tests.worker.loop import test_worker_model as model
-from tests.worker.loop.test_worker_executor import resident, run_mixed
+from tests.worker.loop import test_model as model
+from tests.worker.loop.test_executor import resident, run_mixed
 from worker.loop.executor import Executor
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams

@@ -18,9 +18,9 @@ from tests.gpu.delay import hold_back  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.support.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
-from tests.worker.loop import test_worker_executor as cpu  # noqa: E402
-from tests.worker.loop import test_worker_fences as stories  # noqa: E402
-from tests.worker.loop import test_worker_model as model  # noqa: E402
+from tests.worker.loop import test_executor as cpu  # noqa: E402
+from tests.worker.loop import test_fences as stories  # noqa: E402
+from tests.worker.loop import test_model as model  # noqa: E402
 from worker.loop.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402

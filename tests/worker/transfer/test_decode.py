@@ -23,7 +23,7 @@ from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.fakes.page_copier import FakePageCopier
 from tests.support.transfer_rig import MODEL, WAIT_S, arrivals, make_pool, wait_for
 from tests.support.worker_rig import SETTINGS, Rig
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 from worker.device.sizing import size_worker
 from worker.loop.swap import Swap
 from worker.runners.base import LayerWritten

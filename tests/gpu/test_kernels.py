@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
-from tests.gpu.stories import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
+from tests.gpu.scenarios import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 

@@ -143,7 +143,7 @@ from pathlib import Path
 from coordinator.journal import chain, store as journal_store
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import BEGUN, SummaryEnded, order
+from tests.coordinator.journal.test_store import BEGUN, SummaryEnded, order
 journal_store.FREE_PAGES_KEPT, chain.RETIRED_ROWS = 4, 2
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.read()
@@ -225,7 +225,7 @@ import sys
 from pathlib import Path
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import order
+from tests.coordinator.journal.test_store import order
 store = open_store(Path(sys.argv[1]), JournalCounters())
 for number in range(1_000_000):
     store.write_now([order(2 * number), order(2 * number + 1)])
@@ -253,7 +253,7 @@ from pathlib import Path
 from coordinator.journal.journal import JournalError
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import order, tokens
+from tests.coordinator.journal.test_store import order, tokens
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.write_now([order(0)])
 resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))

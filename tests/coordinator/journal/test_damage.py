@@ -26,7 +26,7 @@ from coordinator.tokens.token_log import TokenLog
 from hisparse.cli import main
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError, Unavailable
-from tests.coordinator.journal.test_journal_store import (
+from tests.coordinator.journal.test_store import (
     BEGUN,
     SummaryEnded,
     accepted,

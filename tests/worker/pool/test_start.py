@@ -247,7 +247,7 @@ def test_the_owner_is_recorded(tmp_path: Path) -> None:
 
 def test_pool_of_a_killed_user_is_stale(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from tests.worker.pool.test_pool_start import config_for, start\n"
+        "import os, sys; from pathlib import Path; from tests.worker.pool.test_start import config_for, start\n"
         "pool = start(config_for(Path(sys.argv[1]), 'killed', runtime='gone'))\n"
         "print('up', flush=True); sys.stdin.read()"
     )

@@ -1,5 +1,5 @@
 """The CUDA backend of streams over a fake torch.cuda: which stream is current, who waits for which event, what is
-refused. What a device makes of it is tested on one (tests/gpu/test_streams_cuda.py)."""
+refused. What a device makes of it is tested on one (tests/gpu/test_streams.py)."""
 
 from __future__ import annotations
 
