@@ -284,13 +284,13 @@ def test_salvage_keeps_whole_records(killed: Path) -> None:
     assert done.exit_code == 0, done.output
     (aside,) = killed.parent.glob("j.damaged-*")
     assert {file.name for file in aside.iterdir()} >= {"j", "j.head"}
-    book, log = read(killed)
+    state, log = read(killed)
     assert np.frombuffer(log.tokens(0, 0), np.int32).tolist() == [5, 6]
-    assert (book.requests[0].accepted, book.requests[0].ordered) == (accepted(0), order(1))
-    ended = book.requests[1].ended
+    assert (state.requests[0].accepted, state.requests[0].ordered) == (accepted(0), order(1))
+    ended = state.requests[1].ended
     assert ended is not None
     assert (ended.generated_tokens, log.length(1)) == (1, 1)
-    assert (book.arrivals, book.placements >= ADMISSIONS_SKIPPED) == (1, True)
+    assert (state.arrivals, state.placements >= ADMISSIONS_SKIPPED) == (1, True)
     assert hisparse("check", killed).exit_code == 0
 
 

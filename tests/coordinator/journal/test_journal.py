@@ -41,10 +41,10 @@ class Desk:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.log = TokenLog(4, 1 << 12, journalled=True)
-        self.book = JournalState()
+        self.state = JournalState()
         self.counters = JournalCounters()
         self.wakes = 0
-        self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
+        self.journal = GroupCommit(store, self.state, self.log, on_tokens=self._wake, counters=self.counters)
         self.request_index = self.log.open(100)
         self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
         self.log.bind(self.request_index, 7)
@@ -210,9 +210,9 @@ async def test_summary_is_written_along_with_groups(autojump_clock: trio.testing
         ]
         assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
-        book = replay(desk.store.records, log)
+        state = replay(desk.store.records, log)
         assert log.tokens(desk.request_index, 0) == desk.log.tokens(desk.request_index, 0)
-        assert book.requests[desk.request_index].ordered == order(2)
+        assert state.requests[desk.request_index].ordered == order(2)
 
 
 async def test_a_summary_adds_a_bounded_part_to_each_group(

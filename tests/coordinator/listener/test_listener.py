@@ -74,7 +74,7 @@ def test_large_messages_cost_more_tokens() -> None:
     st.integers(1, 8),
 )
 def test_no_sender_exceeds_rate_and_burst(said: list[tuple[int, int, float, float]], senders_max: int) -> None:
-    """I8: and no more is remembered than the bound says, whoever speaks."""
+    """I8: the number of remembered senders is bounded, too."""
     per_s, burst, now = 5.0, 10.0, 0.0
     rate_limiter, bounded = RateLimiter(per_s, burst), RateLimiter(per_s, burst, senders_max)
     taken: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Listeners over real tcp sockets with real keys: who gets in, what he may do there, and that nobody else notices."""
+"""Listeners over real tcp sockets with real keys: which clients are let in, what a key permits, and isolation."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
             for attempt in (bob.attach("hers"), bob.abort(["his", "hers"]), bob.request("hers")):
                 with pytest.raises(NotFound) as others:
                     await attempt
-                with pytest.raises(NotFound) as nobodys:
-                    await bob.request("nobodys")
-                assert str(others.value) == str(nobodys.value).replace("nobodys", "hers"), "he learns nothing"
+                with pytest.raises(NotFound) as unknown:
+                    await bob.request("unused")
+                assert str(others.value) == str(unknown.value).replace("unused", "hers"), "the answer reveals nothing"
             with pytest.raises(WrongState):
                 await bob.submit([1, 2, 3], LONG, request_id="hers")
             assert [row.request_id for row in (await bob.requests()).rows] == ["his"]
@@ -175,7 +175,7 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
         with trio.fail_after(SOON_S):
             while (await alice.request("hers")).row.state != "ABORTED":  # noqa: ASYNC110
                 await trio.sleep(0.02)
-        assert await bob.acknowledge(["nobodys"]) != ()
+        assert await bob.acknowledge(["unused"]) != ()
         with pytest.raises(NotFound):
             await bob.acknowledge(["hers"])
         await alice.acknowledge(["hers"])
@@ -325,18 +325,18 @@ async def test_worker_with_a_key_of_another_role_ends_with_reason(tmp_path: Path
 
 
 def test_listener_without_zap_handler_refuses_all(tmp_path: Path) -> None:
-    """libzmq would let everybody in who speaks CURVE, were it not told to insist."""
+    """Without this, libzmq accepts every client that speaks CURVE."""
     keys = new_keys(tmp_path)
     listener = CurveGuard(key_files.read_server_key(keys), "client")
     router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=listener)
 
-    async def knock() -> None:
+    async def attempt() -> None:
         with trio.fail_after(SOON_S), pytest.raises(Unavailable):
             await DealerSocket.connect(
                 router.endpoint, message_bytes_max=100, key=key_files.read_peer_key(keys, "client")
             )
 
-    trio.run(knock)
+    trio.run(attempt)
     router.close()
 
 
@@ -391,7 +391,7 @@ def test_shared_runtime_directory_is_refused_at_start(tmp_path: Path) -> None:
 
 
 async def test_client_refuses_a_shared_runtime_directory(tmp_path: Path) -> None:
-    """Somebody else may have made the directory, and listen there."""
+    """Another user may have made the directory, and listen there."""
     shared = tmp_path / "shared"
     shared.mkdir(0o777)
     shared.chmod(0o777)

@@ -177,7 +177,7 @@ async def test_full_and_gone_are_distinct_results(router: RouterSocket) -> None:
         while len(got) < accepted:
             got += [frame[:6] for frame in await dealer.recv_batch()]
     assert got == [b"%06d" % number for number in range(accepted)], "no gap up to the refusal"
-    assert router.send(b"nobody", b"x") is Sent.GONE
+    assert router.send(b"absent", b"x") is Sent.GONE
     dealer.close()
     with trio.fail_after(5):
         while router.send(peer, b"x") is not Sent.GONE:  # noqa: ASYNC110 - libzmq has no event for it
@@ -230,7 +230,7 @@ async def test_socket_lies_in_a_private_directory(router: RouterSocket, tmp_path
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     open_directory = tmp_path / "open"
     open_directory.mkdir()
-    for mode in (0o755, 0o710, 0o701):  # whoever may enter it, its group included
+    for mode in (0o755, 0o710, 0o701):  # any access of other users, the group included
         open_directory.chmod(mode)
         with pytest.raises(ConfigError, match="others could reach the sockets"):
             RouterSocket(f"ipc://{open_directory}/x.sock", message_bytes_max=BYTES_MAX)

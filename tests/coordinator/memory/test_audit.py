@@ -382,7 +382,7 @@ async def test_operator_audit_names_silent_workers(autojump_clock: MockClock) ->
 
 @pytest.mark.sim
 def test_audit_reports_nothing_in_the_simulated_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills, restarts of anybody, cut links, journals that lose their end, pools that vanish: the books agree."""
+    """Kills, restarts, cut links, journals that lose their end, pools that vanish: ledger and workers agree."""
     often = msgspec.structs.replace(cluster.SETTINGS, audit_interval_s=0.5)
     monkeypatch.setattr(cluster, "SETTINGS", often)
     found: list[Difference] = []

@@ -129,7 +129,7 @@ def test_shared_page_stays_quarantined_after_other_holder_left() -> None:
 
 
 def test_successor_shares_full_pages_of_an_unproved_process() -> None:
-    """I2, I3: they never change; whoever shares them may leave before or after the proof, and nothing else is given."""
+    """I2, I3: full pages never change. Their sharers may leave before or after the proof; no other page is given."""
     for proved_first in (True, False):
         accounts = ledger()
         pages = accounts.reserve(1, "w0", Memory(host_pages=9))

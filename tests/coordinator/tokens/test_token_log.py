@@ -1,4 +1,4 @@
-"""coordinator.tokens.token_log: each position once and in order (I5), nothing written by whoever has no right to."""
+"""coordinator.tokens.token_log: each position once and in order (I5), only the current placement writes."""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ async def test_refused_worker_is_told_why(rig: Rig, changes: dict[str, object], 
 
 
 async def test_hello_of_an_exited_process_proves_its_exit(rig: Rig) -> None:
-    """I2: the process is that which made the connection, and not whoever has its descriptor by the time it is read."""
+    """I2: the process is the one that made the connection, not a later owner of its descriptor."""
     script = (
         "import sys, zmq\n"
         "context = zmq.Context()\n"

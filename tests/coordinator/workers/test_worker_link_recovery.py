@@ -123,7 +123,7 @@ async def test_process_that_ended_unwatched_is_proved_gone(rig: Rig) -> None:
 
 
 async def test_reused_process_id_proves_the_earlier_process_gone(rig: Rig) -> None:
-    """After a boot the worker's id may be anybody's: here it is this very process's."""
+    """After a boot another process may have the worker's process id: here, this very process."""
     expected(rig, started=process_of(os.getpid()).started + 1)
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
@@ -163,7 +163,7 @@ async def test_worker_that_does_not_return_is_down(tmp_path: Path) -> None:
 
 
 async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) -> None:
-    """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
+    """Delivered or acknowledged before its commit, a report would be lost in a crash: it is not sent again."""
     store = FakeStore()
     store.error = "disk full"
     rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))
