@@ -19,7 +19,7 @@ from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.support.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
 from tests.worker.loop import test_executor as cpu  # noqa: E402
-from tests.worker.loop import test_fences as stories  # noqa: E402
+from tests.worker.loop import test_fences as scenarios  # noqa: E402
 from tests.worker.loop import test_model as model  # noqa: E402
 from worker.loop.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
@@ -47,8 +47,8 @@ def test_tokens_and_logits_are_those_of_the_cpu(sizes: tuple[int, ...], settings
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])
 def test_resizes_retractions_and_parking_change_no_token(groups: tuple[int, ...]) -> None:
-    """The story of the fence tests: chunks of prompts, resizes every way, keep and drop, parking."""
-    rig = stories.a_day(cuda, groups)  # type: ignore[arg-type]
+    """The scenario of the fence tests: chunks of prompts, resizes every way, keep and drop, parking."""
+    rig = scenarios.a_day(cuda, groups)  # type: ignore[arg-type]
     assert not rig.wrong()
     rig.check_end()
 
@@ -117,7 +117,7 @@ def test_returning_context_delays_no_step() -> None:
 
 
 def test_waits_are_measured() -> None:
-    rig = stories.a_batch(cuda)  # type: ignore[arg-type]
+    rig = scenarios.a_batch(cuda)  # type: ignore[arg-type]
     waits = rig.executor.counters.fence_waits
     assert waits.samples["sampled"] > 10
     assert {"row_written", "backed_up"} & waits.samples.keys()
