@@ -52,10 +52,10 @@ def test_open_client_outside_trio_names_run_client() -> None:
 async def test_errors_leave_the_block_unwrapped(rig: GatewayRig) -> None:
     with pytest.raises(NotFound) as caught:
         async with open_client(rig.client_socket.endpoint) as client:
-            await client.request("nobody")
+            await client.request("absent")
     assert (caught.value.field, caught.value.value, caught.value.remedy) == (
         "request_id",
-        "nobody",
+        "absent",
         "hisparse requests",
     )
     with pytest.raises(ProtocolError, match="this is the client socket"):

@@ -101,7 +101,7 @@ def test_successor_is_not_blamed_for_the_earlier_epoch() -> None:
 def test_no_worker_is_blamed_while_the_coordinator_is_silent() -> None:
     watch = watching(row(5))
     assert watch.hung(19.0) == []
-    watch.answered([], 19.0)  # restarted: it has not heard of anybody yet
+    watch.answered([], 19.0)  # restarted: it has not heard of any worker yet
     assert watch.hung(19.0) == []
     answered_until(watch, 30, since_s=20)
     assert watch.hung(30.0) == ["w0"]

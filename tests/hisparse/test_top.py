@@ -159,7 +159,7 @@ def test_the_selection_stays_with_its_request_when_rows_move() -> None:
     assert [it.request_id for it in screen.requests()] == ["r04", "r03", "r02", "r01", "r00"]
     assert screen.selected(of_workers=False) == "r01"
     screen.take(sample(*(it for it in ranked if it.request_id != "r01")))
-    assert screen.selected(of_workers=False) == "r00", "who is gone gives its place to whoever stands there now"
+    assert screen.selected(of_workers=False) == "r00", "the row now in the place of the gone one is selected"
     screen.take(sample())
     assert screen.selected(of_workers=False) == ""
 
@@ -331,9 +331,9 @@ def test_lost_coordinator_changes_only_the_head() -> None:
     screen = screen_of(REQUEST)
     before = shown(screen)
     screen.disconnected("nobody listens there", 2.0)
-    screen.disconnected("still nobody", 3.0)
+    screen.disconnected("still down", 3.0)
     after = shown(screen, now=12.0)
-    assert "DISCONNECTED for 10.0s, trying again: still nobody" in after[0]
+    assert "DISCONNECTED for 10.0s, trying again: still down" in after[0]
     assert after[1:] == before[1:]
     screen.take(sample(REQUEST, at_s=13.0))
     assert "connected" in shown(screen, now=13.0)[0]
