@@ -44,7 +44,7 @@ def test_contexts_beyond_the_prefetched_tables(device: Device, ranks: int) -> No
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_random_request_lifecycles(number: int) -> None:
-    """Two of those that tests/gpu has by thousands: every verb on rows and seats, in rows of one plane and of two."""
+    """Two of the thousands in tests/gpu: every operation on rows and seats, in rows of one plane and of two."""
     (shape,) = run_cases.draw_examples(lives.WORLDS, 1, number)
     cases = run_cases.draw_examples(lives.CASES, 2, number)
     program = lives.small(f"emulated:{number}", shape, cases)

@@ -33,7 +33,7 @@ def recorded(program: Program) -> Record:
 
 
 def swaps(program: Program) -> list[int]:
-    return [number for number, op in enumerate(program.ops) if op.verb == "swap_in"]
+    return [number for number, op in enumerate(program.ops) if op.call == "swap_in"]
 
 
 def test_reference_agrees_with_itself(program: Program) -> None:
@@ -41,7 +41,7 @@ def test_reference_agrees_with_itself(program: Program) -> None:
 
 
 def test_scripts_trip_every_tripwire_except_victims() -> None:
-    """With fewer victims than misses it would be nobody's contract which misses are loaded."""
+    """With fewer victims than misses no contract says which misses are loaded."""
     trips = torch.zeros(len(Tripwire), dtype=torch.int64)
     for script in run_cases.draw(2, run_cases.Part("small", 1)):
         trips += run_cases.record(script, "cpu")[-2][TABLES.index("tripwires")]
@@ -111,7 +111,7 @@ def corrupt_memory(_: Program, record: Record) -> str:
 
 
 def corrupt_begin(program: Program, record: Record) -> str:
-    record[next(n for n, op in enumerate(program.ops) if op.verb == "begin")][2][0, 0] += 1
+    record[next(n for n, op in enumerate(program.ops) if op.call == "begin")][2][0, 0] += 1
     return "begin.*output 2"
 
 
@@ -121,8 +121,8 @@ def corrupt_begin(program: Program, record: Record) -> str:
 @pytest.mark.mutation
 def test_each_kind_of_difference_is_seen(corrupt: Callable[[Program, Record], str], program: Program) -> None:
     record = recorded(program)
-    story = corrupt(program, record)
-    with pytest.raises(Difference, match=story):
+    message = corrupt(program, record)
+    with pytest.raises(Difference, match=message):
         check(program, run_cases.host_of(program, "cpu"), record)
 
 
@@ -131,9 +131,9 @@ def test_scripts_are_seeded_and_cover_every_operation() -> None:
     first, again = (run_cases.draw(7, run_cases.Part("small", 2)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert pickle.dumps(one) == pickle.dumps(other)
-    verbs = {op.args[0] if op.verb in ("seat", "copy") else op.verb for p in first for op in p.ops}
-    assert verbs >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
-    assert verbs >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
+    calls = {op.args[0] if op.call in ("seat", "copy") else op.call for p in first for op in p.ops}
+    assert calls >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
+    assert calls >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
 
 
 def test_parts_cover_all_cases_and_a_label_its_part() -> None:

@@ -224,7 +224,7 @@ def test_ungranted_positions_trip_and_move_nothing() -> None:
 def test_invalid_arguments_are_refused_by_name() -> None:
     rig = Rig(groups=(0,))
     rows = torch.zeros(2, rig.geometry.row_bytes, dtype=torch.uint8)
-    for field, verb in (
+    for field, call in (
         ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, 64 * 16 - 1, rows)),
         ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, -1, rows)),
         ("slab_table", lambda: read_slab_rows(rig.state, 0, 0, -1)),
@@ -235,7 +235,7 @@ def test_invalid_arguments_are_refused_by_name() -> None:
         ("plane", lambda: read_slab_rows(rig.state, 0, 0, 1, 1)),
     ):
         with pytest.raises(BadInput) as caught:
-            verb()
+            call()
         assert caught.value.field == field
 
 
@@ -271,12 +271,12 @@ def test_sizes_bind_on_first_use_and_a_mismatch_is_named() -> None:
     sizes = Sizes(heads=2)
     sizes.check("a", torch.zeros(3, 2), ("batch", "heads"), torch.float32)
     assert sizes["batch"] == 3
-    for tensor, story in (
+    for tensor, message in (
         (torch.zeros(4, 2), r"b=float32: got float32\[4, 2\] contiguous on cpu, expected float32\[batch=3, heads=2\]"),
         (torch.zeros(3, 2, dtype=torch.int64), r"b=int64: got int64\[3, 2\]"),
         (torch.zeros(2, 3).t(), r"strided \(1, 3\)"),
         (torch.zeros(3), r"float32\[3\]"),
         (torch.zeros(3, 2, device="meta"), r"on meta, expected .* on cpu"),
     ):
-        with pytest.raises(BadInput, match=story):
+        with pytest.raises(BadInput, match=message):
             sizes.check("b", tensor, ("batch", "heads"), torch.float32)

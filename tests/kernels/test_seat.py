@@ -195,7 +195,7 @@ def test_counters_survive_a_resize_and_end_with_the_seat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "verb"),
+    ("field", "call"),
     [
         ("hot_slots", lambda state: init_managed(state, 0, 0, 0, 0)),
         ("hot_slots", lambda state: init_managed(state, 0, 32_769, 0, 0)),
@@ -212,17 +212,17 @@ def test_counters_survive_a_resize_and_end_with_the_seat() -> None:
         ("seat", lambda state: clear_seat(state, 3)),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[DeviceState], None]) -> None:
+def test_impossible_sizes_are_refused_by_name(field: str, call: Callable[[DeviceState], None]) -> None:
     rig, request = opened()
     with pytest.raises(BadInput) as caught:
-        verb(rig.state)
+        call(rig.state)
     assert caught.value.field == field
     assert len(request.chunks) == managed_chunks(8)
     rig.check()
 
 
 @pytest.mark.parametrize(
-    ("wire", "verb"),
+    ("wire", "call"),
     [
         (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 129, 0, 0)),
         (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 8, 128, 4)),
@@ -232,14 +232,14 @@ def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[Device
         (Tripwire.SEAT, lambda state: shrink_managed(state, 1, 8, 4)),
     ],
 )
-def test_state_that_differs_from_the_device_trips(wire: Tripwire, verb: Callable[[DeviceState], None]) -> None:
+def test_state_that_differs_from_the_device_trips(wire: Tripwire, call: Callable[[DeviceState], None]) -> None:
     """What only the device knows: chunks and pages granted, and the size that the buffer really has."""
     rig, request = opened()
     rig.begin([request])
     rig.swap_in(0, [request], [[1, 2, 3, 4]])
     tables = (rig.state.slot_of, rig.state.slot_token, rig.state.stamp, rig.state.tail, rig.state.hot_slots)
     before = [table.clone() for table in tables]
-    verb(rig.state)
+    call(rig.state)
     assert rig.state.tripwires.tolist() == [int(wire == place) for place in range(len(Tripwire))]
     for old, new in zip(before, tables, strict=True):
         assert torch.equal(old, new)
@@ -247,7 +247,7 @@ def test_state_that_differs_from_the_device_trips(wire: Tripwire, verb: Callable
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "call",
     [
         lambda state: init_managed(state, 0, 8, 0, 4),
         lambda state: init_resident(state, 0),
@@ -257,11 +257,11 @@ def test_state_that_differs_from_the_device_trips(wire: Tripwire, verb: Callable
         lambda state: clear_seat(state, 0),
     ],
 )
-def test_resize_clears_the_eviction_queue(verb: Callable[[DeviceState], None]) -> None:
+def test_resize_clears_the_eviction_queue(call: Callable[[DeviceState], None]) -> None:
     """A list names the oldest slots by their stamps; what sets stamps anew, or adds slots, leaves none of it true."""
     rig, _ = opened()
     rig.state.eviction_queue.fill_(3)
-    verb(rig.state)
+    call(rig.state)
     assert bool((rig.state.eviction_queue[:, 0] == -1).all())
     assert bool((rig.state.eviction_queue[:, 1:] == 3).all())
 
@@ -276,9 +276,9 @@ def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:
 
 def test_resize_of_a_resident_seat_is_refused() -> None:
     rig, _ = opened(hot_slots=0)
-    for verb in (shrink_managed, grow_managed):
+    for call in (shrink_managed, grow_managed):
         with pytest.raises(WrongState, match="not managed"):
-            verb(rig.state, 0, 0, 64)
+            call(rig.state, 0, 0, 64)
     init_resident(rig.state, 0)
     check_state(rig.state, 0, 100)
 
@@ -332,7 +332,7 @@ def corrupt_chunk(rig: Rig, _: Request) -> None:
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "story"),
+    ("corrupt", "message"),
     [
         (corrupt_slot_of, "group 1: .*tokens are mapped"),
         (corrupt_slot_token, "group 0: tokens .* are not found"),
@@ -345,12 +345,12 @@ def corrupt_chunk(rig: Rig, _: Request) -> None:
     ],
 )
 @pytest.mark.mutation
-def test_check_state_sees_each_kind_of_damage(corrupt: Callable[[Rig, Request], None], story: str) -> None:
+def test_check_state_sees_each_kind_of_damage(corrupt: Callable[[Rig, Request], None], message: str) -> None:
     rig, request = opened(topk=2)
     for _ in range(3):
         rig.begin([request])
         rig.swap_in(0, [request], [[2, 3]])
     rig.check()
     corrupt(rig, request)
-    with pytest.raises(InternalError, match=f"seat=0: .*{story}"):
+    with pytest.raises(InternalError, match=f"seat=0: .*{message}"):
         check_state(rig.state, 0, request.length)
