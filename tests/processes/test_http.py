@@ -213,7 +213,7 @@ def test_errors_arrive_as_openais(
 
 def test_a_wrong_key_is_refused(site: Site) -> None:
     with pytest.raises(openai.AuthenticationError):
-        site.client(key="not-a-key-of-anybody").models.list()
+        site.client(key="not-a-valid-key").models.list()
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -312,4 +312,4 @@ def test_command_without_its_packages_names_them() -> None:
 
 def test_an_unknown_request_stays_unknown(site: Site) -> None:
     with pytest.raises(NotFound):
-        site.row("nobody-asked")
+        site.row("never-submitted")

@@ -83,7 +83,7 @@ async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
 
 
 async def release_held(client: Client, moves: dict[str, int]) -> None:
-    """Resume whatever an operator held, so that everybody can finish."""
+    """Resume the requests that an operator held, so that all can finish."""
     while True:
         await trio.sleep(0.2)
         for row in (await client.requests()).rows:
@@ -163,4 +163,4 @@ async def test_single_request_has_no_misses_and_many_shrink(model: Path, tmp_pat
         await assert_nothing_leaked(client)
     assert all(len(tokens) == NEW_TOKENS for tokens in many.values())
     assert {row.state for row in rows} == {"FINISHED"}
-    assert sum(row.misses for row in rows) > 0, "nobody's buffer shrank"
+    assert sum(row.misses for row in rows) > 0, "no buffer shrank"

@@ -58,7 +58,7 @@ async def decode_all(client: Client, prompts: list[list[int]], prefix: str) -> d
 
 
 async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
-    """Until somebody has come further than `tokens`, or everybody is through."""
+    """Until one request has more than `tokens`, or all have ended."""
     while True:
         rows = [row for row in (await client.requests()).rows if row.request_id.startswith(prefix)]
         if any(row.state == "RUNNING" and row.generated_tokens >= tokens for row in rows):
@@ -99,7 +99,7 @@ async def test_workers_killed_in_turn_change_no_output(model: Path, tmp_path: Pa
     assert crashed == quiet
     assert {len(tokens) for tokens in quiet.values()} == {NEW_TOKENS}
     assert events.count("lost") >= 2
-    assert events.count("staged") < REQUESTS + events.count("lost"), "nobody was resumed"
+    assert events.count("staged") < REQUESTS + events.count("lost"), "no request was resumed"
     assert sum("killed by SIGKILL" in line for line in said) >= 2
 
 

@@ -216,7 +216,7 @@ def five_places() -> Iterator[list[Namespace]]:
 async def test_workers_that_share_only_a_network(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str, five_places: list[Namespace]
 ) -> None:
-    """Four nodes. Commands and reports go over tcp with keys, pages by an engine; nobody reaches another's loopback."""
+    """Four nodes. Commands and reports go over tcp with keys, pages by an engine; loopbacks are separate."""
     home, *places = five_places
     spots = [Spot(role, node, engine, namespace=place) for role, node, place in zip(ROLES, "abcd", places, strict=True)]
     config = crash_config(model, tmp_path, HOST_MEM)

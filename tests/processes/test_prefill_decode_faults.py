@@ -3,7 +3,7 @@ nothing disturbs, and every page comes back (I1). Faults are planted by tests/su
 cluster's own doing.
 
 I2: pages go to another owner when nothing can land in them. I5: each output once and whole, or aborted. I8: nothing is
-waited for without end. The books are audited all the time.
+waited for without end. Workers are audited all the time.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, m
     async with place.coordinator() as coordinator:
         await connected(place)
         assert (await coordinator.get("/healthz"))[0] == 200
-        assert (await coordinator.get("/readyz"))[0] == 503  # nobody to work for it
+        assert (await coordinator.get("/readyz"))[0] == 503  # it has no worker
         async with open_client(place.endpoint("admin"), role="admin") as client:
             async with place.worker() as worker:
                 await until_served(client)
