@@ -270,11 +270,11 @@ def _salvage(base: Base, path: Path) -> str:
     salvage(path)
     with closing(open_store(path, JournalCounters())) as store:
         log = TokenLog(SLOTS, 1 << 12, journalled=True)
-        book = replay(store.read(), log)
-    names = [it.accepted.request_id for it in book.requests.values()]
+        state = replay(store.read(), log)
+    names = [it.accepted.request_id for it in state.requests.values()]
     if len(set(names)) < len(names):
         return f"salvaged twice: {names}"
-    for request_index, known in book.requests.items():
+    for request_index, known in state.requests.items():
         said = np.frombuffer(log.tokens(request_index, 0), np.int32).tolist()
         was = base.accepted[known.accepted.request_id]
         if said != list(range(len(said))):
