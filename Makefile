@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 SEEDS ?= 10000
 START ?= 0
+REQUESTS ?= 1000000
 
-.PHONY: demo test transfer-test sim format lint report bench install prometheus clean
+.PHONY: demo test transfer-test sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -41,6 +42,10 @@ sim: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+# Hostile clients before real HTTP fronts, and one that is not: docs/testing.md.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.support.fuzz_http --requests $(REQUESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

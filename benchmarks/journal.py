@@ -32,7 +32,6 @@ from coordinator.journal.records import (
     LedgerChanged,
     PoolOpened,
     Record,
-    RequestAccepted,
     RequestOrdered,
     RequestPlaced,
     SummaryEnded,
@@ -46,9 +45,10 @@ from coordinator.scheduling.scheduler import TICK_S
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.arrays import pack_int32, pack_int64
-from protocol.messages import ModelInfo, Progress, Sampling, WorkerCapacity
+from protocol.messages import ModelInfo, Progress, WorkerCapacity
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS
+from tests.support.facts import make_accepted
 
 WORKERS: Final = 16
 PROMPT_TOKENS: Final = 2_048
@@ -114,10 +114,8 @@ class Load:
         for number in range(len(self._request_indices)):
             request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
-            asked = RequestAccepted(
-                request_index, number + 1, f"r{number}", "me", 0, prompt, Sampling(MAX_TOKENS), time.time()
-            )
-            self._journal.append([asked])
+            rank, name = (0, number + 1), f"r{number}"
+            self._journal.append([make_accepted(request_index, prompt, MAX_TOKENS, request_id=name, rank=rank)])
             stay = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
             self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
             self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)

@@ -38,17 +38,28 @@ REQUESTS: Final = 440
 HERE: Final = Path(__file__).resolve().parents[1]
 
 
+def _accepted(records: Any, number: int) -> Any:
+    """A submission in the form of the checkout."""
+    prompt, sampling, name = bytes(PROMPT_BYTES), records.Sampling(9), f"r{number}"
+    if not hasattr(records, "RequestFacts"):
+        return records.RequestAccepted(number, number, name, "me", 0, prompt, sampling, 0.5)
+    digest = records.digest_of(prompt)
+    rank, tokens = (0, number), len(prompt) // 4
+    return records.RequestAccepted(
+        records.RequestFacts(number, name, rank, "me", "", tokens, digest, sampling, 0.5), prompt
+    )
+
+
 def child(place: Path) -> None:
     """Commits `KIND COUNT` for each line of stdin; answers with seconds by the clock and of a processor."""
     from coordinator.journal import records
     from coordinator.journal.store import open_store
     from metrics.state import JournalCounters
 
-    sampling = records.Sampling(9)  # type: ignore[attr-defined]  # wherever that checkout has it
     column = np.arange(REQUESTS, dtype=np.int32).tobytes()
     groups: dict[str, Callable[[int], Any]] = {
         "order": lambda n: records.RequestOrdered(n % 64, held=False, forced_slots=-1),
-        "submit": lambda n: records.RequestAccepted(n, n, f"r{n}", "me", 0, bytes(PROMPT_BYTES), sampling, 0.5),
+        "submit": lambda n: _accepted(records, n),
         "tokens": lambda n: records.TokensAppended(column, column, column, column, column),
     }
     store = open_store(place / "journal.sqlite", JournalCounters())

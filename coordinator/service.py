@@ -36,7 +36,7 @@ from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.zap import AllowList, ZapHandler
-from coordinator.scheduling.recovery import recover
+from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.tokenizer_store import TokenizerStore
@@ -210,7 +210,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
-        recover(journal.book, scheduler, links, self.deliveries)
+        scheduler.recover(expect_workers(journal.book, links.expect))
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
         supervisor.start(scheduler, Level.SCHEDULER)

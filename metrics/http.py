@@ -36,6 +36,8 @@ class HttpCollector(Collector):
         yield from process_families()
         yield number("hisparse_http_requests", counters.in_flight)
         yield number("hisparse_http_connected", it.connected())
+        yield number("hisparse_http_connections", counters.connections)
+        yield labelled("hisparse_http_connection_ends_total", dict(counters.connection_ends))
         yield labelled("hisparse_http_answers_total", dict(counters.answers))
         yield number("hisparse_http_disconnects_total", counters.disconnects)
         yield number("hisparse_http_abandoned_total", counters.abandoned)

@@ -233,9 +233,11 @@ class LinkCounters:
 
 @dataclass(slots=True)
 class HttpCounters:
-    """What HTTP clients asked the front for. `in_flight` is the only state: completions being answered now."""
+    """What HTTP clients asked the front for. `in_flight` (completions being answered) and `connections` are state."""
 
     in_flight: int = 0
+    connections: int = 0
+    connection_ends: Counter[tuple[str]] = field(default_factory=Counter)  # by reason
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (path, status)
     disconnects: int = 0  # clients that left before their answer was complete
     abandoned: int = 0  # requests aborted because nobody followed them any more

@@ -311,12 +311,14 @@ AdminMessage: TypeAlias = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Answer to Hello. `model` is None until the first worker has registered."""
+    """Answer to Hello. `model` is None until the first worker has registered. `refusal` says why new requests would be
+    refused now, whatever they are; empty when they would not."""
 
     protocol: int
     incarnation: int
     version: str
     model: ModelInfo | None = None
+    refusal: str = ""
 
 
 class Failure(Message, frozen=True, tag="failure"):

@@ -22,6 +22,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -89,6 +90,11 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """Text to the token ids of a model, and back."""
 
+    @property
+    def token_bytes_max(self) -> int:
+        """No token stands for more bytes of text."""
+        ...
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a prompt, with the special tokens that the model puts around one; those that `text` spells out are
         read as such either way."""
@@ -110,6 +116,8 @@ def make_tokenizer(kind: str, data: bytes = b"") -> Tokenizer:
 
 class ByteTokenizer:
     """Ids 0..255 are bytes of UTF-8; ids above are special and have no text."""
+
+    token_bytes_max = 1
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
@@ -153,8 +161,13 @@ class JsonTokenizer:
                 f"unreadable: {error}", field="tokenizer.json", value=f"{len(data)} bytes", remedy="replace the file"
             ) from error
 
+    @cached_property
+    def token_bytes_max(self) -> int:
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        """As a batch of one: that alone lets other threads run meanwhile."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def detokenizer(self) -> Detokenizer:

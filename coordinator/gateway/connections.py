@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.listener.router import Sent
+from coordinator.listener.router import RouterSocket, Sent
 from protocol.errors import CapacityError
 
 #: Replies that wait for a client whose socket is full.
@@ -26,19 +26,13 @@ CLIENT: Final = "client"
 ADMIN: Final = "admin"
 
 
-class Router(Protocol):
-    """What connections need of coordinator.listener.router.RouterSocket."""
-
-    def send(self, peer: bytes, frame: bytes) -> Sent: ...
-
-
 @dataclass(eq=False)
 class ClientConnection:
     """One peer of one socket. `index` is small and reused, for arrays over connections. `user` is whose key it bears:
     who its requests belong to. `name` is only what it calls itself."""
 
     index: int
-    router: Router
+    router: RouterSocket
     peer: bytes
     role: str
     name: str
@@ -81,7 +75,9 @@ class ClientConnections:
     def get(self, index: int) -> ClientConnection | None:
         return self._by_index.get(index)
 
-    def open(self, router: Router, peer: bytes, role: str, name: str, now: float, user: str = "") -> ClientConnection:
+    def open(
+        self, router: RouterSocket, peer: bytes, role: str, name: str, now: float, user: str = ""
+    ) -> ClientConnection:
         """A new connection. Raises CapacityError when `limit` are open and all of them listen."""
         if not self._free:
             raise CapacityError(

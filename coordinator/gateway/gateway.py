@@ -24,7 +24,7 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.scheduling.events import Handle
+from coordinator.scheduling.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -43,33 +43,9 @@ Answer: TypeAlias = Callable[[ClientConnection, Any], GatewayMessage]
 CommandHandler: TypeAlias = Callable[[ClientConnection, Any], Awaitable[tuple[str, ...]]]
 
 
-class SchedulerFacade(Protocol):
-    """What the gateway needs of coordinator.scheduling.scheduler.Scheduler."""
-
-    async def submit(self, submit: messages.Submit, owner: str, user: str) -> Handle: ...
-    async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None) -> tuple[str, ...]: ...
-    async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None) -> tuple[str, ...]: ...
-    async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]: ...
-    async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
-    async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]: ...
-    async def drain(
-        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
-    ) -> tuple[str, ...]: ...
-    async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
-    async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]: ...
-    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]: ...
-    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]: ...
-    def lookup(self, request_id: str, user: str | None) -> int: ...
-    def model(self) -> messages.ModelInfo | None: ...
-    def request_rows(self, limit: int, user: str | None) -> list[messages.RequestRow]: ...
-    def describe(
-        self, request_id: str, user: str | None
-    ) -> tuple[messages.RequestRow, tuple[messages.HistoryLine, ...]]: ...
-    def worker_rows(self) -> list[messages.WorkerRow]: ...
-    def pool_rows(self) -> list[messages.PoolRow]: ...
-
-
 class TokenizerSource(Protocol):
+    """workers.tokenizer_store.TokenizerStore: rooms of one floor do not import each other."""
+
     def tokenizer(self, model: messages.ModelInfo | None) -> tuple[str, str, bytes]:
         """Kind, hash and data of the model's tokenizer. Raises Unavailable until a worker has sent it."""
 
@@ -81,7 +57,7 @@ class Gateway:
 
     def __init__(
         self,
-        scheduler: SchedulerFacade,
+        scheduler: SchedulerApi,
         deliveries: Deliveries,
         token_log: TokenLog,
         tokenizers: TokenizerSource,
@@ -187,7 +163,8 @@ class Gateway:
         return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
 
     def _welcome(self) -> messages.Welcome:
-        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, self._scheduler.model())
+        it = self._scheduler
+        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket loses the answer."""
@@ -264,7 +241,7 @@ class Gateway:
         return _failure(tag, error)
 
 
-def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[type, Answer]:
+def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type, Answer]:
     """What is answered at once, from state that this task may read."""
 
     def requests(who: ClientConnection, ask: messages.ListRequests) -> messages.RequestRows:
@@ -283,7 +260,7 @@ def _answers(scheduler: SchedulerFacade, tokenizers: TokenizerSource) -> dict[ty
     }
 
 
-def _command_handlers(scheduler: SchedulerFacade) -> dict[type, CommandHandler]:
+def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
     """What takes the Scheduler's turn."""
     it = scheduler
     return {

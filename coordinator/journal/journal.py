@@ -32,10 +32,11 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from coordinator.actor import Reply
-from coordinator.journal.records import LedgerChanged, Record, tokens_of
+from coordinator.journal.records import LedgerChanged, PoolOpened, Record, tokens_of
 from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
+from coordinator.memory.ledger import Ledger
 from coordinator.tokens.token_log import News, TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
@@ -164,6 +165,9 @@ class Journal(Protocol):
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         """Write the changes of a node's ledger, and `notes` behind them, in one commit."""
 
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """Write that a node has a new pool; returns its ledger, which is empty and from now on in `book`."""
+
     def tokens_arrived(self) -> None:
         """The token log has news."""
 
@@ -186,6 +190,9 @@ class NoJournal:
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return DONE
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        return self.book.open_pool(opened)
 
     def tokens_arrived(self) -> None:
         self._on_tokens()
@@ -243,6 +250,10 @@ class GroupCommit:
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return self.append([LedgerChanged(node, tuple(changes)), *notes])
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        self.append([opened])
+        return self.book.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:

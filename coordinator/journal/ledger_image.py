@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from coordinator.journal.records import BudgetImage, HoldingImage, NodePart
 from coordinator.memory.ledger import EpochKey, GpuBudget, Holding, Ledger
 from protocol.arrays import Int32Array, unpack_int32
+from protocol.sizing import Memory, memory_of
 
 #: Admissions of one part, and pages after which it ends: 32 KiB.
 PART_HOLDINGS: Final = 64
@@ -31,14 +33,11 @@ def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
         BudgetImage(it.worker, it.epoch, it.capacity, it.lost, it.exited) for it in ledger._budgets.values()
     )
     quarantines = [(key, tuple(pages)) for key, pages in ledger._quarantines.items()]
-    holdings = [
-        (it.placement, it.budget, it.hot_chunks, it.index_pages, it.slab_pages, tuple(it.pages))
-        for it in ledger._holdings.values()
-    ]
+    holdings = [(it.placement, it.budget, it.gpu, tuple(it.pages)) for it in ledger._holdings.values()]
     return _parts(node, ledger.pages_total, free, budgets, quarantines, holdings)
 
 
-_Frozen = tuple[int, GpuBudget | None, int, int, int, tuple[Int32Array, ...]]
+_Frozen = tuple[int, GpuBudget | None, Memory, tuple[Int32Array, ...]]
 
 
 def _parts(
@@ -64,9 +63,9 @@ def _parts(
 
 
 def _holding_image(holding: _Frozen) -> HoldingImage:
-    placement, budget, hot_chunks, index_pages, slab_pages, pages = holding
+    placement, budget, gpu, pages = holding
     key, held = budget.key if budget else None, b"".join(it.tobytes() for it in pages)
-    return HoldingImage(placement, key, hot_chunks, index_pages, slab_pages, held)
+    return HoldingImage(placement, key, gpu.hot_chunks, gpu.index_pages, gpu.slab_pages, held)
 
 
 def ledger_from(parts: Sequence[NodePart]) -> Ledger:
@@ -89,9 +88,8 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
 
 
 def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:
-    capacity = image.capacity
-    counts = (capacity.seats, capacity.hot_chunks, capacity.index_pages, capacity.slab_pages)
-    budget = GpuBudget(image.worker, image.epoch, capacity, *counts, lost=image.lost, exited=image.exited)
+    free = replace(memory_of(image.capacity), host_pages=0)
+    budget = GpuBudget(image.worker, image.epoch, image.capacity, free, lost=image.lost, exited=image.exited)
     ledger._budgets[budget.key] = budget
     if not budget.lost:
         ledger._live[budget.worker] = budget
@@ -100,22 +98,13 @@ def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:
 def _restore_holding(ledger: Ledger, image: HoldingImage) -> None:
     pages: Int32Array = unpack_int32(image.pages, "pages").copy()
     budget = ledger._budgets[image.budget] if image.budget else None
-    ledger._holdings[image.placement] = Holding(
-        image.placement,
-        budget,
-        image.hot_chunks,
-        image.index_pages,
-        image.slab_pages,
-        pages.size,
-        [pages] if pages.size else [],
-    )
+    gpu = Memory(0, image.hot_chunks, image.index_pages, image.slab_pages, int(budget is not None))
+    arrays = [pages] if pages.size else []
+    ledger._holdings[image.placement] = Holding(image.placement, budget, gpu, pages.size, arrays)
     ledger._refcounts[pages] += 1
     if budget is not None:
         budget.holders += 1
-        budget.seats_free -= 1
-        budget.hot_chunks_free -= image.hot_chunks
-        budget.index_pages_free -= image.index_pages
-        budget.slab_pages_free -= image.slab_pages
+        budget.free = budget.free.minus(gpu)
 
 
 def epochs_of(ledger: Ledger) -> set[EpochKey]:

@@ -33,6 +33,9 @@ from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacit
 #: Names of workers that are drained, or were when they went.
 DRAINS_MAX: Final = 1_024
 
+#: (-priority, arrival): total, never changes; the lower one is better.
+Rank: TypeAlias = tuple[int, int]
+
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
     """Base: one array, whose first element is the record's tag. A tag is part of the form: classes may be renamed."""
@@ -41,21 +44,42 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------- of a request
 
 
-class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
-    """A request, with everything that it was submitted with. `arrival` orders requests of one priority; `at_s` is in
-    seconds since the epoch. `prompt` is int32 token ids. `user` is whose key submitted it, "" without keys;
-    `prefill_mode` is how it was asked to come to its worker."""
+class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What never changes about a request, made once: at submission, or read from the journal. All who need one of
+    these facts refer to this record. `owner` is who asked, for the record; `user` whose key it was, "" without keys.
+    `prompt_digest` tells its prompt from another's once it is only in the journal. `at_s`: submitted, in seconds since
+    the epoch."""
 
     request_index: int
-    arrival: int
     request_id: str
+    rank: Rank
     owner: str
-    priority: int
-    prompt: bytes
+    user: str
+    prompt_tokens: int
+    prompt_digest: bytes
     sampling: Sampling
     at_s: float
-    user: str = ""
     prefill_mode: str = AUTO
+
+    @property
+    def priority(self) -> int:
+        return -self.rank[0]
+
+    @property
+    def arrival(self) -> int:
+        """Orders requests of one priority."""
+        return self.rank[1]
+
+
+class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
+    """A request, with everything that it was submitted with. `prompt` is int32 token ids."""
+
+    facts: RequestFacts
+    prompt: bytes
+
+    @property
+    def request_index(self) -> int:
+        return self.facts.request_index
 
 
 class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
@@ -261,7 +285,7 @@ class Summary(JournalEntry, frozen=True):
 
 
 def digest_of(prompt: bytes) -> bytes:
-    """Tells one prompt from another, once it is only in the journal."""
+    """Tells one prompt from another."""
     return blake2b(prompt, digest_size=16).digest()
 
 

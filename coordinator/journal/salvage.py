@@ -87,9 +87,9 @@ class _Rebuilding:
 
     def take(self, record: Record) -> None:
         match record:
-            case RequestAccepted(request_index):
-                self.requests[request_index] = _Request(record)
-                self._orphans.discard(request_index)
+            case RequestAccepted(facts):
+                self.requests[facts.request_index] = _Request(record)
+                self._orphans.discard(facts.request_index)
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     self.requests.pop(request_index, None)
@@ -124,9 +124,8 @@ class _Rebuilding:
             f"the request of index {request_index}: its submission is gone" for request_index in sorted(self._orphans)
         ]
         begun = SummaryBegun(book.arrivals, book.placements + ADMISSIONS_SKIPPED, (), (), tuple(book.drains.values()))
-        newest = {
-            it.accepted.request_id: request_index for request_index, it in sorted(self.requests.items(), key=_arrival)
-        }
+        by_arrival = sorted(self.requests.items(), key=_arrival)
+        newest = {it.accepted.facts.request_id: request_index for request_index, it in by_arrival}
         kept = [record for request_index in sorted(newest.values()) for record in self._records_of(request_index)]
         ended = sum(isinstance(it, RequestEnded) for it in kept)
         live = sum(isinstance(it, RequestAccepted) for it in kept) - ended
@@ -136,7 +135,7 @@ class _Rebuilding:
     def _records_of(self, request_index: int) -> list[Record]:
         request, known = self.requests[request_index], self.book.requests[request_index]
         (output, is_whole), ended = request.output(), known.ended
-        name, said = f"request {request.accepted.request_id}", len(output) // 4
+        name, said = f"request {request.accepted.facts.request_id}", len(output) // 4
         if ended is not None and said != ended.generated_tokens:
             self.lost.append(f"{name}, which has ended: {said} of {ended.generated_tokens} tokens are left")
             return []
@@ -147,7 +146,7 @@ class _Rebuilding:
 
 
 def _arrival(item: tuple[int, _Request]) -> int:
-    return item[1].accepted.arrival
+    return item[1].accepted.facts.arrival
 
 
 def rebuild(rows: Sequence[StoredRecord]) -> Salvaged:

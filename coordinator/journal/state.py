@@ -32,6 +32,7 @@ from coordinator.journal.records import (
     RequestAccepted,
     RequestDeparted,
     RequestEnded,
+    RequestFacts,
     RequestHandedOver,
     RequestOrdered,
     RequestOutput,
@@ -44,7 +45,6 @@ from coordinator.journal.records import (
     WorkerDrained,
     WorkerJoined,
     WorkerUndrained,
-    digest_of,
     news_of,
 )
 from coordinator.memory.changes import Change, Reserve, apply
@@ -56,7 +56,7 @@ from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 
 
 def no_order(request_index: int) -> RequestOrdered:
-    """Nobody wants anything of a request but its output."""
+    """Default orders: not held, hot size by policy, no end requested."""
     return RequestOrdered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
 
 
@@ -65,8 +65,8 @@ class RequestRecord:
     """One request. `stay` is its latest admission; `on_worker` until it departed, else `kept_tokens` rows may be left
     of it, or nothing (then `stay` is None). Once it has ended, its prompt is only in the journal."""
 
-    accepted: RequestAccepted
-    prompt_tokens: int
+    facts: RequestFacts
+    prompt: bytes
     ordered: RequestOrdered
     stay: RequestPlaced | None = None
     on_worker: bool = False
@@ -76,11 +76,6 @@ class RequestRecord:
     mark: int = -1  # generated tokens at the last of them
     killed: str = ""  # the worker that died then
     ended: RequestEnded | None = None
-    prompt_digest: bytes = b""
-
-    def end(self, ended: RequestEnded) -> None:
-        self.ended, self.prompt_digest = ended, digest_of(self.accepted.prompt)
-        self.accepted = msgspec.structs.replace(self.accepted, prompt=b"")
 
 
 @dataclass(slots=True)
@@ -98,9 +93,10 @@ class JournalState:
     def note(self, record: Record) -> None:
         """A record was appended. Ledgers and tokens are noted by their owners."""
         match record:
-            case RequestAccepted(request_index):
-                self.requests[request_index] = RequestRecord(record, len(record.prompt) // 4, no_order(request_index))
-                self.arrivals = max(self.arrivals, record.arrival)
+            case RequestAccepted(facts, prompt):
+                request_index = facts.request_index
+                self.requests[request_index] = RequestRecord(facts, prompt, no_order(request_index))
+                self.arrivals = max(self.arrivals, facts.arrival)
             case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
             case RequestsStruck():
@@ -169,7 +165,12 @@ class JournalState:
                 known.stay = known.stay if kept_tokens else None
                 known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
             case RequestEnded():
-                known.end(record)
+                known.ended, known.prompt = record, b""
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """The ledger of a node's new pool: empty, and its HostPool's to change."""
+        self.ledgers[opened.node] = ledger = Ledger(opened.capacity.host_pages)
+        return ledger
 
     def joined(self, node: str) -> list[WorkerJoined]:
         """Epochs of `node` of which anything is left."""
@@ -205,8 +206,8 @@ class _Replay:
     def take(self, record: Record) -> None:
         book, token_log = self.book, self.token_log
         match record:
-            case RequestAccepted():
-                token_log.reopen(record.request_index, record.sampling.max_tokens)
+            case RequestAccepted(facts):
+                token_log.reopen(facts.request_index, facts.sampling.max_tokens)
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     if request_index in book.requests:
@@ -225,8 +226,8 @@ class _Replay:
     def _take_of_node(self, record: Record) -> None:
         ledgers = self.book.ledgers
         match record:
-            case PoolOpened(node, capacity):
-                ledgers[node] = Ledger(capacity.host_pages)
+            case PoolOpened(node):
+                self.book.open_pool(record)
                 self.collected.pop(node, None)
             case SummaryBegun(pools=pools):
                 self.collected = {opened.node: _Collected([], []) for opened in pools}

@@ -94,7 +94,7 @@ class Summarizing:
 
 def facts_of(known: RequestRecord) -> Iterator[Record]:
     """All but what every request begins with."""
-    request_index, stay = known.accepted.request_index, known.stay
+    request_index, stay = known.facts.request_index, known.stay
     if known.ended is None and known.ordered != no_order(request_index):
         yield known.ordered
     if known.strikes and known.ended is None:

@@ -4,11 +4,11 @@ heard."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.rate_limiter import RateLimiter, RateVerdict, cost_of
-from coordinator.listener.router import Received
+from coordinator.listener.router import Received, RouterSocket
 from protocol.errors import CapacityError, HiSparseError
 
 #: Reasons under which dropped messages and ended connections are counted.
@@ -16,18 +16,12 @@ RATE: Final = "rate"
 CUT: Final = "cut"
 
 
-class Disconnecting(Protocol):
-    """What a gate needs of coordinator.listener.router.RouterSocket."""
-
-    def cut(self, received: Received) -> None: ...
-
-
 class FloodControl:
     """One per listener. `refuse` tells a peer why it is not heard."""
 
     def __init__(
         self,
-        socket: Disconnecting,
+        socket: RouterSocket,
         rate_limiter: RateLimiter,
         dropped: Dropped,
         refuse: Callable[[Received, HiSparseError], None],

@@ -22,14 +22,16 @@ ownership, twice the cases).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Final, NamedTuple
 
 import numpy as np
+from msgspec.structs import astuple, replace
 
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, InternalError, WrongState
 from protocol.messages import WorkerCapacity
-from protocol.sizing import Memory
+from protocol.sizing import NO_MEMORY, Memory, memory_of
 
 #: (worker, epoch)
 EpochKey = tuple[str, int]
@@ -46,15 +48,13 @@ def follows(epoch: int, before: int) -> bool:
 
 @dataclass(slots=True)
 class GpuBudget:
-    """The GPU memory of one epoch, and what of it is free. `lost`: no new holders; `exited`: proved gone."""
+    """The GPU memory of one epoch, and what of it is free, without host pages. `lost`: no new holders; `exited`:
+    proved gone."""
 
     worker: str
     epoch: int
     capacity: WorkerCapacity
-    seats_free: int
-    hot_chunks_free: int
-    index_pages_free: int
-    slab_pages_free: int
+    free: Memory
     holders: int = 0
     lost: bool = False
     exited: bool = False
@@ -66,13 +66,11 @@ class GpuBudget:
 
 @dataclass(slots=True)
 class Holding:
-    """What an admission holds. `budget` is None once only kept pages are left."""
+    """What a placement holds: `gpu` of `budget`, None once only kept pages are left, and `pages`."""
 
     placement: int
     budget: GpuBudget | None
-    hot_chunks: int
-    index_pages: int
-    slab_pages: int
+    gpu: Memory
     page_count: int
     pages: list[Int32Array] = field(default_factory=list)
 
@@ -112,6 +110,10 @@ class Ledger:
             raise WrongState("has no live epoch", field="worker", value=worker, remedy="wait until it has registered")
         return budget
 
+    def free(self, worker: str) -> Memory:
+        """What a request could be given on `worker` now. Raises WrongState as `budget`."""
+        return replace(self.budget(worker).free, host_pages=self.pages_free)
+
     def has_live(self, worker: str) -> bool:
         return worker in self._live
 
@@ -126,7 +128,7 @@ class Ledger:
     def held(self, placement: int) -> Memory:
         """What an admission holds, GPU counts and pages. Raises InternalError for one that is not here."""
         holding = self._holding(placement)
-        return Memory(holding.page_count, holding.hot_chunks, holding.index_pages, holding.slab_pages)
+        return replace(holding.gpu, host_pages=holding.page_count)
 
     def pages_of(self, placement: int) -> Int32Array:
         """A copy of the page list."""
@@ -178,19 +180,9 @@ class Ledger:
         quarantined = self.pages_total - self.pages_free - owned
         return PageCounts(self.pages_free, owned, quarantined, int(np.count_nonzero(owners > 1)))
 
-    def shortfall(self, worker: str, want: Memory, *, seat: bool = True) -> tuple[str, ...]:
-        """What is missing now for `want` beside a seat, one phrase per resource; empty: it fits."""
-        budget = self.budget(worker)
-        rows = (
-            ("seats", int(seat), budget.seats_free, worker),
-            ("host pages", want.host_pages, self.pages_free, "the pool"),
-            ("hot chunks", want.hot_chunks, budget.hot_chunks_free, worker),
-            ("index pages", want.index_pages, budget.index_pages_free, worker),
-            ("slab pages", want.slab_pages, budget.slab_pages_free, worker),
-        )
-        return tuple(
-            f"needs {needed} {what}, {place} has {free} free" for what, needed, free, place in rows if needed > free
-        )
+    def shortfall(self, worker: str, want: Memory) -> tuple[str, ...]:
+        """What is missing now for `want`, one phrase for each kind of memory; empty: it fits."""
+        return self.free(worker).shortages(want, worker, "the pool", left=" free")
 
     # ---------------------------------------------------------------- workers
 
@@ -202,15 +194,7 @@ class Ledger:
             )
         if (worker, epoch) in self._budgets or (worker, epoch) in self._quarantines:
             raise WrongState("was lost before", field="epoch", value=epoch, remedy="start a new epoch")
-        budget = GpuBudget(
-            worker,
-            epoch,
-            capacity,
-            capacity.seats,
-            capacity.hot_chunks,
-            capacity.index_pages,
-            capacity.slab_pages,
-        )
+        budget = GpuBudget(worker, epoch, capacity, _of_gpu(memory_of(capacity)))
         self._budgets[budget.key] = self._live[worker] = budget
 
     def lose_worker(self, worker: str, epoch: int, *, proved_exit: bool) -> None:
@@ -247,60 +231,43 @@ class Ledger:
         take_over: int | None = None,
         share: Int32Array = NO_PAGES,
     ) -> Int32Array:
-        """Give `placement` a seat and `want` on `worker`; returns its whole page list, int32 [pages].
+        """Give `placement` one seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
         The list starts with the pages kept under the departed admission `take_over`, or with `share`, pages that
         others hold and whose rows never change; `want.host_pages` fresh ones follow. Raises CapacityError when
         anything is short: then nothing changed.
         """
-        if missing := self.shortfall(worker, want):
-            raise CapacityError("; ".join(missing), field="placement", value=placement, remedy="retry later")
+        want = replace(want, seats=1)
+        self._check_fits(placement, worker, want)
         self._check_new(placement, take_over, share)
         budget = self._live[worker]
         kept = [] if take_over is None else self._holdings.pop(take_over).pages
         self._refcounts[share] += 1
         pages = [array for array in (*kept, share.copy(), self._take(want.host_pages)) if array.size]
         count = sum(array.size for array in pages)
-        holding = Holding(placement, budget, want.hot_chunks, want.index_pages, want.slab_pages, count, pages)
-        self._holdings[placement] = holding
+        self._holdings[placement] = holding = Holding(placement, budget, _of_gpu(want), count, pages)
         budget.holders += 1
-        budget.seats_free -= 1
-        budget.hot_chunks_free -= want.hot_chunks
-        budget.index_pages_free -= want.index_pages
-        budget.slab_pages_free -= want.slab_pages
+        budget.free = budget.free.minus(holding.gpu)
         return holding.all_pages()
 
     def extend(self, placement: int, more: Memory) -> Int32Array:
         """Append `more.host_pages` fresh pages, add the GPU counts; returns the fresh pages. Raises CapacityError."""
         holding, budget = self._active(placement)
-        if missing := self.shortfall(budget.worker, more, seat=False):
-            raise CapacityError("; ".join(missing), field="placement", value=placement, remedy="retry later")
+        self._check_fits(placement, budget.worker, more)
         pages = self._take(more.host_pages)
         if pages.size:
             holding.pages.append(pages)
             holding.page_count += pages.size
-        holding.hot_chunks += more.hot_chunks
-        holding.index_pages += more.index_pages
-        holding.slab_pages += more.slab_pages
-        budget.hot_chunks_free -= more.hot_chunks
-        budget.index_pages_free -= more.index_pages
-        budget.slab_pages_free -= more.slab_pages
+        more = _of_gpu(more)
+        holding.gpu, budget.free = holding.gpu.plus(more), budget.free.minus(more)
         return pages.copy()
 
     def shrink(self, placement: int, less: Memory) -> None:
         """Take back GPU counts that the worker no longer uses (Staged, Resized). Host pages: see `keep`."""
         holding, budget = self._active(placement)
-        left = (
-            holding.hot_chunks - less.hot_chunks,
-            holding.index_pages - less.index_pages,
-            holding.slab_pages - less.slab_pages,
-        )
-        if less.host_pages or min(less) < 0 or min(left) < 0:
+        if less.host_pages or less.seats or not (less.covers(NO_MEMORY) and holding.gpu.covers(less)):
             raise InternalError(f"admission {placement} cannot give back {less} of {self.held(placement)}")
-        holding.hot_chunks, holding.index_pages, holding.slab_pages = left
-        budget.hot_chunks_free += less.hot_chunks
-        budget.index_pages_free += less.index_pages
-        budget.slab_pages_free += less.slab_pages
+        holding.gpu, budget.free = holding.gpu.minus(less), budget.free.plus(less)
 
     def keep(self, placement: int, pages: int) -> int:
         """Give back the seat, the GPU counts and all but the first `pages` pages; returns pages freed.
@@ -349,25 +316,15 @@ class Ledger:
         return self._find_budget_mismatch()
 
     def _find_budget_mismatch(self) -> str:
-        held: dict[EpochKey, list[int]] = {key: [0, 0, 0, 0] for key in self._budgets}
+        sums = {key: budget.free for key, budget in self._budgets.items()}
         for it in self._holdings.values():
             if it.budget is not None:
-                sums = held[it.budget.key]
-                sums[0] += 1
-                sums[1] += it.hot_chunks
-                sums[2] += it.index_pages
-                sums[3] += it.slab_pages
-        for key, (seats, chunks, index_pages, slab_pages) in held.items():
-            budget, capacity = self._budgets[key], self._budgets[key].capacity
-            rows = (
-                ("seats", budget.seats_free + seats, capacity.seats),
-                ("hot chunks", budget.hot_chunks_free + chunks, capacity.hot_chunks),
-                ("index pages", budget.index_pages_free + index_pages, capacity.index_pages),
-                ("slab pages", budget.slab_pages_free + slab_pages, capacity.slab_pages),
-            )
-            for what, found, total in rows:
-                if found != total:
-                    return f"{what} of {key[0]}, held and free, are {found} of {total}"
+                sums[it.budget.key] = sums[it.budget.key].plus(it.gpu)
+        for key, found in sums.items():
+            whole = _of_gpu(memory_of(self._budgets[key].capacity))
+            for kind, count, total in zip(Memory.__struct_fields__, astuple(found), astuple(whole), strict=True):
+                if count != total:
+                    return f"{kind.replace('_', ' ')} of {key[0]}, held and free, are {count} of {total}"
         return ""
 
     def check_invariants(self) -> None:
@@ -394,24 +351,16 @@ class Ledger:
     def _check_budgets(self) -> None:
         for budget in self._budgets.values():
             of_it = [holding for holding in self._holdings.values() if holding.budget is budget]
-            capacity = budget.capacity
-            rows = (
-                (budget.seats_free, len(of_it), capacity.seats),
-                (budget.hot_chunks_free, sum(h.hot_chunks for h in of_it), capacity.hot_chunks),
-                (budget.index_pages_free, sum(h.index_pages for h in of_it), capacity.index_pages),
-                (budget.slab_pages_free, sum(h.slab_pages for h in of_it), capacity.slab_pages),
-            )
+            sums = reduce(Memory.plus, (holding.gpu for holding in of_it), budget.free)
             _demand(budget.holders == len(of_it), f"{budget.key} counts its holders")
-            _demand(all(free >= 0 and free + held == total for free, held, total in rows), f"{budget.key} adds up")
+            _demand(all(holding.gpu.seats == 1 for holding in of_it), f"holders of {budget.key} have a seat each")
+            _demand(
+                budget.free.covers(NO_MEMORY) and sums == _of_gpu(memory_of(budget.capacity)), f"{budget.key} adds up"
+            )
             _demand(budget.lost == (self._live.get(budget.worker) is not budget), f"{budget.key} is live or lost")
             _demand(not (budget.exited and budget.key in self._quarantines), f"{budget.key} is proved gone")
-        _demand(
-            all(
-                h.budget is not None or not (h.hot_chunks or h.index_pages or h.slab_pages)
-                for h in self._holdings.values()
-            ),
-            "kept holdings have no GPU counts",
-        )
+        kept = [holding for holding in self._holdings.values() if holding.budget is None]
+        _demand(all(holding.gpu == NO_MEMORY for holding in kept), "kept holdings have no GPU counts")
 
     # ---------------------------------------------------------------- parts
 
@@ -426,6 +375,11 @@ class Ledger:
         if holding.budget is None:
             raise InternalError(f"admission {placement} is kept: it has left its worker")
         return holding, holding.budget
+
+    def _check_fits(self, placement: int, worker: str, want: Memory) -> None:
+        if not self.free(worker).covers(want):
+            missing = "; ".join(self.shortfall(worker, want))
+            raise CapacityError(missing, field="placement", value=placement, remedy="retry later")
 
     def _check_new(self, placement: int, take_over: int | None, share: Int32Array) -> None:
         if placement in self._holdings:
@@ -464,16 +418,18 @@ class Ledger:
         if budget is None:
             return
         budget.holders -= 1
-        budget.seats_free += 1
-        budget.hot_chunks_free += holding.hot_chunks
-        budget.index_pages_free += holding.index_pages
-        budget.slab_pages_free += holding.slab_pages
-        holding.budget, holding.hot_chunks, holding.index_pages, holding.slab_pages = None, 0, 0, 0
+        budget.free = budget.free.plus(holding.gpu)
+        holding.budget, holding.gpu = None, NO_MEMORY
         self._forget_if_empty(budget)
 
     def _forget_if_empty(self, budget: GpuBudget) -> None:
         if budget.lost and not budget.holders:
             del self._budgets[budget.key]
+
+
+def _of_gpu(memory: Memory) -> Memory:
+    """Without host pages, which the pool counts."""
+    return replace(memory, host_pages=0)
 
 
 def _demand(condition: bool | np.bool_, what: str) -> None:

@@ -206,7 +206,7 @@ class SchedulerApi(Actor[Message]):
                 self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:
-            raise ProtocolError(f"floods request {live.state.request_id}", field="worker", value=worker)
+            raise ProtocolError(f"floods request {live.facts.request_id}", field="worker", value=worker)
         if isinstance(event, messages.Released):
             live.swaps = Swaps(event.hits, event.misses)
         live.request.tell(event)

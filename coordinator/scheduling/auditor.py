@@ -144,7 +144,7 @@ class Auditor:
                 ledger=difference.ledger,
                 worker=difference.worker,
                 repaired=difference.kind in REPAIRED,
-                request=live.state.request_id if live else "",
+                request=live.facts.request_id if live else "",
                 history=_history(live),
             ),
         )
@@ -187,7 +187,7 @@ class Auditor:
     def _row(self, name: str, difference: Difference) -> DifferenceRow:
         kind, placement, ours, theirs = difference
         live = self._requests.by_placement.get(placement)
-        request_id = live.state.request_id if live else ""
+        request_id = live.facts.request_id if live else ""
         return DifferenceRow(name, kind, placement, request_id, ours, theirs, kind in REPAIRED)
 
 

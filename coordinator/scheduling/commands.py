@@ -27,7 +27,7 @@ def carry_out(
         for live in lives:
             _check_size(ask.hot_slots, live, capacities)
     effects = [_apply(ask, live, dispatch) for live in lives]
-    return effects, tuple(f"{live.state.request_id}: {_promise(ask, live)}" for live in lives)
+    return effects, tuple(f"{live.facts.request_id}: {_promise(ask, live)}" for live in lives)
 
 
 def release_quarantine(
@@ -110,7 +110,7 @@ def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[st
         return
     chunks = max((capacity.hot_chunks for _, capacity in capacities), default=0)
     raise CapacityError(
-        f"{live.state.request_id} may not fit {chunks} hot chunks with that size at its longest",
+        f"{live.facts.request_id} may not fit {chunks} hot chunks with that size at its longest",
         field="hot_slots",
         value=hot_slots,
         remedy="choose a smaller size",

@@ -129,7 +129,7 @@ class Dispatch:
         )
         entry.generated = generated
         self.placement_table.depart(entry, kept_tokens, pages, first_token)
-        if event.final or entry.ending:
+        if event.final or entry.is_ending:
             self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
@@ -141,10 +141,10 @@ class Dispatch:
         they have arrived, the other one says."""
         entry.generated = generated
         has_rows = (
-            event.durable_tokens and not (entry.frees_pages or entry.ending) and (ticket.arrived or not entry.lost)
+            event.durable_tokens and not (entry.frees_pages or entry.is_ending) and (ticket.arrived or not entry.lost)
         )
         if has_rows:
-            kept_tokens = min(event.durable_tokens, entry.prompt_tokens)
+            kept_tokens = min(event.durable_tokens, entry.facts.prompt_tokens)
             key = ticket.node, ticket.worker, ticket.epoch
             note = journal.RequestHandedOver(
                 entry.request_index, ticket.placement, *key, kept_tokens, event.first_token
@@ -154,7 +154,7 @@ class Dispatch:
             if ticket.arrived:
                 self.placement_table.close_ticket(ticket)
             return _effects(step)
-        is_failure = not (entry.lost or entry.frees_pages or event.final or entry.ending)
+        is_failure = not (entry.lost or entry.frees_pages or event.final or entry.is_ending)
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
         tells = (
             (AddressedOrder(entry.request_index, RowsGivenUp("its rows had not arrived")),)
@@ -164,7 +164,7 @@ class Dispatch:
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(ticket)
         effects = Effects((step, *effects.steps), tells, effects.sends)
-        if event.final or entry.ending:
+        if event.final or entry.is_ending:
             self.placement_table.close(entry)
         elif is_failure:
             effects = effects.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
@@ -218,7 +218,7 @@ class Dispatch:
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
             effects = released._replace(
-                tells=(AddressedOrder(entry.request_index, RetractOrder(False, False, reason)),)
+                tells=(AddressedOrder(entry.request_index, RetractOrder(False, entry.ordered, reason)),)
             )
         else:
             self.placement_table.demote(entry)
@@ -304,26 +304,25 @@ class Dispatch:
 
     def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
         self.dirty = True
-        tell = AddressedOrder(entry.request_index, RetractOrder(keep, hold, reason))
+        self.placement_table.hold(entry, entry.ordered.held or hold)
+        tell = AddressedOrder(entry.request_index, RetractOrder(keep, entry.ordered, reason))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=not keep)
-            self.placement_table.hold(entry, entry.held or hold)
             return Effects((), (tell,))
-        self.placement_table.hold(entry, entry.held or hold)
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
 
     def resume(self, entry: RequestEntry, reason: str) -> Effects:
         self.dirty = True
         self.placement_table.hold(entry, False)
-        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(reason)),))
+        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(entry.ordered, reason)),))
 
     def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
+        self.placement_table.order_end(entry, outcome, reason)
         tell = AddressedOrder(entry.request_index, EndOrder(outcome, reason, cause))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
-            entry.ending = True
             return Effects((), (tell,))
         effects = self._give_up(entry, reason, tell)
         self.placement_table.close(entry)
@@ -410,7 +409,7 @@ class Dispatch:
                     entry.request_index, MemoryGiven(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
                 )
             case decisions.RetractDecision(_, keep, _, reason):
-                return AddressedOrder(entry.request_index, RetractOrder(keep, False, reason))
+                return AddressedOrder(entry.request_index, RetractOrder(keep, entry.ordered, reason))
             case decisions.DemoteDecision():
                 return AddressedOrder(entry.request_index, RowsGivenUp(decision.reason))
 

@@ -11,16 +11,16 @@ The phases of a request:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from operator import attrgetter
+from typing import Final
 
+from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.scheduling.events import WorkerPort
-from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
-
-#: Lower sorts first and is better: (-priority, arrival).
-Rank: TypeAlias = tuple[int, int]
 
 
 class EntryPhase(Enum):
@@ -36,17 +36,13 @@ ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVI
 
 @dataclass(slots=True, eq=False)
 class RequestEntry:
-    """One live request as policy sees it."""
+    """One live request as policy sees it: where it is placed, and what operators ordered. What it has of its node's
+    ledger (`pages`, `slab_pages`, `hot`) is a mirror that `PlacementTable.check_invariants` compares."""
 
-    request_index: int
-    rank: Rank
-    prompt_tokens: int
-    max_tokens: int
-    generated: int = 0
-    prefill_mode: str = AUTO  # how its prompt is to come to where it is decoded: messages.PREFILL_MODES
+    facts: RequestFacts
+    ordered: RequestOrdered  # replaced, never changed: the journal and the Request refer to the same record
+    generated: int = 0  # of the token log, read before each plan
     phase: EntryPhase = EntryPhase.WAITING
-    held: bool = False
-    forced_slots: int = NO_HOT_BUFFER  # an operator's choice of hot size; -1: policy's
     displaced: bool = False  # policy took it off a worker
     strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
     mark: int = -1
@@ -66,14 +62,27 @@ class RequestEntry:
     paused_until: float = 0.0  # waiting: after a failed transfer
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
-    ending: bool = False  # leaving: its end was asked for, so it will not wait again
     came_with: int = 0  # generated tokens when it was admitted
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
     reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already
 
     @property
+    def request_index(self) -> int:
+        return self.facts.request_index
+
+    @property
+    def rank(self) -> Rank:
+        return self.facts.rank
+
+    @property
     def length(self) -> Length:
-        return Length(self.prompt_tokens, self.generated, self.max_tokens)
+        facts = self.facts
+        return Length(facts.prompt_tokens, self.generated, facts.sampling.max_tokens)
+
+    @property
+    def is_ending(self) -> bool:
+        """Its end was ordered, so it will not wait again."""
+        return bool(self.ordered.outcome)
 
     @property
     def prefills_only(self) -> bool:
@@ -88,7 +97,11 @@ class RequestEntry:
     @property
     def memory(self) -> Memory:
         on_worker = self.phase in ON_WORKER
-        return Memory(self.pages, self.chunks, self.pages if on_worker else 0, self.slab_pages)
+        return Memory(self.pages, self.chunks, self.pages * on_worker, self.slab_pages, int(on_worker))
+
+
+#: To sort by: best rank first.
+RANK_OF: Final[Callable[[RequestEntry], Rank]] = attrgetter("facts.rank")
 
 
 @dataclass(slots=True, eq=False)

@@ -26,6 +26,7 @@ from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
+    from coordinator.journal.records import RequestOrdered
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
@@ -49,7 +50,7 @@ class LinkStats(NamedTuple):
 
 
 class WorkerPort(Protocol):
-    """The worker link as the actors see it: one epoch of one worker."""
+    """The worker link as the actors see it: one epoch of one worker. A Protocol, because links are of a room above."""
 
     def send(self, command: messages.Command) -> None:
         """Number the command, log it for replay and wake the sender. Never blocks, never fails: a link past its
@@ -70,7 +71,8 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """The gateway's side of the end of a request. The calls are synchronous and must not fail."""
+    """The gateway's side of the end of a request. The calls are synchronous and must not fail. A Protocol, because the
+    gateway is a room above."""
 
     def ended(self, ending: Ending) -> None:
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
@@ -289,14 +291,17 @@ class MemoryGiven(msgspec.Struct, frozen=True):
 
 
 class RetractOrder(msgspec.Struct, frozen=True):
-    """Leave the worker, or stay away from it. `keep` host rows; `hold` until resumed."""
+    """Leave the worker, or stay away from it. `keep` host rows; `ordered` says whether it is held until resumed."""
 
     keep: bool
-    hold: bool
+    ordered: RequestOrdered
     reason: str
 
 
 class ResumeOrder(msgspec.Struct, frozen=True):
+    """An operator holds it no more, as `ordered` says."""
+
+    ordered: RequestOrdered
     reason: str
 
 

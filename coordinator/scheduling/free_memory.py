@@ -3,13 +3,14 @@ requests ask of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
-from coordinator.scheduling.preemption import Needs
-from protocol.sizing import HotSize
+from protocol.sizing import HotSize, Memory
 
 
 class PlacementAsk(NamedTuple):
@@ -20,7 +21,7 @@ class PlacementAsk(NamedTuple):
     worker: WorkerEntry
     pages: int
     hot_sizes: list[HotSize]
-    need: Needs
+    need: Memory
     spare_chunks: int = 0
     decoder: PlacementAsk | None = None
 
@@ -39,66 +40,54 @@ class Refusal(NamedTuple):
 
 
 class PlanOutcome(NamedTuple):
-    """What a plan leaves beside its decisions: what is free after it by worker, the refused by slot, and by node the
+    """What a plan leaves beside its decisions: what is free after it, the refused by slot, and by node the
     request that blocks it for those of lower rank."""
 
-    spaces: Mapping[str, Space]
+    free: FreeMemory
     refused: Mapping[int, Refusal]
     blocked: Mapping[str, RequestEntry]
 
 
-NO_PLAN_OUTCOME: Final = PlanOutcome({}, {}, {})
+class FreeMemory:
+    """By worker. Workers of a node share its host pages: what one takes, all of them have less."""
 
+    __slots__ = ("_by_worker", "_names")
 
-class HostSpace:
-    """Free host pages of one node."""
+    def __init__(self, ledgers: Mapping[str, Ledger], workers: Iterable[WorkerEntry]) -> None:
+        self._by_worker: dict[str, Memory] = {}
+        self._names: dict[str, list[str]] = {}  # of the workers of each node
+        for worker in workers:
+            self._by_worker[worker.name] = ledgers[worker.node].free(worker.name)
+            self._names.setdefault(worker.node, []).append(worker.name)
 
-    __slots__ = ("pages",)
+    def knows(self, worker: WorkerEntry) -> bool:
+        return worker.name in self._by_worker
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
+    def on(self, worker: WorkerEntry) -> Memory:
+        return self._by_worker[worker.name]
 
+    def take(self, worker: WorkerEntry, memory: Memory) -> None:
+        self._set(worker, self._by_worker[worker.name].minus(memory))
 
-class Space:
-    """Free memory of one worker and its node; workers of a node share `host`."""
+    def promise(self, worker: WorkerEntry, memory: Memory) -> None:
+        """As much of `memory` as is free may be used by no other request."""
+        free = self._by_worker[worker.name]
+        self._set(worker, free.minus(memory.at_most(free)))
 
-    __slots__ = ("chunks", "host", "index_pages", "seats", "slab_pages")
-
-    def __init__(self, ledger: Ledger, worker: str, host: HostSpace) -> None:
-        budget = ledger.budget(worker)
-        self.seats = budget.seats_free
-        self.chunks = budget.hot_chunks_free
-        self.index_pages = budget.index_pages_free
-        self.slab_pages = budget.slab_pages_free
-        self.host = host
-
-    def covers(self, need: Needs) -> bool:
-        return (
-            self.seats >= need.seats
-            and self.chunks >= need.chunks
-            and self.index_pages >= need.index_pages
-            and self.slab_pages >= need.slab_pages
-            and self.host.pages >= need.host_pages
-        )
-
-    def free(self) -> Needs:
-        return Needs(self.seats, self.chunks, self.index_pages, self.slab_pages, self.host.pages)
-
-    def take(self, need: Needs) -> None:
-        self.seats -= need.seats
-        self.chunks -= need.chunks
-        self.index_pages -= need.index_pages
-        self.slab_pages -= need.slab_pages
-        self.host.pages -= need.host_pages
-
-    def promise(self, need: Needs) -> None:
-        """As much of `need` as is free may be used by nobody else."""
-        free = self.free()
-        self._set(free.minus(need.at_most(free)))
-
-    def claim(self, left: Needs) -> None:
+    def claim(self, worker: WorkerEntry, left: Memory) -> None:
         """No more of what is free may be used than will be `left`."""
-        self._set(self.free().at_most(left))
+        self._set(worker, self._by_worker[worker.name].at_most(left))
 
-    def _set(self, free: Needs) -> None:
-        self.seats, self.chunks, self.index_pages, self.slab_pages, self.host.pages = free
+    def add_host_pages(self, node: str, pages: int) -> None:
+        for name in self._names.get(node, ()):
+            free = self._by_worker[name]
+            self._by_worker[name] = replace(free, host_pages=free.host_pages + pages)
+
+    def _set(self, worker: WorkerEntry, free: Memory) -> None:
+        more_pages = free.host_pages - self._by_worker[worker.name].host_pages
+        if more_pages:
+            self.add_host_pages(worker.node, more_pages)
+        self._by_worker[worker.name] = free
+
+
+NO_PLAN_OUTCOME: Final = PlanOutcome(FreeMemory({}, ()), {}, {})

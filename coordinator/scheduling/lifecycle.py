@@ -51,6 +51,8 @@ WAITING: Final = frozenset({State.QUEUED, State.PREFILLED, State.RETRACTED})
 ACTIVE: Final = frozenset(
     {State.PREFILLING, State.TRANSFERRING, State.READY, State.RUNNING, State.RETRACTING, State.RELEASING}
 )
+#: An operator can hold a request here, and resume it.
+RESUMABLE: Final = WAITING | {State.RETRACTING}
 TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
 
 

@@ -29,11 +29,13 @@ from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
-from protocol.sizing import misfit
+from protocol.sizing import memory_of, misfit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.policy import Policy
@@ -61,6 +63,19 @@ class PendingKind(StrEnum):
     SLAB_PAGES = "slab_pages"
     BEHIND = "behind"
     TURN = "turn"
+
+
+#: Kinds of memory, in the order in which the first that is short is named: fields of sizing.Memory.
+_MEMORY: Final = tuple(
+    (kind, kind.value)
+    for kind in (
+        PendingKind.SEATS,
+        PendingKind.HOST_PAGES,
+        PendingKind.HOT_CHUNKS,
+        PendingKind.INDEX_PAGES,
+        PendingKind.SLAB_PAGES,
+    )
+)
 
 
 class PendingReason(NamedTuple):
@@ -122,7 +137,7 @@ class PendingReasons:
             yield first
         for request_index in islice(refused, NOTES_MAX):
             entry = placement_table.entries.get(request_index)
-            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.held:
+            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.ordered.held:
                 yield entry
 
     # ---------------------------------------------------------------- one request
@@ -130,12 +145,12 @@ class PendingReasons:
     def explain(self, entry: RequestEntry, now: float) -> PendingReason:
         """Of a request that waits, or whose rows are on their way to where it will."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
-        if entry.held:
+        if entry.ordered.held:
             kept = f", its {entry.kept_tokens} rows kept" if entry.kept_tokens else ""
             return PendingReason(PendingKind.HELD, f"held by an operator{kept}: hisparse resume lets it go on")
         if ticket := self._placement_table.ticket_of(entry):
             where = f"{ticket.worker} on node {ticket.node}"
-            text = f"its {entry.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
+            text = f"its {entry.facts.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
             return PendingReason(PendingKind.TRANSFER, text)
         if now < entry.paused_until:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
@@ -178,27 +193,15 @@ class PendingReasons:
         return lacking or [need for need in needs if need.needed > need.left]
 
     def _needs(self, ask: PlacementAsk) -> Iterator[_Need]:
-        worker, need, kind = ask.worker, ask.need, PendingKind
-        ledger, space = self._policy.ledgers[worker.node], self._policy.outcome.spaces.get(worker.name)
-        if space is None or not ledger.has_live(worker.name):
+        worker, plan = ask.worker, self._policy.outcome.free
+        ledger = self._policy.ledgers[worker.node]
+        if not plan.knows(worker) or not ledger.has_live(worker.name):
             return  # it left after the plan
-        left, budget, total = space.free(), ledger.budget(worker.name), worker.capacity
-        rows = (
-            (kind.SEATS, "seats", need.seats, budget.seats_free, total.seats, left.seats),
-            (kind.HOST_PAGES, "host pages", need.host_pages, ledger.pages_free, ledger.pages_total, left.host_pages),
-            (kind.HOT_CHUNKS, "hot chunks", need.chunks, budget.hot_chunks_free, total.hot_chunks, left.chunks),
-            (
-                kind.INDEX_PAGES,
-                "index pages",
-                need.index_pages,
-                budget.index_pages_free,
-                total.index_pages,
-                left.index_pages,
-            ),
-            (kind.SLAB_PAGES, "slab pages", need.slab_pages, budget.slab_pages_free, total.slab_pages, left.slab_pages),
-        )
-        for row in rows:
-            yield _Need(worker.node if row[0] is kind.HOST_PAGES else worker.name, *row)
+        total = replace(memory_of(worker.capacity), host_pages=ledger.pages_total)
+        amounts = ask.need, ledger.free(worker.name), total, plan.on(worker)
+        for kind, field in _MEMORY:
+            place = worker.node if kind is PendingKind.HOST_PAGES else worker.name
+            yield _Need(place, kind, field.replace("_", " "), *(getattr(it, field) for it in amounts))
 
     # ---------------------------------------------------------------- no worker to ask
 
@@ -260,7 +263,8 @@ def _absent(workers: Sequence[WorkerEntry]) -> str:
 def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:
     """Why these workers could not take it on if they were empty; None: they could."""
     alone, pair = (BOTH,), (PREFILL, DECODE)
-    ways = ((DECODE,),) if entry.pages else {STAGED: (alone,), DIRECT: (pair,)}.get(entry.prefill_mode, (alone, pair))
+    by_mode = {STAGED: (alone,), DIRECT: (pair,)}
+    ways = ((DECODE,),) if entry.pages else by_mode.get(entry.facts.prefill_mode, (alone, pair))
     reasons = [
         next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in ways
     ]

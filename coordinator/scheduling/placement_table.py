@@ -14,12 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from coordinator.journal.records import DRAINS_MAX
+from msgspec.structs import replace
+
+from coordinator.journal.records import DRAINS_MAX, Rank, RequestFacts, RequestOrdered
+from coordinator.journal.state import no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
-from coordinator.scheduling.entries import EntryPhase, InboundTransfer, Rank, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.poison import PoisonDetector
 from protocol.errors import InternalError
-from protocol.messages import AUTO, NO_HOT_BUFFER, NO_TOKEN
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
 
 #: Epochs that went down whose processes' ids are remembered.
@@ -48,16 +51,16 @@ class PlacementTable:
 
     # ---------------------------------------------------------------- requests
 
-    def add(
-        self, request_index: int, priority: int, prompt_tokens: int, max_tokens: int, prefill_mode: str = AUTO
-    ) -> RequestEntry:
-        """A new request, waiting."""
+    def next_rank(self, priority: int) -> Rank:
+        """Of a request that arrives now."""
         self._arrivals += 1
-        entry = RequestEntry(
-            request_index, (-priority, self._arrivals), prompt_tokens, max_tokens, prefill_mode=prefill_mode
-        )
-        self.entries[request_index] = self.by_rank[entry.rank] = self.unexplained[request_index] = entry
-        insort(self.waiting, entry.rank)
+        return -priority, self._arrivals
+
+    def add(self, facts: RequestFacts, generated: int = 0) -> RequestEntry:
+        """A new request, waiting."""
+        entry = RequestEntry(facts, no_order(facts.request_index), generated)
+        self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
+        insort(self.waiting, facts.rank)
         return entry
 
     def remove(self, entry: RequestEntry) -> None:
@@ -81,7 +84,7 @@ class PlacementTable:
         if decoder:
             self.promised[entry.request_index] = entry
         entry.came_with = entry.generated
-        if entry.forced_slots != NO_HOT_BUFFER:
+        if entry.ordered.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.request_index] = entry
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
         insort(worker.ranks, entry.rank)
@@ -165,7 +168,7 @@ class PlacementTable:
             self.kept[entry.request_index] = entry
         else:
             entry.placement, entry.node = 0, ""
-        if not entry.held:
+        if not entry.ordered.held:
             insort(self.waiting, entry.rank)
             self.unexplained[entry.request_index] = entry
 
@@ -176,21 +179,26 @@ class PlacementTable:
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
     def hold(self, entry: RequestEntry, held: bool) -> None:
-        if entry.phase is EntryPhase.WAITING and held != entry.held:
+        if entry.phase is EntryPhase.WAITING and held != entry.ordered.held:
             if held:
                 _discard(self.waiting, entry.rank)
                 self.unexplained.pop(entry.request_index, None)
             else:
                 insort(self.waiting, entry.rank)
                 self.unexplained[entry.request_index] = entry
-        entry.held = held
+        entry.ordered = replace(entry.ordered, held=held)
 
     def force(self, entry: RequestEntry, hot_slots: int) -> None:
         """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
-        entry.forced_slots = hot_slots
+        entry.ordered = replace(entry.ordered, forced_slots=hot_slots)
         self.forcing.pop(entry.request_index, None)
         if hot_slots != NO_HOT_BUFFER:
             self.forcing[entry.request_index] = entry
+
+    def order_end(self, entry: RequestEntry, outcome: str, reason: str) -> None:
+        """The first such order stands."""
+        if not entry.is_ending:
+            entry.ordered = replace(entry.ordered, outcome=outcome, reason=reason)
 
     def close(self, entry: RequestEntry) -> None:
         """A waiting request was told to end."""
@@ -222,19 +230,10 @@ class PlacementTable:
         """These were the highest numbers of an earlier life."""
         self._arrivals, self._placements = arrivals, placements
 
-    def recover(
-        self,
-        request_index: int,
-        rank: Rank,
-        prompt_tokens: int,
-        max_tokens: int,
-        generated: int,
-        prefill_mode: str = AUTO,
-    ) -> RequestEntry:
-        """A request of an earlier life, waiting."""
-        entry = RequestEntry(request_index, rank, prompt_tokens, max_tokens, generated, prefill_mode)
-        self.entries[request_index] = self.by_rank[rank] = entry
-        insort(self.waiting, rank)
+    def recover(self, facts: RequestFacts, generated: int) -> RequestEntry:
+        """A request of an earlier life, waiting, as its history says."""
+        entry = self.add(facts, generated)
+        del self.unexplained[facts.request_index]
         return entry
 
     def recover_kept(
@@ -263,6 +262,12 @@ class PlacementTable:
             memory.slab_pages,
             NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks),
         )
+
+    def recover_orders(self, entry: RequestEntry, ordered: RequestOrdered) -> None:
+        """The last of an earlier life; an end was ordered before."""
+        self.hold(entry, ordered.held)
+        self.force(entry, ordered.forced_slots)
+        entry.ordered = ordered
 
     def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
         """On `worker`, or (None) leaving one that was lost."""
@@ -345,17 +350,18 @@ class PlacementTable:
             }
             phase = entry.phase
             expected = {
-                "waiting": phase is EntryPhase.WAITING and not entry.held,
+                "waiting": phase is EntryPhase.WAITING and not entry.ordered.held,
                 "on its worker": phase in (EntryPhase.STARTING, EntryPhase.RUNNING),
                 "leaving": phase is EntryPhase.LEAVING and not entry.lost,
                 "kept": phase is EntryPhase.WAITING and entry.pages > 0,
                 "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
             }
-            holds = bool(entry.node) and ledger_of(entry.node).held(entry.placement)
-            if listed != expected or (holds and holds != entry.memory):
-                raise InternalError(
-                    f"request {entry.request_index} in {phase}: {listed}; holds {holds}, mirror {entry.memory}"
-                )
+            holds = ledger_of(entry.node).held(entry.placement) if entry.node else None
+            memory = entry.memory
+            if holds and entry.ticket == entry.placement:  # rows yet to arrive: its worker's seat is the transfer's
+                memory = replace(memory, seats=holds.seats)
+            if listed != expected or (holds and holds != memory):
+                raise InternalError(f"request {entry.request_index} in {phase}: {listed}; holds {holds}, not {memory}")
         listed_ranks = sum(len(worker.ranks) for worker in self.workers.values()) + len(self.waiting)
         if listed_ranks > len(self.entries) or len(self.by_rank) != len(self.entries):
             raise InternalError("a list names a request that is over")

@@ -46,6 +46,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
+from coordinator.journal.records import Rank
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import (
     DISPLACING,
@@ -58,10 +61,10 @@ from coordinator.scheduling.decisions import (
     RetractDecision,
     Transfer,
 )
-from coordinator.scheduling.entries import EntryPhase, Rank, RequestEntry, WorkerEntry
-from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, HostSpace, PlacementAsk, PlanOutcome, Refusal, Space
+from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Needs, Preemption, find_preemption, is_pinned, next_lower
+from coordinator.scheduling.preemption import Preemption, find_preemption, is_pinned, next_lower
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
     NO_HOT_SIZE,
@@ -102,7 +105,7 @@ class _Shape(NamedTuple):
 
     pages: int
     hot_sizes: list[HotSize]
-    need: Needs
+    need: Memory
 
 
 class Policy:
@@ -128,7 +131,7 @@ class Policy:
         plan.apply_forced()
         if tick and not self.placement_table.waiting and not self.placement_table.starving:
             plan.enlarge()
-        self.outcome = PlanOutcome(plan.spaces, plan.refused, plan.blocked)
+        self.outcome = PlanOutcome(plan.free, plan.refused, plan.blocked)
         return plan.decisions
 
 
@@ -145,12 +148,7 @@ class _Plan:
         self.refused: dict[int, Refusal] = {}
         self.takers = [worker for worker in policy.placement_table.workers.values() if worker.takes]
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
-        hosts = {node: HostSpace(ledger.pages_free) for node, ledger in policy.ledgers.items()}
-        self.hosts = hosts
-        self.spaces = {
-            worker.name: Space(policy.ledgers[worker.node], worker.name, hosts[worker.node])
-            for worker in self.placement_table.workers.values()
-        }
+        self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
 
     def frees(self, entry: RequestEntry) -> int:
         return self.ledgers[entry.node].freeable(entry.placement)
@@ -160,7 +158,7 @@ class _Plan:
     def meet_demands(self) -> None:
         """Serve starving and waiting requests, and those to whom memory is promised, best rank first."""
         at, demands = 0, self.placement_table.starving | self.placement_table.promised
-        for entry in sorted(demands.values(), key=lambda entry: entry.rank):
+        for entry in sorted(demands.values(), key=RANK_OF):
             at = self._admit_until(at, entry.rank)
             if entry.decoder:
                 self._promise(entry)
@@ -203,8 +201,8 @@ class _Plan:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
             return [] if entry.ticket else self._asks_of(entry, DECODE)
-        asks = self._asks_of(entry, BOTH) if entry.prefill_mode != DIRECT else []
-        if entry.prefill_mode == STAGED or not (self.has_prefillers or entry.prefill_mode == DIRECT):
+        asks = self._asks_of(entry, BOTH) if entry.facts.prefill_mode != DIRECT else []
+        if entry.facts.prefill_mode == STAGED or not (self.has_prefillers or entry.facts.prefill_mode == DIRECT):
             return asks
         return asks + self._pairs(entry)
 
@@ -228,7 +226,8 @@ class _Plan:
     def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
-        first = [ask for ask in self._asks_of(entry, PREFILL) if entry.prefill_mode == DIRECT or not ask.worker.decodes]
+        is_direct = entry.facts.prefill_mode == DIRECT
+        first = [ask for ask in self._asks_of(entry, PREFILL) if is_direct or not ask.worker.decodes]
         if not first:
             return []
         second = self._asks_of(entry, DECODE)
@@ -240,21 +239,22 @@ class _Plan:
             other = next((it for it in able if it.worker.node == worker.node), next(iter(able), None))
             if other is not None:
                 is_near = other.worker.node == worker.node
-                pages = other.pages if is_near else pages_for(entry.prompt_tokens)
-                need = Needs(1, 0, pages, ask.need.slab_pages, 0 if is_near else pages)
+                pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
+                need = Memory(0 if is_near else pages, 0, pages, ask.need.slab_pages, 1)
                 pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, other))
         return pairs
 
     def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
-        if misfit(entry.length, worker.capacity, worker.name, part):
+        length = entry.length
+        if misfit(length, worker.capacity, worker.name, part):
             return None
-        pages = max(pages_wanted(entry.length, self.ahead_tokens, worker.capacity), entry.pages)
+        pages = max(pages_wanted(length, self.ahead_tokens, worker.capacity), entry.pages)
         hot_sizes = self._hot_sizes(entry, pages, worker)
-        memory = first_memory(entry.length, pages, entry.pages, hot_sizes[0])
-        return _Shape(pages, hot_sizes, _needs(memory if part != DECODE else memory._replace(slab_pages=0)))
+        memory = first_memory(length, pages, entry.pages, hot_sizes[0])
+        return _Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
 
     def _fits(self, ask: PlacementAsk) -> bool:
-        fits = self.spaces[ask.worker.name].covers(ask.need)
+        fits = self.free.on(ask.worker).covers(ask.need)
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
     def _promise(self, entry: RequestEntry) -> None:
@@ -263,12 +263,12 @@ class _Plan:
         shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
             has_ticket = entry.ticket in self.placement_table.tickets  # with a seat and host pages
-            need = shape.need._replace(seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
-            self.spaces[worker.name].promise(need)
+            need = replace(shape.need, seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
+            self.free.promise(worker, need)
 
     def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
-            return [forced_hot_size(entry.forced_slots, pages)]
+            return [forced_hot_size(entry.ordered.forced_slots, pages)]
         return hot_sizes_for(pages, worker.capacity)
 
     def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
@@ -283,30 +283,29 @@ class _Plan:
                 if worker is target:
                     index_pages += growth
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
-        margin = Needs(0, chunks, index_pages, 0, host_pages)
-        return ask._replace(need=ask.need.plus(margin), spare_chunks=chunks)
+        return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
 
     def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, bool, int, int, int]:
         """Rather directly, and within a node; rather where it can be resident, then where chunks are plenty, then where
         seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
-        space = self.spaces[last.worker.name]
-        is_resident = last.hot_sizes[-1].hot_chunks <= space.chunks
-        is_near, seats = last.worker.node == ask.worker.node, self.spaces[ask.worker.name].seats
-        return ask.decoder is not None, is_near, is_resident, space.chunks, space.seats, seats
+        free, seats = self.free.on(last.worker), self.free.on(ask.worker).seats
+        is_near, is_resident = last.worker.node == ask.worker.node, last.hot_sizes[-1].hot_chunks <= free.hot_chunks
+        return ask.decoder is not None, is_near, is_resident, free.hot_chunks, free.seats, seats
 
     def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
         worker = ask.worker
-        chunks = self.spaces[worker.name].chunks - ask.spare_chunks
+        chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
         take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
-        self.spaces[worker.name].take(_needs(memory))
+        self.free.take(worker, memory)
         if ask.decoder:
-            self.spaces[decoder].promise(ask.decoder.need._replace(host_pages=transfer.pages if transfer else 0))
+            promised = replace(ask.decoder.need, host_pages=transfer.pages if transfer else 0)
+            self.free.promise(ask.decoder.worker, promised)
         self.decisions.append(
             AdmitDecision(
                 entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer
@@ -324,8 +323,9 @@ class _Plan:
 
     def _feed(self, entry: RequestEntry, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
+        length = entry.length
         plenty, enough, least = (
-            max(0, pages_wanted(entry.length, ahead_tokens, worker.capacity) - entry.pages)
+            max(0, pages_wanted(length, ahead_tokens, worker.capacity) - entry.pages)
             for ahead_tokens in (
                 self.ahead_tokens + GRANT_STEP_PAGES * PAGE_TOKENS,
                 self.ahead_tokens,
@@ -335,7 +335,7 @@ class _Plan:
         if not plenty:
             del self.placement_table.starving[entry.request_index]
         for pages in (plenty, enough, least):
-            if pages and self.spaces[worker.name].covers(_growth(entry, pages)):
+            if pages and self.free.on(worker).covers(_growth(entry, pages)):
                 return self._grow(entry, worker, pages)
         if least:
             self._feed_urgently(entry, worker, least)
@@ -343,24 +343,22 @@ class _Plan:
 
     def _feed_urgently(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
         ask = PlacementAsk(worker, pages, [], _growth(entry, pages))
-        if ask.need.chunks > self.spaces[worker.name].chunks and self._become_managed(entry, worker, pages):
+        if ask.need.hot_chunks > self.free.on(worker).hot_chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self._fits(ask):
             self._grow(entry, worker, pages)
 
     def _grow(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
-        need = _growth(entry, pages)
-        more = Memory(pages, need.chunks, pages)
+        more = _growth(entry, pages)
         self.placement_table.grow(entry, more)
-        self.spaces[worker.name].take(need)
+        self.free.take(worker, more)
         self.decisions.append(GrowDecision(entry, more))
 
     def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
-        hot_size = largest_hot_size(
-            entry.pages + pages, entry.chunks + self.spaces[worker.name].chunks, worker.capacity
-        )
+        chunks = entry.chunks + self.free.on(worker).hot_chunks
+        hot_size = largest_hot_size(entry.pages + pages, chunks, worker.capacity)
         if is_pinned(entry, worker) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
             return False
         self._resize(entry, worker, hot_size)
@@ -388,7 +386,7 @@ class _Plan:
         """One for each worker concerned; none when one of them has none."""
         remedies: list[Preemption] = []
         for part in ask.parts:
-            free = self.spaces[part.worker.name].free()
+            free = self.free.on(part.worker)
             remedy = find_preemption(self.placement_table, part.worker, free, part.need, entry, self.frees)
             if remedy is None:
                 return []
@@ -396,7 +394,7 @@ class _Plan:
         return remedies
 
     def _carry_out(self, entry: RequestEntry, ask: PlacementAsk, remedy: Preemption) -> None:
-        worker, whom = ask.worker, f"a request of priority {-entry.rank[0]}"
+        worker, whom = ask.worker, f"a request of priority {entry.facts.priority}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
         for victim in remedy.drop:
@@ -405,11 +403,11 @@ class _Plan:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
         for shrunk, hot_size in remedy.shrink:
             self._resize(shrunk, worker, hot_size)
-        if not self.spaces[worker.name].covers(ask.need):
-            self.spaces[worker.name].claim(remedy.will_be_free.minus(ask.need))
+        if not self.free.on(worker).covers(ask.need):
+            self.free.claim(worker, remedy.will_be_free.minus(ask.need))
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
-        self.hosts[entry.node].pages += self.frees(entry)
+        self.free.add_host_pages(entry.node, self.frees(entry))
         self.decisions.append(DemoteDecision(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
@@ -421,7 +419,7 @@ class _Plan:
     def _resize(self, entry: RequestEntry, worker: WorkerEntry, hot_size: HotSize) -> None:
         more = max(0, hot_size.hot_chunks - entry.chunks)
         self.placement_table.resize(entry, hot_size, self.now)
-        self.spaces[worker.name].take(Needs(0, more, 0, 0, 0))
+        self.free.take(worker, Memory(hot_chunks=more))
         self.decisions.append(ResizeDecision(entry, hot_size, more))
 
     # ---------------------------------------------------------------- what is nobody's demand
@@ -449,10 +447,10 @@ class _Plan:
         """Nobody is retracted for it; shrinking is left to its admission, which follows."""
         for ask in self._asks_of(entry, DECODE):
             target = ask.worker
-            space = self.spaces[target.name]
-            remedy = find_preemption(self.placement_table, target, space.free(), ask.need, entry, self.frees)
+            free = self.free.on(target)
+            remedy = find_preemption(self.placement_table, target, free, ask.need, entry, self.frees)
             if remedy is not None and not any(remedy.cost[:3]):
-                space.claim(remedy.will_be_free.minus(ask.need))
+                self.free.claim(target, remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")
                 return True
         return False
@@ -463,10 +461,10 @@ class _Plan:
             worker = self.placement_table.workers.get(entry.worker)
             if worker is None or entry.phase is not EntryPhase.RUNNING or entry.resizing is not None:
                 continue
-            hot_size = forced_hot_size(entry.forced_slots, entry.pages)
+            hot_size = forced_hot_size(entry.ordered.forced_slots, entry.pages)
             if hot_size == entry.hot or not is_pinned(entry, worker):
                 del self.placement_table.forcing[entry.request_index]
-            elif hot_size.hot_chunks - entry.chunks <= self.spaces[worker.name].chunks:
+            elif hot_size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks:
                 del self.placement_table.forcing[entry.request_index]
                 self._resize(entry, worker, hot_size)
 
@@ -486,14 +484,14 @@ class _Plan:
             hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks
         ]
         reserve = worker.capacity.hot_chunks * GROW_RESERVE_SHARE
-        if above and self.spaces[worker.name].chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
+        if above and self.free.on(worker).hot_chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])
 
     def give_up_stranded(self) -> None:
         """Kept pages tie a request to their node. Nobody there to decode it for long: let it be prefilled again, where
         that can be. Its own node may do that too: pages of a prompt that was to be decoded on another lie there."""
         for entry in list(self.placement_table.kept.values()):
-            if entry.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
+            if entry.ordered.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
@@ -509,11 +507,11 @@ class _Plan:
             )
             return [it for it in takers if self._shape(entry, it, part)]
 
-        if entry.prefill_mode != DIRECT and able(BOTH):
+        if entry.facts.prefill_mode != DIRECT and able(BOTH):
             return True
         pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
-        return entry.prefill_mode != STAGED and any(
-            one.hands_to(other) and (entry.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
+        return entry.facts.prefill_mode != STAGED and any(
+            one.hands_to(other) and (entry.facts.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
         )
 
 
@@ -521,11 +519,6 @@ def _cost(remedies: list[Preemption]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(remedy.cost for remedy in remedies), strict=True)))
 
 
-def _needs(memory: Memory) -> Needs:
-    """An admission's first memory and its seat."""
-    return Needs(1, memory.hot_chunks, memory.index_pages, memory.slab_pages, memory.host_pages)
-
-
-def _growth(entry: RequestEntry, pages: int) -> Needs:
+def _growth(entry: RequestEntry, pages: int) -> Memory:
     """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
-    return Needs(0, pages if entry.hot.hot_slots == RESIDENT else 0, pages, 0, pages)
+    return Memory(pages, pages if entry.hot.hot_slots == RESIDENT else 0, pages)

@@ -8,41 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from operator import add, sub
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from msgspec.structs import replace
+
+from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import HotSize, can_force, hot_sizes_for
-
-
-class Needs(NamedTuple):
-    """What one request needs on one worker, all of it at once; or what is free there."""
-
-    seats: int
-    chunks: int
-    index_pages: int
-    slab_pages: int
-    host_pages: int
-
-    def covers(self, need: Needs) -> bool:
-        return (
-            self.seats >= need.seats
-            and self.chunks >= need.chunks
-            and self.index_pages >= need.index_pages
-            and self.slab_pages >= need.slab_pages
-            and self.host_pages >= need.host_pages
-        )
-
-    def plus(self, other: Needs) -> Needs:
-        return Needs(*map(add, self, other))
-
-    def minus(self, other: Needs) -> Needs:
-        return Needs(*map(sub, self, other))
-
-    def at_most(self, other: Needs) -> Needs:
-        return Needs(*map(min, self, other))
+from protocol.sizing import HotSize, Memory, can_force, hot_sizes_for
 
 
 @dataclass(slots=True)
@@ -50,7 +23,7 @@ class Preemption:
     """What to do on `worker`, and what will be free once it is done and what is on its way has arrived."""
 
     worker: WorkerEntry
-    will_be_free: Needs
+    will_be_free: Memory
     demote: list[RequestEntry] = field(default_factory=list)
     drop: list[RequestEntry] = field(default_factory=list)
     retract: list[RequestEntry] = field(default_factory=list)
@@ -73,8 +46,8 @@ def all_pages(entry: RequestEntry) -> int:
 def find_preemption(
     placement_table: PlacementTable,
     worker: WorkerEntry,
-    free: Needs,
-    need: Needs,
+    free: Memory,
+    need: Memory,
     asker: RequestEntry,
     frees: Frees = all_pages,
 ) -> Preemption | None:
@@ -85,7 +58,7 @@ def find_preemption(
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at everybody on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
-    lower.sort(key=lambda entry: entry.rank, reverse=True)
+    lower.sort(key=RANK_OF, reverse=True)
     remedy = Preemption(worker, free.plus(_on_its_way(placement_table, worker, frees)))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
     if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
@@ -94,7 +67,7 @@ def find_preemption(
     return remedy
 
 
-def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Needs:
+def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Memory:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
     they are there for their prompt alone."""
     leaving = list(worker.leaving.values())
@@ -102,9 +75,9 @@ def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Fre
     starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
     passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker).hot_chunks for entry in starting)
-    return Needs(
+    return Memory(
         seats=len(leaving) + len(passing),
-        chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
+        hot_chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
         index_pages=sum(entry.pages for entry in (*leaving, *passing)),
         slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
         host_pages=sum(
@@ -117,7 +90,7 @@ def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Fre
 
 
 def _relieve_gpu(
-    placement_table: PlacementTable, remedy: Preemption, need: Needs, lower: list[RequestEntry], asker: RequestEntry
+    placement_table: PlacementTable, remedy: Preemption, need: Memory, lower: list[RequestEntry], asker: RequestEntry
 ) -> list[RequestEntry] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone = remedy.worker, 0
@@ -129,7 +102,7 @@ def _relieve_gpu(
     spare = sum(shrinkable.values())
     while True:
         free = remedy.will_be_free
-        if free._replace(chunks=free.chunks + spare, host_pages=need.host_pages).covers(need):
+        if replace(free, hot_chunks=free.hot_chunks + spare, host_pages=need.host_pages).covers(need):
             break
         if gone == len(lower):
             return None
@@ -138,15 +111,16 @@ def _relieve_gpu(
         spare -= shrinkable.pop(victim.request_index, 0)
         starting = victim.phase is EntryPhase.STARTING
         remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting))
-    _shrink_largest(placement_table, remedy, need.chunks, shrinkable)
+    _shrink_largest(placement_table, remedy, need.hot_chunks, shrinkable)
     return lower[:gone]
 
 
-def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Needs:
+def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Memory:
     """What a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
     counted = victim.chunks - _floor(victim, worker).hot_chunks if starting else resizing
-    return Needs(1, victim.chunks - counted, victim.pages, 0 if starting else victim.slab_pages, 0)
+    slab_pages = 0 if starting else victim.slab_pages
+    return Memory(0, victim.chunks - counted, victim.pages, slab_pages, 1)
 
 
 def _shrink_largest(
@@ -154,7 +128,7 @@ def _shrink_largest(
 ) -> None:
     """One hot size at a time from whoever is largest, until `chunks` will be free."""
     worker = remedy.worker
-    missing = chunks - remedy.will_be_free.chunks
+    missing = chunks - remedy.will_be_free.hot_chunks
     if missing <= 0:
         return
     targets: dict[int, HotSize] = {}
@@ -174,13 +148,13 @@ def _shrink_largest(
         missing -= -size - hot_size.hot_chunks
         heapreplace(sizes, (-hot_size.hot_chunks, request_index))
     remedy.shrink = [(placement_table.entries[request_index], hot_size) for request_index, hot_size in targets.items()]
-    remedy.will_be_free = remedy.will_be_free._replace(chunks=chunks - missing)
+    remedy.will_be_free = replace(remedy.will_be_free, hot_chunks=chunks - missing)
 
 
 def _relieve_host(
     placement_table: PlacementTable,
     remedy: Preemption,
-    need: Needs,
+    need: Memory,
     victims: list[RequestEntry],
     asker: RequestEntry,
     frees: Frees,
@@ -195,19 +169,19 @@ def _relieve_host(
     kept = [e for e in placement_table.kept.values() if e.node == node and not e.ticket and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
-    others.sort(key=lambda entry: entry.rank, reverse=True)
+    others.sort(key=RANK_OF, reverse=True)
     for entries, chosen in ((kept, remedy.demote), (victims, remedy.drop), (others, remedy.drop)):
         for entry in entries:
             if missing <= 0:
                 break
             chosen.append(entry)
             missing -= frees(entry)
-    remedy.will_be_free = remedy.will_be_free._replace(host_pages=need.host_pages - missing)
+    remedy.will_be_free = replace(remedy.will_be_free, host_pages=need.host_pages - missing)
     return missing <= 0
 
 
 def _may_demote(entry: RequestEntry, asker: RequestEntry) -> bool:
-    return entry is not asker and (entry.rank > asker.rank or entry.held)
+    return entry is not asker and (entry.rank > asker.rank or entry.ordered.held)
 
 
 def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestEntry]:
@@ -220,7 +194,8 @@ def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestE
 
 def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
     """An operator's hot size holds where the request could reach its longest with it."""
-    return entry.forced_slots != NO_HOT_BUFFER and can_force(entry.forced_slots, entry.length, worker.capacity)
+    slots = entry.ordered.forced_slots
+    return slots != NO_HOT_BUFFER and can_force(slots, entry.length, worker.capacity)
 
 
 def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:

@@ -26,7 +26,7 @@ from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestE
 from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Withdraw
-from protocol.sizing import RESIDENT, HotSize, Memory
+from protocol.sizing import NO_MEMORY, RESIDENT, HotSize, Memory
 
 
 def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
@@ -107,7 +107,7 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
     elif it.is_parked:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
-    steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if any(spare) else ()
+    steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if spare != NO_MEMORY else ()
     return Effects(
         steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
     )
@@ -116,4 +116,4 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
 def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.placement, *it.resizing) if it.resizing else None
     adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
-    return [adopted, RetractOrder(keep=True, hold=False, reason="a grant was lost")] if is_torn else [adopted]
+    return [adopted, RetractOrder(True, entry.ordered, "a grant was lost")] if is_torn else [adopted]

@@ -17,8 +17,8 @@ other. Its pages are then in quarantine until its process is proved gone or has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -29,41 +29,40 @@ from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import AddressedOrder, Ending, Listener, WorkerLost, WorkerPort
+from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestPort, RequestTable
+from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
-MakeRequest = Callable[[RequestState, WorkerPort | None], RequestPort]
+if TYPE_CHECKING:
+    from coordinator.scheduling.request import Request
+
+    MakeRequest = Callable[[RequestState, WorkerPort | None], Request]
 
 
-class RecoveringScheduler(Protocol):
-    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None: ...
-
-
-class RecoveringLinks(Protocol):
-    def expect(self, joined: journal.WorkerJoined, *, is_live: bool) -> WorkerPort: ...
-
-
-def recover(book: JournalState, scheduler: RecoveringScheduler, links: RecoveringLinks, listener: Listener) -> None:
-    """Put what `book` knows into the actors. Before any of them runs."""
+def expect_workers(
+    book: JournalState, expect: Callable[[journal.WorkerJoined, bool], WorkerPort]
+) -> dict[EpochKey, WorkerPort]:
+    """Have the worker links expect every epoch of `book`, live or not; returns the ports of live ones."""
     ports: dict[EpochKey, WorkerPort] = {}
     for node, ledger in book.ledgers.items():
         for joined in sorted(book.joined(node), key=lambda it: it.epoch):
             is_live = ledger.has_live(joined.worker) and ledger.budget(joined.worker).epoch == joined.epoch
-            port = links.expect(joined, is_live=is_live)
+            port = expect(joined, is_live)
             if is_live:
                 ports[joined.worker, joined.epoch] = port
-    scheduler.recover(ports)
-    for request_index, known in book.requests.items():
+    return ports
+
+
+def endings_of(book: JournalState) -> Iterator[Ending]:
+    """Of requests that ended in an earlier life."""
+    for known in book.requests.values():
         if (ended := known.ended) is not None:
-            request_id, generated = known.accepted.request_id, ended.generated_tokens
-            listener.recovered(
-                Ending(request_index, request_id, ended.outcome, ended.reason, generated, ended.tail_text)
-            )
+            about = known.facts.request_index, known.facts.request_id
+            yield Ending(*about, ended.outcome, ended.reason, ended.generated_tokens, ended.tail_text)
 
 
 class Place(NamedTuple):
@@ -113,7 +112,7 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
             stays.add(stay.placement)
         ticket = stay.ticket if known.on_worker else stay.placement
         if not known.ended:
-            owners[ticket] = known.accepted.request_index
+            owners[ticket] = known.facts.request_index
     for node, ledger in book.ledgers.items():
         for placement in sorted(ledger.placements() - stays):
             key, pages = ledger.holder_of(placement), ledger.held(placement).host_pages
@@ -134,19 +133,14 @@ def _settle_ticket(ticket: InboundTransfer, book: JournalState, dispatch: Dispat
 
 def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Effects:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
-    ended, accepted = known.ended, known.accepted
+    ended, facts = known.ended, known.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
     state = _state_of(known, place)
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    rank = -accepted.priority, accepted.arrival
-    length = known.prompt_tokens, accepted.sampling.max_tokens, ended.generated_tokens
-    entry = RequestEntry(accepted.request_index, rank, *length, accepted.prefill_mode)
-    live = LiveRequest(
-        state, place.make_request(state, None), entry, b"", accepted.sampling, state.first.at, user=accepted.user
-    )
-    live.prompt_digest = known.prompt_digest
-    place.requests.ended[accepted.request_id] = EndedRequest(live, at)
+    entry = RequestEntry(facts, known.ordered, ended.generated_tokens)
+    live = LiveRequest(facts, state, place.make_request(state, None), entry, b"")
+    place.requests.ended[facts.request_id] = EndedRequest(live, at)
     if (
         known.stay is None
         or not _is_held(known.stay, book)
@@ -154,11 +148,7 @@ def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Ef
     ):
         return Effects()
     return Effects(
-        (
-            LedgerStep(
-                known.stay.node, Release(known.stay.placement), journal.RequestDeparted(accepted.request_index, 0)
-            ),
-        )
+        (LedgerStep(known.stay.node, Release(known.stay.placement), journal.RequestDeparted(facts.request_index, 0)),)
     )
 
 
@@ -168,14 +158,9 @@ def _is_held(stay: journal.RequestPlaced, book: JournalState) -> bool:
 
 
 def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
-    accepted, ordered, dispatch = known.accepted, known.ordered, place.dispatch
+    facts, ordered, dispatch = known.facts, known.ordered, place.dispatch
     stay = known.stay if known.stay and _is_held(known.stay, book) else None
-    request_index, generated = accepted.request_index, place.token_log.length(accepted.request_index)
-    rank = -accepted.priority, accepted.arrival
-    sampling, prefill_mode = accepted.sampling, accepted.prefill_mode
-    entry = dispatch.placement_table.recover(
-        request_index, rank, known.prompt_tokens, sampling.max_tokens, generated, prefill_mode
-    )
+    entry = dispatch.placement_table.recover(facts, place.token_log.length(facts.request_index))
     dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
     if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, known.killed)
@@ -188,14 +173,13 @@ def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Eff
     if worker is not None and stay and worker.epoch != stay.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = LiveRequest(state, request, entry, accepted.prompt, accepted.sampling, state.first.at, user=accepted.user)
+    live = LiveRequest(facts, state, request, entry, known.prompt)
     place.requests.add(live)
     if stay and known.on_worker:
         effects = _restore_stay(stay, ordered, known, live, worker, book, place)
     else:
         effects = _restore_waiting(stay, ordered, known, live, book, place)
-    dispatch.placement_table.hold(entry, ordered.held)
-    dispatch.placement_table.force(entry, ordered.forced_slots)
+    dispatch.placement_table.recover_orders(entry, ordered)
     return effects
 
 
@@ -217,7 +201,7 @@ def _restore_waiting(
     prefills_only = stay is not None and stay.prefills_only
     live.state.recover_waiting(
         place.now,
-        held=ordered.held,
+        ordered=ordered,
         kept_tokens=kept_tokens,
         prefills_only=prefills_only,
         known=_in_words(known, entry.generated),
@@ -250,7 +234,7 @@ def _restore_stay(
         stay.placement,
         stay.worker,
         staged=staged,
-        held=ordered.held,
+        ordered=ordered,
         prefills_only=stay.prefills_only,
         known=_in_words(known, entry.generated),
     )
@@ -273,7 +257,4 @@ def _in_words(known: RequestRecord, generated: int) -> str:
 
 
 def _state_of(known: RequestRecord, place: Place) -> RequestState:
-    accepted = known.accepted
-    at = accepted.at_s - place.wall_offset_s
-    reason = f"by {accepted.owner}"
-    return RequestState(accepted.request_id, accepted.request_index, known.prompt_tokens, now=at, reason=reason)
+    return RequestState(known.facts, now=known.facts.at_s - place.wall_offset_s, reason=f"by {known.facts.owner}")

@@ -62,7 +62,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         counters: CoordinatorCounters,
         port: WorkerPort | None = None,
     ) -> None:
-        super().__init__(f"request {state.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
+        super().__init__(f"request {state.facts.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
         self.state = state
         self._token_log = token_log
         self._listener = listener
@@ -87,7 +87,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         for line in state.lines_since(logged):
             detail = {"worker": state.worker, "reason": line.reason}
             known = {name: value for name, value in detail.items() if value}
-            log.info(line.event, extra=fields(request=state.request_id, state=line.state, **known))
+            log.info(line.event, extra=fields(request=state.facts.request_id, state=line.state, **known))
 
     async def handle(self, batch: list[RequestOrder | WorkerEvent]) -> None:
         for event in batch:
@@ -96,8 +96,8 @@ class Request(Actor[RequestOrder | WorkerEvent]):
             await self._apply(event)
 
     async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
-        state, token_log = self.state, self._token_log
-        rows, now = Rows(token_log.length(state.request_index), token_log.durable(state.request_index)), self._clock()
+        state, token_log, request_index = self.state, self._token_log, self.state.facts.request_index
+        rows, now = Rows(token_log.length(request_index), token_log.durable(request_index)), self._clock()
         try:
             actions = state.handle(event, rows, now)
         except IllegalEventError as error:
@@ -128,7 +128,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
         _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
-        ended = RequestEnded(self.state.request_index, outcome, reason, generated_tokens, tail_text, at_s)
+        ended = RequestEnded(self.state.facts.request_index, outcome, reason, generated_tokens, tail_text, at_s)
         await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:

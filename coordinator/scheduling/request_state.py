@@ -7,6 +7,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from coordinator.journal.records import RequestFacts, RequestOrdered
+from coordinator.journal.state import no_order
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -32,6 +34,7 @@ from coordinator.scheduling.lifecycle import (
     HAND_ON,
     OF_PLACEMENT,
     OUTCOME,
+    RESUMABLE,
     SAME,
     TERMINAL,
     TRANSITIONS,
@@ -85,14 +88,10 @@ class Transition(NamedTuple):
 class RequestState:
     """One request. `handle` is the only way to change it."""
 
-    def __init__(
-        self, request_id: str, request_index: int, prompt_tokens: int, *, now: float, reason: str = ""
-    ) -> None:
-        self.request_id = request_id
-        self.request_index = request_index
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, facts: RequestFacts, *, now: float, reason: str = "") -> None:
+        self.facts = facts
         self.state = State.QUEUED
-        self.held = False
+        self.ordered = no_order(facts.request_index)  # the latest record of the Scheduler's that it has heard of
         self.keep = False  # what RETRACTING is to do with the rows
         self.placement = 0  # 0: on no worker
         self.worker = ""
@@ -117,10 +116,16 @@ class RequestState:
     # `known`: what the journal knows of it, for the history, which is not in the journal itself
 
     def recover_waiting(
-        self, now: float, *, held: bool, kept_tokens: int, prefills_only: bool = False, known: str = ""
+        self,
+        now: float,
+        *,
+        ordered: RequestOrdered,
+        kept_tokens: int,
+        prefills_only: bool = False,
+        known: str = "",
     ) -> None:
         """It was on no worker when the coordinator stopped."""
-        self.held, self.kept_tokens, self.prefills_only = held, kept_tokens, prefills_only
+        self.ordered, self.kept_tokens, self.prefills_only = ordered, kept_tokens, prefills_only
         self._move(WAIT, now, "recovered", _restarted(known, f"{kept_tokens} rows kept" if kept_tokens else ""))
 
     def recover_stay(
@@ -130,16 +135,16 @@ class RequestState:
         worker: str,
         *,
         staged: bool,
-        held: bool,
+        ordered: RequestOrdered,
         prefills_only: bool = False,
         known: str = "",
     ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
         in the earlier life, it is leaving."""
-        self.placement, self.worker, self.keep, self.held, self.staging = placement, worker, True, held, not staged
-        self.prefills_only = prefills_only
+        self.placement, self.worker, self.keep, self.staging = placement, worker, True, not staged
+        self.ordered, self.prefills_only = ordered, prefills_only
         self._move(
-            State.RETRACTING if held else HAND_ON if staged else State.PREFILLING,
+            State.RETRACTING if ordered.held else HAND_ON if staged else State.PREFILLING,
             now,
             "recovered",
             _restarted(known, f"on {worker}, which is awaited"),
@@ -147,7 +152,7 @@ class RequestState:
 
     def recover_ending(self, now: float, outcome: str, reason: str) -> None:
         """Besides, its end was decided."""
-        self.outcome, self.verdict, self.held = State(outcome), reason, False
+        self.outcome, self.verdict = State(outcome), reason
         self._move(State.RELEASING, now, "recovered", reason)
 
     def recover_end(self, now: float, outcome: str, reason: str, tail_text: str) -> None:
@@ -157,6 +162,11 @@ class RequestState:
 
     # ---------------------------------------------------------------- queries
 
+    @property
+    def held(self) -> bool:
+        """Whether it waits, or will once it has left its worker, for an operator to resume it."""
+        return self.ordered.held and self.state in RESUMABLE
+
     def check_command(self, command: RequestCommand) -> None:
         """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
         remedy = _refusal(self, command)
@@ -165,7 +175,7 @@ class RequestState:
             raise WrongState(
                 f"cannot {command.value} a request that is {self.state}{held}",
                 field="request_id",
-                value=self.request_id,
+                value=self.facts.request_id,
                 remedy=remedy,
             )
 
@@ -189,15 +199,14 @@ class RequestState:
     def check_invariants(self) -> None:
         checks = {
             "on a worker exactly when active": (self.placement != 0) == (self.state in ACTIVE),
-            "held only while it could be resumed": not self.held or self.state in WAITING | {State.RETRACTING},
             "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
             "PREFILLED keeps rows": self.state is not State.PREFILLED or self.kept_tokens > 0,
             "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or self.kept_tokens),
-            "kept rows can be resumed": not self.kept_tokens or self.kept_tokens >= self.prompt_tokens,
+            "kept rows can be resumed": not self.kept_tokens or self.kept_tokens >= self.facts.prompt_tokens,
         }
         for claim, holds in checks.items():
             if not holds:
-                raise InternalError(f"request {self.request_id} in {self.state}: not so: {claim}")
+                raise InternalError(f"request {self.facts.request_id} in {self.state}: not so: {claim}")
 
     # ---------------------------------------------------------------- events
 
@@ -240,7 +249,7 @@ class RequestState:
             raise self._illegal(EventKind.RESIZED, by_worker=True)
         self.resize = None
         self._move(target, now, EventKind.RESIZED, describe_size(event.hot_slots))
-        return [HotBufferResized(self.request_index, self.placement)]
+        return [HotBufferResized(self.facts.request_index, self.placement)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -257,7 +266,7 @@ class RequestState:
         """The worker says how it ends; the first decision stands. Released follows."""
         if target is SAME:
             return []
-        self.outcome, self.verdict, self.cause, self.held = outcome, reason, cause, False
+        self.outcome, self.verdict, self.cause = outcome, reason, cause
         self._move(target, now, EventKind.ENDED, reason)
         return [self._progressed(Stage.LEAVING)]
 
@@ -288,12 +297,12 @@ class RequestState:
         """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it
         one that was said or `first_token`."""
         known = rows.generated or int(first_token != messages.NO_TOKEN)
-        kept = min(durable, self.prompt_tokens + known - 1)
-        self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.prompt_tokens else 0
+        kept = min(durable, self.facts.prompt_tokens + known - 1)
+        self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.facts.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
         departed = PlacementEnded(
-            self.request_index, self.placement, self.kept_tokens, target is OUTCOME, first_token, warm_start
+            self.facts.request_index, self.placement, self.kept_tokens, target is OUTCOME, first_token, warm_start
         )
         self.placement, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
@@ -334,7 +343,7 @@ class RequestState:
     def _retract(self, event: RetractOrder, target: Target, _: Rows, now: float) -> list[Action]:
         if self.state in TERMINAL or self.state is State.RELEASING:
             return []
-        self.held = self.held or event.hold
+        self.ordered = event.ordered
         if self.state in WAITING:
             self._move(target, now, EventKind.RETRACT, event.reason)
             return []
@@ -347,8 +356,8 @@ class RequestState:
         return [messages.Withdraw(self.placement)]
 
     def _resume(self, event: ResumeOrder, target: Target, _: Rows, now: float) -> list[Action]:
-        if self.held:
-            self.held = False
+        is_held, self.ordered = self.held, event.ordered
+        if is_held:
             self._move(target, now, EventKind.RESUME, event.reason)
         return []
 
@@ -367,7 +376,7 @@ class RequestState:
             return []
         withdrawn = self.state is State.RETRACTING
         self.outcome, self.verdict, self.cause = State(event.outcome), event.reason, event.cause
-        self.held, self.kept_tokens = False, 0
+        self.kept_tokens = 0
         if target is OUTCOME:
             return self._end(EventKind.END, rows, now)
         self._move(target, now, EventKind.END, event.reason)
@@ -377,11 +386,12 @@ class RequestState:
 
     def _end(self, kind: EventKind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
-        ending = Ending(self.request_index, self.request_id, self.state, self.verdict, rows.generated, self.tail_text)
-        return [ending, RequestClosed(self.request_index)]
+        about = self.facts.request_index, self.facts.request_id
+        ending = Ending(*about, self.state, self.verdict, rows.generated, self.tail_text)
+        return [ending, RequestClosed(self.facts.request_index)]
 
     def _progressed(self, stage: Stage) -> PlacementProgressed:
-        return PlacementProgressed(self.request_index, self.placement, stage)
+        return PlacementProgressed(self.facts.request_index, self.placement, stage)
 
     def _move(self, target: Target, now: float, event: str, reason: str) -> None:
         match target:
@@ -408,8 +418,8 @@ class RequestState:
         recent = " ".join(line.event for line in self.history()[-8:])
         what = f"{kind} cannot come to a request that is {self.state} (its history: {recent})"
         if by_worker:
-            return IllegalEventError(what, field="request_id", value=self.request_id, remedy="restart the worker")
-        return InternalError(what, field="request_id", value=self.request_id)
+            return IllegalEventError(what, field="request_id", value=self.facts.request_id, remedy="restart the worker")
+        return InternalError(what, field="request_id", value=self.facts.request_id)
 
 
 def describe_size(hot_slots: int) -> str:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.journal.records import digest_of
+from coordinator.journal.records import RequestFacts, digest_of
 from coordinator.scheduling.entries import RequestEntry
-from coordinator.scheduling.events import RequestOrder
 from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReasons
-from coordinator.scheduling.request_state import RequestState, WorkerEvent
+from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
+from protocol.messages import Counters, HistoryLine, RequestRow, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
+    from coordinator.scheduling.request import Request
     from protocol.settings import CoordinatorSettings
-
-
-class RequestPort(Protocol):
-    """A Request actor as others see it."""
-
-    def tell(self, message: RequestOrder | WorkerEvent) -> None: ...
-    def room(self) -> int: ...
 
 
 class Swaps(NamedTuple):
@@ -41,19 +34,17 @@ NO_SWAPS = Swaps(0, 0)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A live request: its state (to read), its actor, its entry in the placement table, and what an Admit carries."""
+    """A live request: what never changes, its state (the actor's: to read), its actor, its entry in the placement
+    table, and its prompt, until it ends."""
 
+    facts: RequestFacts
     state: RequestState
-    request: RequestPort
+    request: Request
     entry: RequestEntry
     prompt: bytes
-    sampling: Sampling
-    submitted_at: float
-    prompt_digest: bytes = b""  # once it has ended: its prompt is gone
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier admissions
     swaps: Swaps = NO_SWAPS  # of this one, so far
-    user: str = ""  # whose key submitted it
 
 
 class EndedRequest(NamedTuple):
@@ -81,7 +72,7 @@ class RequestTable:
     # ---------------------------------------------------------------- life
 
     def add(self, live: LiveRequest) -> None:
-        self.live[live.state.request_id] = self.by_index[live.entry.request_index] = live
+        self.live[live.facts.request_id] = self.by_index[live.facts.request_index] = live
 
     def check_room(self, waiting: int) -> None:
         """Raise CapacityError when one more would be too many."""
@@ -104,9 +95,9 @@ class RequestTable:
 
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
-        live.prompt, live.prompt_digest = b"", digest_of(live.prompt)
-        self.ended[live.state.request_id] = EndedRequest(live, now)
-        del self.live[live.state.request_id], self.by_index[live.entry.request_index]
+        live.prompt = b""
+        self.ended[live.facts.request_id] = EndedRequest(live, now)
+        del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
@@ -116,7 +107,7 @@ class RequestTable:
             first = next(iter(self.ended.values()))
             if len(self.ended) <= keep_max and now - first.at < keep_s:
                 break
-            request_indices.append(self.ended.popitem(last=False)[1].live.entry.request_index)
+            request_indices.append(self.ended.popitem(last=False)[1].live.facts.request_index)
         return request_indices
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
@@ -132,7 +123,7 @@ class RequestTable:
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
         ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
-        return [it.live.entry.request_index for it in ended if it is not None]
+        return [it.live.facts.request_index for it in ended if it is not None]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
@@ -160,18 +151,16 @@ class RequestTable:
     def index_of_same(self, submit: Submit, user: str) -> int:
         """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
         user's."""
-        live = _live(self.find(submit.request_id))
-        is_same_prompt = (live.prompt_digest or digest_of(live.prompt)) == digest_of(submit.prompt)
-        asked = user, submit.sampling, submit.priority, submit.prefill_mode
-        known = live.user, live.sampling, -live.entry.rank[0], live.entry.prefill_mode
-        if not is_same_prompt or asked != known:
+        facts = _live(self.find(submit.request_id)).facts
+        asked = user, submit.sampling, submit.priority, submit.prefill_mode, digest_of(submit.prompt)
+        if asked != (facts.user, facts.sampling, facts.priority, facts.prefill_mode, facts.prompt_digest):
             raise WrongState(
                 "is in use by another request",
                 field="request_id",
                 value=submit.request_id,
                 remedy="choose another, or attach to it",
             )
-        return live.entry.request_index
+        return facts.request_index
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
@@ -179,7 +168,7 @@ class RequestTable:
     def find(self, request_id: str, user: str | None = None) -> LiveRequest | EndedRequest:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
-        if found is None or user not in (None, _live(found).user):
+        if found is None or user not in (None, _live(found).facts.user):
             raise NotFound(
                 "no request of this id, or it ended too long ago",
                 field="request_id",
@@ -192,12 +181,12 @@ class RequestTable:
 
     def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
         """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
-        live = (it for it in self.live.values() if user in (None, it.user))
-        rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.entry.rank)[: max(limit, 0)]]
+        live = (it for it in self.live.values() if user in (None, it.facts.user))
+        rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.facts.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
-            if user in (None, ended.live.user):
+            if user in (None, ended.live.facts.user):
                 rows.append(self.row(*ended))
         return rows
 
@@ -210,16 +199,16 @@ class RequestTable:
         return self.row(live, at), self.history(live)
 
     def row(self, live: LiveRequest, now: float) -> RequestRow:
-        state, entry, request_index = live.state, live.entry, live.entry.request_index
+        facts, state, entry, request_index = live.facts, live.state, live.entry, live.facts.request_index
         swaps = _add(live.swaps_before, live.swaps)
         return RequestRow(
-            request_id=state.request_id,
+            request_id=facts.request_id,
             state=state.state,
-            priority=-entry.rank[0],
+            priority=facts.priority,
             worker=state.worker,
-            prompt_tokens=entry.prompt_tokens,
+            prompt_tokens=facts.prompt_tokens,
             generated_tokens=self._token_log.length(request_index),
-            max_tokens=entry.max_tokens,
+            max_tokens=facts.sampling.max_tokens,
             durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if entry.pages else 0,
             host_pages=entry.pages,
             hot_slots=entry.hot.hot_slots,
@@ -227,7 +216,7 @@ class RequestTable:
             hits=swaps.hits,
             misses=swaps.misses,
             retractions=state.retractions,
-            age_s=now - live.submitted_at,
+            age_s=now + self._wall_offset_s - facts.at_s,
             held=state.held,
             reason=self._reason(live, now),
         )
@@ -240,7 +229,7 @@ class RequestTable:
         return state.reason
 
     def _request_id(self, request_index: int) -> str:
-        return self.by_index[request_index].state.request_id
+        return self.by_index[request_index].facts.request_id
 
     def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""

@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal, check_writes
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
@@ -32,7 +32,7 @@ from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.reconciliation import adopt
-from coordinator.scheduling.recovery import Place, restore
+from coordinator.scheduling.recovery import Place, endings_of, restore
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
@@ -43,7 +43,7 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import HiSparseError, WrongState
+from protocol.errors import HiSparseError, Unavailable, WrongState
 from protocol.logs import fields, logger
 from protocol.settings import CoordinatorSettings
 from protocol.sizing import page_limit
@@ -120,7 +120,7 @@ class Scheduler(SchedulerApi):
         self._clock = clock
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
-        self._ledgers = self._journal.book.ledgers
+        self._ledgers: Mapping[str, Ledger] = self._journal.book.ledgers
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
@@ -148,6 +148,14 @@ class Scheduler(SchedulerApi):
     def stopping(self) -> bool:
         return self._stop is not None
 
+    def refusal(self) -> str:
+        """Why any new request would be refused now; "" when it would not be."""
+        try:
+            check_writes(self._journal)
+        except Unavailable as error:
+            return error.message
+        return "the coordinator is stopping" if self.stopping else ""
+
     # ---------------------------------------------------------------- from the journal
 
     def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
@@ -165,6 +173,8 @@ class Scheduler(SchedulerApi):
             if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
+        for ending in endings_of(book):
+            self._listener.recovered(ending)
 
     def _worker_back(self, hello: messages.WorkerHello) -> Effects:
         worker = self._placement_table.workers.get(hello.worker)
@@ -334,8 +344,7 @@ class Scheduler(SchedulerApi):
         for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
             for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
-        self._ledgers[hello.node] = Ledger(hello.capacity.host_pages)
-        self._journal.append([PoolOpened(hello.node, hello.capacity, hello.model)])
+        self._journal.open_pool(PoolOpened(hello.node, hello.capacity, hello.model))
         self._start_pool(hello.node)
 
     def _start_pool(self, node: str) -> None:
@@ -423,10 +432,9 @@ class Scheduler(SchedulerApi):
         self._tell(self._dispatch.told(decision, pages))
 
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
-        request_id = self._requests.by_index[entry.request_index].state.request_id
-        transfer.worker.port.send(
-            messages.Receive(transfer.ticket, entry.request_index, request_id, entry.prompt_tokens, pages.tobytes())
-        )
+        facts = entry.facts
+        about = facts.request_index, facts.request_id, facts.prompt_tokens
+        transfer.worker.port.send(messages.Receive(transfer.ticket, *about, pages.tobytes()))
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
@@ -437,11 +445,11 @@ class Scheduler(SchedulerApi):
         command = messages.Admit(
             placement=decision.placement,
             request_index=entry.request_index,
-            request_id=live.state.request_id,
+            request_id=live.facts.request_id,
             prompt=live.prompt,
             generated=self._token_log.tokens(entry.request_index, 0),
             durable_tokens=decision.durable_tokens,
-            sampling=live.sampling,
+            sampling=live.facts.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             slab_pages=decision.memory.slab_pages,
@@ -458,7 +466,7 @@ class Scheduler(SchedulerApi):
 
     def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
         self._token_log.begin_placement(
-            entry.request_index, entry.placement, entry.prompt_tokens, self._granted_tokens(entry), durable_tokens
+            entry.request_index, entry.placement, entry.facts.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
     def _granted_tokens(self, entry: RequestEntry) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
-from coordinator.journal.records import RequestAccepted, RequestOrdered, RequestsForgotten
+from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
-from coordinator.scheduling.events import Handle, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.events import Handle, Listener, WorkerPort
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
@@ -65,14 +65,23 @@ class Submissions:
         request_id = submit.request_id or self._new_id()
         request_index = self.token_log.open(sampling.max_tokens)
         self.token_log.times.submitted(request_index, now)
-        entry = placement_table.add(request_index, submit.priority, length.prompt, length.max, submit.prefill_mode)
+        facts = RequestFacts(
+            request_index,
+            request_id,
+            placement_table.next_rank(submit.priority),
+            ask.owner,
+            ask.user,
+            length.prompt,
+            digest_of(submit.prompt),
+            sampling,
+            now + self.wall_offset_s,
+            submit.prefill_mode,
+        )
+        entry = placement_table.add(facts)
         self.dispatch.dirty = True
-        state = RequestState(request_id, request_index, length.prompt, now=now, reason=f"by {ask.owner}")
-        self.requests.add(LiveRequest(state, self.start(state), entry, submit.prompt, sampling, now, user=ask.user))
-        at_s = now + self.wall_offset_s
-        about = request_id, ask.owner, submit.priority, submit.prompt, sampling, at_s, ask.user, submit.prefill_mode
-        accepted = RequestAccepted(request_index, entry.rank[1], *about)
-        return Handle(request_id, request_index), self.journal.append([accepted])
+        state = RequestState(facts, now=now, reason=f"by {ask.owner}")
+        self.requests.add(LiveRequest(facts, state, self.start(state), entry, submit.prompt))
+        return Handle(request_id, request_index), self.journal.append([RequestAccepted(facts, submit.prompt)])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """The actor of a request; one that is over does not run."""
@@ -93,12 +102,9 @@ class Submissions:
         return request
 
     def write_orders(self, ask: events.CommandAsk) -> Commit:
-        """What is now wanted of the requests that a command named."""
-        ends = ("ABORTED", f"abort by {ask.owner}") if ask.command is RequestCommand.ABORT else ("", "")
+        """What is now ordered of the requests that a command named."""
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
-        return self.journal.append(
-            [RequestOrdered(it.entry.request_index, it.entry.held, it.entry.forced_slots, *ends) for it in lives]
-        )
+        return self.journal.append([it.entry.ordered for it in lives])
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""

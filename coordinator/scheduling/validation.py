@@ -39,8 +39,7 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     if not prompt.size:
         raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
     _check_tokens(prompt, model)
-    _check_sampling(submit.sampling)
-    _check_range("priority", submit.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    check_orders(submit.sampling, submit.priority)
     if submit.prefill_mode not in PREFILL_MODES:
         raise BadInput(
             "no such prefill mode",
@@ -48,16 +47,27 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
             value=submit.prefill_mode[:NAME_CHARS_MAX],
             remedy=f"use one of {', '.join(PREFILL_MODES)}",
         )
-    total = prompt.size + submit.sampling.max_tokens
+    check_length(prompt.size, submit.sampling.max_tokens, model)
+    return prompt
+
+
+def check_orders(sampling: Sampling, priority: int) -> None:
+    """Raises BadInput for what could not be carried out for any prompt."""
+    _check_sampling(sampling)
+    _check_range("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
+
+
+def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:
+    """Raises BadInput for what the model's context cannot hold."""
+    total = prompt_tokens + max_tokens
     if total > model.context_max_tokens:
         raise BadInput(
-            f"{prompt.size} prompt tokens and max_tokens {submit.sampling.max_tokens} make {total}, "
+            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {total}, "
             f"the context of {model.name} holds {model.context_max_tokens}",
             field="prompt",
-            value=f"{prompt.size} tokens",
+            value=f"{prompt_tokens} tokens",
             remedy="shorten the prompt or lower max_tokens",
         )
-    return prompt
 
 
 def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:

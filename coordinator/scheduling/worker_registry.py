@@ -128,7 +128,7 @@ class WorkerRegistry:
         state = "disconnected" if worker.awaited else "connected"
         if worker.drain is not None and not worker.awaited:
             state = "draining" if worker.requests else "drained"
-        budget = self._ledgers[worker.node].budget(worker.name)
+        free = self._ledgers[worker.node].budget(worker.name).free
         return WorkerRow(
             worker=worker.name,
             node=worker.node,
@@ -136,10 +136,10 @@ class WorkerRegistry:
             epoch=worker.epoch,
             running=worker.requests,
             capacity=worker.capacity,
-            hot_chunks_free=budget.hot_chunks_free,
-            index_pages_free=budget.index_pages_free,
-            slab_pages_free=budget.slab_pages_free,
-            seats_free=budget.seats_free,
+            hot_chunks_free=free.hot_chunks,
+            index_pages_free=free.index_pages,
+            slab_pages_free=free.slab_pages,
+            seats_free=free.seats,
             **worker.port.stats()._asdict(),
         )
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from coordinator.listener.router import RouterSocket, Sent
-from coordinator.workers.worker_epoch import WorkerEpoch
 from metrics.state import CoordinatorCounters
 from protocol import messages
 
+if TYPE_CHECKING:
+    from coordinator.workers.worker_link import WorkerLink
+
 #: How soon a link whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.02
-
-
-class Addressee(Protocol):
-    """A worker epoch and the connection it is reached on, None for none."""
-
-    @property
-    def state(self) -> WorkerEpoch: ...
-    @property
-    def peer(self) -> bytes | None: ...
 
 
 class CommandSender:
@@ -31,15 +24,15 @@ class CommandSender:
         self._socket = socket
         self._incarnation = incarnation
         self._counters = counters
-        self._waiting: dict[Addressee, None] = {}
+        self._waiting: dict[WorkerLink, None] = {}
         self._wake = trio.Event()
 
-    def soon(self, link: Addressee) -> None:
+    def soon(self, link: WorkerLink) -> None:
         """There is something to send to `link`."""
         self._waiting[link] = None
         self._wake.set()
 
-    def forget(self, link: Addressee) -> None:
+    def forget(self, link: WorkerLink) -> None:
         self._waiting.pop(link, None)
 
     async def run(self) -> None:
@@ -57,7 +50,7 @@ class CommandSender:
             if self._send_to(link, now):
                 del self._waiting[link]
 
-    def _send_to(self, link: Addressee, now: float) -> bool:
+    def _send_to(self, link: WorkerLink, now: float) -> bool:
         """Whether nothing is left that could be sent now. Without a connection it waits for the next hello."""
         log = link.state.commands
         while link.peer is not None and (batch := log.take(now)) is not None:

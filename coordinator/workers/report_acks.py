@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import trio
 
 from coordinator.journal.journal import Journal
-from coordinator.workers.worker_epoch import WorkerEpoch
+
+if TYPE_CHECKING:
+    from coordinator.workers.worker_link import WorkerLink
 
 
-class ReportingLink(Protocol):
-    """A worker link: whoever said something."""
-
-    @property
-    def state(self) -> WorkerEpoch: ...
-
-
-L = TypeVar("L", bound=ReportingLink)
-
-
-class ReportAcks(Generic[L]):
+class ReportAcks:
     """One commit covers all reports that came while the one before was written. `acknowledge` sends the word."""
 
-    def __init__(self, journal: Journal, acknowledge: Callable[[L, int], None]) -> None:
+    def __init__(self, journal: Journal, acknowledge: Callable[[WorkerLink, int], None]) -> None:
         self._journal = journal
         self._acknowledge = acknowledge
-        self._received: dict[L, int] = {}
+        self._received: dict[WorkerLink, int] = {}
         self._news = trio.Event()
 
-    def received(self, link: L) -> None:
+    def received(self, link: WorkerLink) -> None:
         """All of its reports up to `report_ack` were applied."""
         self._received[link] = link.state.report_ack
         self._news.set()

@@ -25,7 +25,7 @@ cannot be (a missed position, an acknowledgement of nothing) has its epoch decla
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
@@ -36,6 +36,7 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
+from coordinator.scheduling.api import SchedulerApi
 from coordinator.scheduling.events import LinkStats, WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
@@ -65,20 +66,6 @@ STARVING_INTERVAL_S: Final = 0.02
 EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.workers.worker_link")
-
-
-class LinkScheduler(Protocol):
-    """What worker links need of coordinator.scheduling.scheduler.Scheduler."""
-
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None: ...
-    async def worker_back(self, hello: messages.WorkerHello) -> None: ...
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None: ...
-    def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None: ...
-    def on_event(self, worker: str, epoch: int, event: messages.Event) -> None: ...
-    def starving(self, request_indices: Int32Array) -> None: ...
-    async def drain(
-        self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
-    ) -> tuple[str, ...]: ...
 
 
 class WorkerLink:
@@ -125,7 +112,7 @@ class WorkerLinks:
 
     def __init__(
         self,
-        scheduler: LinkScheduler,
+        scheduler: SchedulerApi,
         token_log: TokenLog,
         tokenizers: TokenizerStore,
         counters: CoordinatorCounters,
@@ -144,7 +131,7 @@ class WorkerLinks:
         self._socket = socket
         self._incarnation = incarnation
         self._journal = journal
-        self._acks: ReportAcks[WorkerLink] = ReportAcks(journal, self._acknowledge)
+        self._acks = ReportAcks(journal, self._acknowledge)
         self._dropped = Dropped("worker", counters.dropped_messages)
         self._flood_control = FloodControl(
             socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._tell_refused
@@ -189,7 +176,7 @@ class WorkerLinks:
         assert self._nursery is not None
         self._nursery.start_soon(step, *arguments)
 
-    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, is_live: bool) -> WorkerPort:
         """An epoch from the journal, before `run`. Commands to it wait for its hello; `is_live` False: for its exit."""
         hello = messages.WorkerHello(
             PROTOCOL_VERSION,

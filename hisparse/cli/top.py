@@ -1,4 +1,4 @@
-"""`hisparse top`: see coordinator/top."""
+"""`hisparse top`: see hisparse/top."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ class Connection:
         """Say hello once more: who the coordinator is, and which model it serves, now."""
         call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
-        self._hellos.append(call.take)
         await dealer.send(messages.encode(self._hello))
+        self._hellos.append(call.take)  # in the same instant: cancelled before, no answer will come for it
         return await call.wait()
 
     # ------------------------------------------------------------ connecting

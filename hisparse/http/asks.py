@@ -8,14 +8,15 @@ coordinator knows them again; that is why a missing seed is drawn from the id an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from hisparse.http import chat
-from hisparse.http.bodies import CHOICES_MAX, PROMPTS_MAX, Body, ChatBody, CompletionBody, StreamOptions
+from coordinator.scheduling.validation import check_length, check_orders
+from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
+from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
 from protocol.messages import ModelInfo, Sampling
@@ -27,27 +28,38 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 CHAT_TOKENS_DEFAULT: Final = 4_096
 TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
-#: Of a refused value, in its refusal.
-VALUE_CHARS_MAX: Final = 80
+#: Template, messages, variables, and the most characters, as in hisparse.http.chat.
+Render = Callable[[str, Sequence[Mapping[str, str]], Mapping[str, Any], int], str]
+
+NO_PROMPT: Final[Int32Array] = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
 class SampleAsk:
-    """One request of the coordinator."""
+    """One request of the coordinator. Samples of one prompt share its array, whose digest is in the fingerprint."""
 
     request_id: str
     prompt: Int32Array
     sampling: Sampling
     priority: int
+    prompt_digest: bytes
+
+    @property
+    def fingerprint(self) -> tuple[bytes, Sampling, int]:
+        return self.prompt_digest, self.sampling, self.priority
 
     def same_as(self, other: SampleAsk) -> bool:
-        same_rest = (self.sampling, self.priority) == (other.sampling, other.priority)
-        return same_rest and np.array_equal(self.prompt, other.prompt)
+        return self.fingerprint == other.fingerprint
+
+    def without_prompt(self) -> SampleAsk:
+        """Enough to compare it with others: the prompt may be megabytes, and the coordinator has it."""
+        return replace(self, prompt=NO_PROMPT)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A body, checked and tokenized. `prompt_tokens` counts each prompt once, however many samples it has."""
+    """A body, checked and tokenized. `id` is what its client calls it. `prompt_tokens` counts each prompt once, however
+    many samples it has."""
 
     id: str
     is_chat: bool
@@ -58,6 +70,9 @@ class Ask:
     include_usage: bool
     usage_in_every_chunk: bool
 
+    def without_prompts(self) -> Ask:
+        return replace(self, choices=tuple(choice.without_prompt() for choice in self.choices))
+
 
 @dataclass(frozen=True)
 class Served:
@@ -67,23 +82,32 @@ class Served:
     tokenizer: Tokenizer
 
 
-def ask_of(body: CompletionBody | ChatBody, served: Served, ask_id: str, strftime_now: Callable[[str], str]) -> Ask:
-    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does."""
+def ask_of(
+    body: CompletionBody | ChatBody,
+    served: Served,
+    ask_id: str,
+    render: Render,
+    scope: str = "",
+) -> Ask:
+    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does.
+
+    `scope` keeps an id that a client chose apart from those of other owners at the coordinator.
+    """
     _check_model(body, served.model)
     if isinstance(body, ChatBody):
-        prompts = [_chat_prompt(body, served, strftime_now)]
+        prompts = [_chat_prompt(body, served, render)]
         max_tokens = _first(body.max_completion_tokens, body.max_tokens)
         room = max(1, served.model.context_max_tokens - prompts[0].size)
         limits = [_first(max_tokens, min(CHAT_TOKENS_DEFAULT, room))]
     else:
-        prompts = list(_prompts(body.prompt, served))
+        prompts = list(prompts_of(body.prompt, served.tokenizer, served.model))
         limits = [_first(body.max_tokens, COMPLETION_TOKENS_DEFAULT)] * len(prompts)
     options = body.stream_options or StreamOptions()
     return Ask(
         id=ask_id,
         is_chat=isinstance(body, ChatBody),
         model=served.model.name,
-        choices=tuple(_choices(body, prompts, limits, ask_id)),
+        choices=tuple(_choices(body, prompts, limits, f"{ask_id}.{scope}" if scope else ask_id, served.model)),
         prompt_tokens=sum(prompt.size for prompt in prompts),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -96,23 +120,30 @@ def _check_model(body: Body, model: ModelInfo) -> None:
         raise NotFound("is not served here", field="model", value=body.model, remedy=f"use {model.name}")
 
 
-def _choices(body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], ask_id: str) -> Iterator[SampleAsk]:
+def _choices(
+    body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], base_id: str, model: ModelInfo
+) -> Iterator[SampleAsk]:
+    """Checked as the coordinator does: what it would refuse is not sent to it."""
     samples = _first(body.n, 1)
     total = samples * len(prompts)
     if total > CHOICES_MAX:
         raise BadInput(f"more than {CHOICES_MAX} samples", field="n", value=total, remedy="send several requests")
+    stop = read_field(body, "stop", str | list[str])  # type: ignore[arg-type]  # a union is no type
+    digests = [hashlib.sha256(prompt.tobytes()).digest() for prompt in prompts]
     for index in range(total):
-        request_id = ask_id if total == 1 else f"{ask_id}-{index}"
+        request_id = base_id if total == 1 else f"{base_id}-{index}"
         which = index // samples
         sampling = Sampling(
             max_tokens=limits[which],
             temperature=_first(body.temperature, TEMPERATURE_DEFAULT),
             top_p=_first(body.top_p, 1.0),
             seed=_seed(body.seed, index % samples, request_id),
-            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             ignore_eos=body.ignore_eos,
         )
-        yield SampleAsk(request_id, prompts[which], sampling, body.priority)
+        check_orders(sampling, body.priority)
+        check_length(prompts[which].size, sampling.max_tokens, model)
+        yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which])
 
 
 def _seed(seed: int | None, sample: int, request_id: str) -> int:
@@ -122,43 +153,23 @@ def _seed(seed: int | None, sample: int, request_id: str) -> int:
     return (seed + sample) % (1 << SEED_BITS)
 
 
-def _chat_prompt(body: ChatBody, served: Served, strftime_now: Callable[[str], str]) -> Int32Array:
+def _chat_prompt(body: ChatBody, served: Served, render: Render) -> Int32Array:
     """The template writes the special tokens itself."""
-    text = chat.render(served.model.chat_template, body.messages, body.chat_template_kwargs or {}, strftime_now)
-    return _checked_ids(served.tokenizer.encode(text, special=False), served.model)
-
-
-def _prompts(prompt: str | list[Any], served: Served) -> Iterator[Int32Array]:
-    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-    if len(prompts) > PROMPTS_MAX:
+    model, tokenizer = served.model, served.tokenizer
+    if not model.chat_template:
         raise BadInput(
-            f"more than {PROMPTS_MAX} prompts", field="prompt", value=len(prompts), remedy="send several requests"
+            "the served model has no chat template",
+            field="messages",
+            value=f"{len(body.messages)} messages",
+            remedy="use /v1/completions, or add chat_template.jinja to the checkpoint",
         )
-    for one in prompts:
-        yield _checked_ids(served.tokenizer.encode(one) if isinstance(one, str) else one, served.model)
-
-
-def _checked_ids(ids: object, model: ModelInfo) -> Int32Array:
-    """As int32. Raises BadInput unless `ids` is a list of token ids of the model, at least one."""
-    odd = next((it for it in ids if type(it) is not int), None) if isinstance(ids, list) else ids
-    if odd is not None or not isinstance(ids, list):
-        raise BadInput(
-            "is no prompt, or part of one",
-            field="prompt",
-            value=str(odd)[:VALUE_CHARS_MAX],
-            remedy="send a text, a list of texts, token ids, or lists of token ids",
-        )
-    if not ids:
-        raise BadInput("is empty", field="prompt", value="0 tokens", remedy="give at least one token")
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= model.vocab_size:
-        raise BadInput(
-            f"token ids of {model.name} are 0..{model.vocab_size - 1}",
-            field="prompt",
-            value=low if low < 0 else high,
-            remedy="use the tokenizer of the served model",
-        )
-    return np.array(ids, np.int32)
+    if len(body.messages) > model.context_max_tokens:
+        text = f"more than the {model.context_max_tokens} tokens of the context"
+        raise BadInput(text, field="messages", value=f"{len(body.messages)} messages", remedy="send fewer")
+    variables = read_field(body, "chat_template_kwargs", dict[str, Any]) or {}
+    spoken = [{"role": message.role, "content": message.text} for message in body.messages]
+    text = render(model.chat_template, spoken, variables, text_bytes_max(tokenizer, model))
+    return text_ids(text, tokenizer, model, special=False)
 
 
 def _first(value: Any, default: Any) -> Any:

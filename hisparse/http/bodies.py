@@ -7,6 +7,10 @@ Three kinds of fields, so that nothing is dropped in silence:
     unsupported  taken at the value that changes nothing (`frequency_penalty` 0), refused at any other
 
 and a field that is in none of them is refused by name.
+
+Fields of any form are kept as the JSON that came: 16 MiB of it become 350 MB of objects. What is ignored is never
+decoded; the rest only when it is small. Prompts are decoded by hisparse.http.prompts, which knows how long they may
+be.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from protocol.errors import BadInput
 N_MAX: Final = 16
 PROMPTS_MAX: Final = 128
 CHOICES_MAX: Final = 128
+
+#: JSON of a field that is no prompt and no message.
+FIELD_BYTES_MAX: Final = 64 * 1024
 
 #: What fits the wire; the coordinator says what fits the model.
 Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -77,6 +84,9 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+NULL: Final = msgspec.Raw(b"null")
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both have in common. None, or absent, is the default of docs/http.md."""
 
@@ -86,7 +96,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     top_p: float | None = None
     n: Samples | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: msgspec.Raw = NULL  # str | list[str]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -95,33 +105,33 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ignore_eos: bool = False
 
     # Ignored.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    user: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+    store: msgspec.Raw = NULL
+    service_tier: msgspec.Raw = NULL
+    safety_identifier: msgspec.Raw = NULL
+    prompt_cache_key: msgspec.Raw = NULL
+    prompt_cache_retention: msgspec.Raw = NULL
 
     # Unsupported: NEUTRAL.
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    top_k: Any = None
+    frequency_penalty: msgspec.Raw = NULL
+    logit_bias: msgspec.Raw = NULL
+    logprobs: msgspec.Raw = NULL
+    min_p: msgspec.Raw = NULL
+    min_tokens: msgspec.Raw = NULL
+    presence_penalty: msgspec.Raw = NULL
+    repetition_penalty: msgspec.Raw = NULL
+    top_k: msgspec.Raw = NULL
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
 
-    prompt: str | list[Any]
+    prompt: msgspec.Raw
 
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
+    best_of: msgspec.Raw = NULL
+    echo: msgspec.Raw = NULL
+    suffix: msgspec.Raw = NULL
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -129,27 +139,28 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: Count | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw = NULL  # dict[str, Any]
 
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None  # ignored: there are no tools
-    prediction: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    top_logprobs: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    functions: msgspec.Raw = NULL
+    modalities: msgspec.Raw = NULL
+    parallel_tool_calls: msgspec.Raw = NULL  # ignored: there are no tools
+    prediction: msgspec.Raw = NULL
+    reasoning_effort: msgspec.Raw = NULL
+    response_format: msgspec.Raw = NULL
+    tool_choice: msgspec.Raw = NULL
+    tools: msgspec.Raw = NULL
+    top_logprobs: msgspec.Raw = NULL
+    verbosity: msgspec.Raw = NULL
+    web_search_options: msgspec.Raw = NULL
 
 
 B = TypeVar("B", CompletionBody, ChatBody)
+T = TypeVar("T")
 
 
-def read_body(data: bytes, kind: type[B]) -> B:
+def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     """Decode and check. Raises BadInput naming the field."""
     try:
         body = msgspec.json.decode(data, type=kind)
@@ -168,9 +179,23 @@ def _invalid(text: str) -> BadInput:
     return BadInput(text, field=named[1] if named else "body", remedy="docs/http.md lists what is accepted")
 
 
+def read_field(body: Body, field: str, kind: type[T]) -> T | None:
+    """What a field holds that was kept as JSON; None where it is null or absent. Raises BadInput."""
+    raw: msgspec.Raw = getattr(body, field, NULL)
+    size = memoryview(raw).nbytes
+    if size > FIELD_BYTES_MAX:
+        text = f"longer than {FIELD_BYTES_MAX} bytes"
+        raise BadInput(text, field=field, value=f"{size} bytes", remedy=f"shorten {field}, or leave it out")
+    try:
+        value: T | None = msgspec.json.decode(raw, type=kind | None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(str(error), field=field, remedy="docs/http.md lists what is accepted") from error
+    return value
+
+
 def _check(body: CompletionBody | ChatBody) -> None:
     for field, neutral in NEUTRAL.items():
-        value = getattr(body, field, None)
+        value = read_field(body, field, Any)
         if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
             raise BadInput("is not supported", field=field, value=str(value)[:80], remedy=f"leave {field} out")
     if body.stream_options is not None and not body.stream:

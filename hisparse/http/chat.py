@@ -3,6 +3,10 @@
 The template comes with the model (ModelInfo.chat_template); names of its special tokens are bound in its first line by
 whoever read the checkpoint. Messages come from anybody, so it runs in Jinja's sandbox, and whatever it raises is the
 messages' fault: templates refuse what they cannot render by raising.
+
+The sandbox bounds what a template may touch, not how long it runs nor what it allocates: `tojson(indent=n)`, `x * n`
+and a loop over the messages in a loop over the messages take what a client says. So the front renders in processes that
+have limits (hisparse.http.renderers).
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hisparse.http.bodies import ChatMessage
 from protocol.errors import BadInput
 
 #: Compiled templates kept: one model is served at a time.
@@ -25,29 +28,32 @@ TEMPLATES_MAX: Final = 2
 
 def render(
     template: str,
-    messages: Sequence[ChatMessage],
+    messages: Sequence[Mapping[str, str]],
     variables: Mapping[str, Any],
+    bytes_max: int,
     strftime_now: Callable[[str], str],
 ) -> str:
-    """The prompt, up to where the assistant speaks. Raises BadInput, also when the model has no template."""
-    if not template:
-        raise BadInput(
-            "the served model has no chat template",
-            field="messages",
-            value=f"{len(messages)} messages",
-            remedy="use /v1/completions, or add chat_template.jinja to the checkpoint",
-        )
-    spoken = [{"role": message.role, "content": message.text} for message in messages]
-    own: dict[str, Any] = {"messages": spoken, "add_generation_prompt": True, "tools": None, "documents": None}
+    """The prompt, up to where the assistant speaks. `messages` have a role and content. Raises BadInput, also for more
+    than `bytes_max` characters."""
+    own: dict[str, Any] = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+    pieces: list[str] = []
+    left = bytes_max
     try:
-        return _compiled(template).render(**dict(variables) | own | {"strftime_now": strftime_now})
+        for piece in _compiled(template).generate(**dict(variables) | own | {"strftime_now": strftime_now}):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                break
     except Exception as error:  # a template may do anything with messages that it did not expect
-        raise BadInput(
-            f"the model's chat template refuses them: {error}",
-            field="messages",
-            value=f"{len(messages)} messages",
-            remedy="order roles as it wants them, or use /v1/completions",
-        ) from error
+        raise refused(f"the model's chat template refuses them: {error}", len(messages)) from error
+    if left < 0:
+        raise refused(f"become more than {bytes_max} characters, and no more fit the context", len(messages))
+    return "".join(pieces)
+
+
+def refused(why: str, messages: int) -> BadInput:
+    remedy = "order roles as the template wants them, send fewer or shorter ones, or use /v1/completions"
+    return BadInput(why, field="messages", value=f"{messages} messages", remedy=remedy)
 
 
 @lru_cache(TEMPLATES_MAX)

@@ -21,6 +21,8 @@ RETRY_AFTER_S: Final = 1
 #: By code of protocol.errors. A capacity error about the prompt itself is permanent, see `status_of`.
 STATUSES: Final = {
     "bad_input": 400,
+    "malformed": 400,
+    "upgrade": 400,
     "unauthorized": 401,
     "not_allowed": 403,
     "not_found": 404,
@@ -30,11 +32,13 @@ STATUSES: Final = {
     "aborted": 409,
     "too_large": 413,
     "capacity": 429,
+    "headers_too_large": 431,
     "failed": 500,
     "config": 500,
     "internal": 500,
     "protocol": 502,
     "unavailable": 503,
+    "version": 505,
 }
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -61,6 +65,30 @@ class TooSlow(BadInput):
     """The body did not arrive in time."""
 
     code = "too_slow"
+
+
+class Malformed(BadInput):
+    """What came is no HTTP/1.1, or could be read in two ways."""
+
+    code = "malformed"
+
+
+class HeadersTooLarge(BadInput):
+    """The header section exceeds its limit."""
+
+    code = "headers_too_large"
+
+
+class UpgradeRefused(BadInput):
+    """The client wants another protocol on this connection."""
+
+    code = "upgrade"
+
+
+class VersionRefused(BadInput):
+    """The client speaks another version of HTTP."""
+
+    code = "version"
 
 
 class AnswerAborted(HiSparseError):

@@ -1,20 +1,21 @@
-"""One HTTP request and its answer, on ASGI's two callables.
+"""One HTTP request and its answer.
 
-`listen` takes in what the client sends for as long as it is there: the body, and at last that it left, which cancels
-whatever works on the answer. It reads on when the body is not wanted any more, since the server stops reading from the
-socket, and does not see the client leave, while a few messages wait (ten in hypercorn, where even the end of our own
-answer would wait behind them).
+`body` reads what the client sends, once a handler wants it; from then on, or from the start where there is no body,
+`watch` waits for the client to leave, which cancels the task that works on the answer. Bytes that a handler does not
+want are not read: the connection ends after the answer then.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final, Protocol
 
 import trio
 
 from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, status_of
+from hisparse.http.shares import Shares
+from hisparse.http.wire import Head
 from protocol.errors import CapacityError, HiSparseError
 
 #: One body: a context of a million token ids with seven digits and their commas, twice.
@@ -29,104 +30,105 @@ SSE: Final = "text/event-stream"
 
 assert BODY_BYTES_MAX < BODIES_BYTES_MAX
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+class ClientGone(Exception):
+    """The client left, or does not read what it is sent."""
 
 
-class Budget:
-    """Bytes of bodies that are in memory."""
+class Channel(Protocol):
+    """What carries an exchange: hisparse.http.connection. All but `hold` and `start` may raise ClientGone."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self._left = bytes_max
+    def hold(self) -> None:
+        """Its client has a right to be here: the connection is not closed to make room for another."""
+        ...
 
-    def take(self, count: int) -> bool:
-        if count > self._left:
-            return False
-        self._left -= count
-        return True
+    async def piece(self) -> bytes:
+        """The next piece of the body; b"" once it is whole. Raises Malformed."""
+        ...
 
-    def give(self, count: int) -> None:
-        self._left += count
+    async def left(self) -> None:
+        """Wait until the client has left. To be called once the body is whole."""
+        ...
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Goes out with the first `write` or `end`."""
+        ...
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def end(self) -> None: ...
 
 
 class Exchange:
     """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, budget: Budget) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
+    def __init__(self, head: Head, channel: Channel, budget: Shares) -> None:
+        self.method = head.method
+        self.path = head.path
+        self.header = head.header
         self.status = 0
         self.disconnected = False
         self.leaving = trio.CancelScope()
-        self._headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        self._receive = receive
-        self._send = send
+        self._head = head
+        self._channel = channel
         self._budget = budget
-        self._body = bytearray()
-        self._refusal: HiSparseError | None = None
         self._received = trio.Event()
         self._answered = False
+        if not head.has_body:
+            self._received.set()
 
-    def header(self, name: str) -> str:
-        """The first of that name (lower case), "" when there is none."""
-        return next((value for known, value in self._headers if known == name), "")
+    def hold(self) -> None:
+        """Its client was recognized: see Channel.hold."""
+        self._channel.hold()
 
     # ------------------------------------------------------------ what comes
 
-    async def listen(self) -> None:
-        """Until the client has left, or the answer is complete. What nobody wanted of the body is let go then."""
-        try:
-            while (message := await self._receive())["type"] != "http.disconnect":
-                self._take(message.get("body", b""))
-                if not message.get("more_body", False):
-                    self._received.set()
-        finally:
-            self._drop_body()
+    async def watch(self) -> None:
+        """Until cancelled: wait for the client to leave."""
+        await self._received.wait()
+        await self._channel.left()
+        self._gone()
+
+    def _gone(self) -> None:
         if not self._answered:
             self.disconnected = True
             self.leaving.cancel()
 
-    def _take(self, piece: bytes) -> None:
-        if self._refusal is not None:
-            return
-        if len(self._body) + len(piece) > BODY_BYTES_MAX:
-            self._refuse(TooLarge(f"more than {BODY_BYTES_MAX} bytes", field="body", remedy="send a smaller one"))
-        elif not self._budget.take(len(piece)):
-            text = f"bodies of all requests exceed {BODIES_BYTES_MAX} bytes"
-            self._refuse(CapacityError(text, field="body", remedy="retry in a moment"))
-        else:
-            self._body += piece
-
-    def _refuse(self, error: HiSparseError) -> None:
-        self._refusal = error
-        self._received.set()
-        self._drop_body()
-
-    def _drop_body(self) -> None:
-        self._budget.give(len(self._body))
-        self._body = bytearray()
-
     @asynccontextmanager
-    async def body(self) -> AsyncIterator[bytes]:
-        """The whole body, which counts against the budget until the block is left. Raises TooLarge, TooSlow or
-        CapacityError."""
+    async def body(self, owner: str) -> AsyncIterator[bytearray]:
+        """The whole body, which counts against `owner`'s share until the block is left. Raises TooLarge, TooSlow,
+        CapacityError or Malformed."""
+        data = bytearray()
         try:
             with trio.move_on_after(BODY_LIMIT_S):
-                await self._received.wait()
+                await self._read(data, owner)
             if not self._received.is_set():
-                self._refuse(TooSlow(f"not there after {BODY_LIMIT_S:g} s", field="body", remedy="send it faster"))
-            if self._refusal is not None:
-                raise self._refusal
-            yield bytes(self._body)
+                raise TooSlow(f"not there after {BODY_LIMIT_S:g} s", field="body", remedy="send it faster")
+            yield data
         finally:
-            self._drop_body()
+            self._budget.give(owner, len(data))
+
+    async def _read(self, data: bytearray, owner: str) -> None:
+        if self._head.body_bytes > BODY_BYTES_MAX:
+            raise _too_large()
+        try:
+            while piece := await self._channel.piece():
+                if len(data) + len(piece) > BODY_BYTES_MAX:
+                    raise _too_large()
+                if not self._budget.take(owner, len(piece)):
+                    text = f"bodies of all requests exceed {BODIES_BYTES_MAX} bytes, and this key has its share of them"
+                    raise CapacityError(text, field="body", remedy="retry in a moment")
+                data += piece
+        except ClientGone:
+            await self._leave()
+        self._received.set()
 
     # ------------------------------------------------------------ what goes
 
     async def answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer, as JSON."""
-        await self._start(status, {"content-type": JSON, "content-length": str(len(body))} | dict(headers or {}))
+        own = {"content-type": JSON, "content-length": str(len(body))}
+        await self._start(status, own | dict(headers or {}))
         await self._finish(body)
 
     async def refuse(self, error: HiSparseError, headers: Mapping[str, str] | None = None) -> None:
@@ -136,18 +138,36 @@ class Exchange:
         """Of server-sent events; `write` them, then `close`. Proxies are asked not to gather them."""
         own = {"content-type": SSE, "cache-control": "no-store", "x-accel-buffering": "no"}
         await self._start(200, own | dict(headers))
+        await self.write(b"")
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        try:
+            await self._channel.write(data)
+        except ClientGone:
+            await self._leave()
 
     async def close(self) -> None:
         await self._finish(b"")
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
-        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self._channel.start(status, headers)
 
     async def _finish(self, body: bytes) -> None:
+        if body:
+            await self.write(body)
         self._answered = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        try:
+            await self._channel.end()
+        except ClientGone:
+            self._answered = False
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """The client is gone: end the task that works on its answer."""
+        self._gone()
+        await trio.sleep_forever()
+
+
+def _too_large() -> TooLarge:
+    return TooLarge(f"more than {BODY_BYTES_MAX} bytes", field="body", remedy="send a smaller one")

@@ -1,4 +1,4 @@
-"""The ASGI application: paths, keys, limits; completions from ask to answer.
+"""The application: paths, keys, limits; completions from ask to answer.
 
     GET  /health               200 while work would be taken, else 503 and why; no key needed
     GET  /metrics              what the exporter has, for load generators, which look for it beside the API
@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -26,33 +25,41 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from coordinator.scheduling.validation import check_name
 from hisparse.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
-from hisparse.http.api_keys import ApiKeys
-from hisparse.http.asks import Ask, Served, ask_of
+from hisparse.http.api_keys import OWNER_CHARS, ApiKeys
+from hisparse.http.asks import Ask, Render, Served, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
 from hisparse.http.errors import MethodRefused, Unauthorized
-from hisparse.http.exchange import BODIES_BYTES_MAX, Budget, Exchange, Receive, Scope, Send
+from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
+from hisparse.http.renderers import Renderers
+from hisparse.http.shares import Shares
+from hisparse.http.turns import Turns
+from hisparse.http.wire import Head
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
 
-#: Longest id of a client's choice, so that the numbers of its samples still fit.
-ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999")
-#: Bodies that are decoded, rendered and tokenized at the same time, in threads beside the loop.
-READERS_MAX: Final = 2
+#: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
+ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
+#: Bodies that are decoded, rendered and tokenized at the same time, in threads beside the loop; of one API key.
+READERS_MAX: Final = 4
+READERS_PER_KEY: Final = 2
+#: Of a path, where it is told.
+PATH_CHARS_MAX: Final = 100
 #: How long a stream may be silent.
 KEEPALIVE_S: Final = 15.0
 
 log = logger("http")
 
-Handler = Callable[[Exchange], Awaitable[None]]
+#: The second argument is the owner of the API key.
+Handler = Callable[[Exchange, str], Awaitable[None]]
 
 
 class Front:
-    """Call it as ASGI has it. One task per exchange, cancelled when its client leaves."""
+    """`serve` is the handler of every connection. What works on an answer is cancelled when its client leaves."""
 
     def __init__(
         self,
@@ -70,8 +77,13 @@ class Front:
         self._link = link
         self._outputs = outputs
         self._counters = counters
-        self._budget = Budget(BODIES_BYTES_MAX)
-        self._readers = trio.CapacityLimiter(READERS_MAX)
+        self._budget = Shares(BODIES_BYTES_MAX)
+        self._arriving = Shares(settings.requests_max)
+        self._places = Shares(settings.requests_max)
+        self._readers = Turns(READERS_MAX, READERS_PER_KEY)
+        self._reader_threads = trio.CapacityLimiter(READERS_MAX)
+        self._renderers = Renderers()
+        self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
@@ -81,17 +93,17 @@ class Front:
             "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _live(receive, send)
-        elif scope["type"] == "http":
-            await self._exchange(Exchange(scope, receive, send, self._budget))
+    def close(self) -> None:
+        """Once nothing is served any more."""
+        self._renderers.close()
 
-    async def _exchange(self, exchange: Exchange) -> None:
+    async def serve(self, head: Head, channel: Channel) -> None:
+        """Answer one request. Raises nothing that a client can bring about."""
+        exchange = Exchange(head, channel, self._budget)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(exchange.listen)
+            nursery.start_soon(exchange.watch)
             with exchange.leaving:
-                await self._serve(exchange)
+                await self._answer(exchange)
             nursery.cancel_scope.cancel()
         route = self._route_name(exchange.path)
         if exchange.disconnected:
@@ -99,13 +111,16 @@ class Front:
         else:
             self._counters.answers[route, str(exchange.status)] += 1
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange) -> None:
         try:
-            await self._find(exchange)(exchange)
+            await self._dispatch(exchange)
         except HiSparseError as error:
             level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
-            log.log(level, "refused", extra=fields(path=exchange.path, code=error.code, reason=str(error)))
-            await exchange.refuse(error)
+            log.log(
+                level, "refused", extra=fields(path=exchange.path[:PATH_CHARS_MAX], code=error.code, reason=str(error))
+            )
+            if not exchange.status:
+                await exchange.refuse(error)
 
     # ------------------------------------------------------------ paths
 
@@ -113,35 +128,43 @@ class Front:
         """For metrics: few values, all of them ours."""
         return path if path in self._routes else "other"
 
+    async def _dispatch(self, exchange: Exchange) -> None:
+        """Raises Unauthorized, or what the handler of the path does."""
+        owner = ""
+        if exchange.path != "/health":
+            owner = self._keys.check(exchange.header("authorization"))
+            exchange.hold()
+        await self._find(exchange)(exchange, owner)
+
     def _find(self, exchange: Exchange) -> Handler:
-        """Raises Unauthorized, NotFound or MethodRefused."""
+        """Raises NotFound or MethodRefused."""
         path = exchange.path
-        if path != "/health":
-            self._keys.check(exchange.header("authorization"))
         model_id = path.removeprefix("/v1/models/")
         methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
         if methods is None:
-            raise NotFound("no such path", field="path", value=path, remedy=f"known: {', '.join(self._routes)}")
-        method = "GET" if exchange.method == "HEAD" else exchange.method  # the server leaves the body out
+            raise NotFound(
+                "no such path", field="path", value=path[:PATH_CHARS_MAX], remedy=f"known: {', '.join(self._routes)}"
+            )
+        method = "GET" if exchange.method == "HEAD" else exchange.method  # the connection leaves the body out
         if method not in methods:
             allowed = ", ".join(methods)
             raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
         return methods[method]
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _health(self, exchange: Exchange, _: str) -> None:
         reason = await self._link.refusal()
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
 
-    async def _metrics(self, exchange: Exchange) -> None:
-        page = await trio.to_thread.run_sync(self._scrape, limiter=self._readers)
+    async def _metrics(self, exchange: Exchange, _: str) -> None:
+        page = await trio.to_thread.run_sync(self._scrape, limiter=self._scrape_threads)
         await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
-    async def _models(self, exchange: Exchange) -> None:
+    async def _models(self, exchange: Exchange, _: str) -> None:
         model = await self._link.client.model()
         cards = {"object": "list", "data": [model_card(model, self._created)]}
         await exchange.answer(200, msgspec.json.encode(cards))
 
-    async def _model(self, exchange: Exchange, name: str) -> None:
+    async def _model(self, exchange: Exchange, _: str, name: str) -> None:
         model = await self._link.client.model()
         if name != model.name:
             raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
@@ -149,47 +172,86 @@ class Front:
 
     # ------------------------------------------------------------ completions
 
-    async def _complete(self, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]) -> None:
-        with self._place():
-            began = trio.current_time()
-            chosen = exchange.header("x-request-id")
-            _check_id(chosen)
-            ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
-            served = await self._link.served()
-            async with exchange.body() as data:
-                ask = await trio.to_thread.run_sync(_read, data, kind, served, ask_id, limiter=self._readers)
-            with ExitStack() as stack:
-                grace_s = self._settings.reattach_grace_s if chosen else 0.0
-                outputs = [stack.enter_context(self._outputs.following(it, grace_s)) for it in ask.choices]
-                for output in outputs:
-                    await output.accepted()
-                transcripts = [Transcript(served.tokenizer.detokenizer()) for _ in outputs]
-                answer = Answer(ask, int(time.time()))
-                how = _stream if ask.stream else _whole
-                await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
-            self._counters.answer_s.observe(trio.current_time() - began)
-            tokens = sum(transcript.tokens for transcript in transcripts)
-            told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
-            log.info("answered", extra=told)
+    async def _complete(self, exchange: Exchange, owner: str, kind: type[CompletionBody] | type[ChatBody]) -> None:
+        began = trio.current_time()
+        chosen = exchange.header("x-request-id")
+        _check_id(chosen)
+        ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
+        served = await self._link.served()
+        scope = owner if chosen else ""
+        read = partial(_read, kind=kind, served=served, ask_id=ask_id, render=self._renderers.render, scope=scope)
+        with ExitStack() as stack:
+            ask = await self._receive(exchange, owner, stack, read)
+            grace_s = self._settings.reattach_grace_s if chosen else 0.0
+            outputs = [stack.enter_context(self._outputs.following(it, owner, grace_s)) for it in ask.choices]
+            ask = ask.without_prompts()
+            for output in outputs:
+                await output.accepted()
+            transcripts = [Transcript(served.tokenizer.detokenizer()) for _ in outputs]
+            answer = Answer(ask, int(time.time()))
+            how = _stream if ask.stream else _whole
+            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
+        self._counters.answer_s.observe(trio.current_time() - began)
+        tokens = sum(transcript.tokens for transcript in transcripts)
+        told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
+        log.info("answered", extra=told)
+
+    async def _receive(
+        self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask | HiSparseError]
+    ) -> Ask:
+        """The body, read in a thread when it is the owner's turn. `place` is entered once the body is there: who only
+        announces one takes nobody's place. Its bytes are free when this returns."""
+        with ExitStack() as arriving:
+            arriving.enter_context(self._share(self._arriving, owner))
+            async with exchange.body(owner) as data:
+                arriving.close()
+                place.enter_context(self._share(self._places, owner))
+                async with self._readers.turn(owner):
+                    return await self._in_thread(partial(read, data))
+
+    async def _in_thread(self, read: Callable[[], Ask | HiSparseError]) -> Ask:
+        """Raises what `read` returns as an error. One that it raised would be part of a cycle with the frames of the
+        thread, which hold the body, until a full collection."""
+        result = await trio.to_thread.run_sync(read, limiter=self._reader_threads)
+        if isinstance(result, Ask):
+            return result
+        try:
+            raise result
+        finally:
+            del result
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        limit = self._settings.requests_max
-        if self._counters.in_flight >= limit:
+    def _share(self, shares: Shares, owner: str) -> Iterator[None]:
+        if not shares.take(owner):
             raise CapacityError(
-                f"{limit} requests are being answered", field="http.requests_max", value=limit, remedy="retry later"
+                f"{shares.limit} requests are being answered, and this key has its share of them",
+                field="http.requests_max",
+                value=shares.limit,
+                remedy="retry later",
             )
-        self._counters.in_flight += 1
+        self._counters.in_flight = self._places.total
         try:
             yield
         finally:
-            self._counters.in_flight -= 1
+            shares.give(owner)
+            self._counters.in_flight = self._places.total
 
 
-def _read(data: bytes, kind: type[CompletionBody] | type[ChatBody], served: Served, ask_id: str) -> Ask:
-    """In a thread of its own: a long prompt takes a second to tokenize."""
-    body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
-    return ask_of(body, served, ask_id, lambda form: datetime.now(UTC).strftime(form))
+def _read(
+    data: bytearray,
+    *,
+    kind: type[CompletionBody] | type[ChatBody],
+    served: Served,
+    ask_id: str,
+    render: Render,
+    scope: str,
+) -> Ask | HiSparseError:
+    """In a thread: a long prompt takes a second to tokenize."""
+    try:
+        body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
+        return ask_of(body, served, ask_id, render, scope)
+    except HiSparseError as error:
+        return error.with_traceback(None)
 
 
 def _check_id(chosen: str) -> None:
@@ -268,10 +330,3 @@ async def _next(events: trio.MemoryReceiveChannel[bytes | HiSparseError]) -> byt
         except trio.EndOfChannel:
             return None
     return KEEPALIVE
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    """ASGI's lifespan protocol: nothing to set up that the process has not."""
-    while (message := await receive())["type"] != "lifespan.shutdown":
-        await send({"type": f"{message['type']}.complete"})
-    await send({"type": "lifespan.shutdown.complete"})

@@ -101,5 +101,5 @@ class CoordinatorLink:
                 welcome = await self.client.welcome()
             except HiSparseError as error:
                 return error.message
-            return "" if welcome.model else "no worker has registered yet"
+            return welcome.refusal or ("" if welcome.model else "no worker has registered yet")
         return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s"

@@ -21,18 +21,26 @@ from typing import Final
 import numpy as np
 import trio
 
+from coordinator.listener.rate_limiter import cost_of
 from hisparse.client.client import Client
 from hisparse.client.connection import ConnectionLost
 from hisparse.client.token_stream import TokenStream
 from hisparse.http.asks import SampleAsk
 from hisparse.http.errors import ending_error
 from hisparse.http.link import CoordinatorLink
+from hisparse.http.turns import Pace, Turns
 from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
 from protocol.logs import fields, logger
 from protocol.messages import Ended
+from protocol.settings import CoordinatorSettings
 
+#: Submissions that the coordinator has not answered; of one API key.
+SUBMITS_MAX: Final = 8
+SUBMITS_PER_KEY: Final = 4
+#: Of the rate that the coordinator hears, for submissions; the rest is for aborts and for what connections need.
+RATE_SHARE: Final = 0.5
 #: Between attempts to abort, over a connection that was lost or at a coordinator that has no hand free.
 ABORT_INTERVAL_S: Final = 0.2
 #: How often `settled` looks.
@@ -44,8 +52,9 @@ log = logger("http.outputs")
 class FollowedOutput:
     """One request of the coordinator: its tokens so far, and how it ended. Kept whole: followers begin at the start."""
 
-    def __init__(self, choice: SampleAsk, grace_s: float, now: float) -> None:
+    def __init__(self, choice: SampleAsk, owner: str, grace_s: float, now: float) -> None:
         self.choice = choice
+        self.owner = owner
         self.grace_s = grace_s
         self.began_at = now
         self.followers = 0
@@ -103,6 +112,8 @@ class FollowedOutput:
         self._tell()
 
     def accept(self) -> None:
+        """The coordinator has the prompt: it is let go here."""
+        self.choice = self.choice.without_prompt()
         self._accepted = True
         self._tell()
 
@@ -126,24 +137,33 @@ class FollowedOutput:
 class FollowedOutputs:
     """All requests that are followed or not yet over. Its tasks run in `nursery`."""
 
-    def __init__(self, nursery: trio.Nursery, link: CoordinatorLink, counters: HttpCounters) -> None:
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        link: CoordinatorLink,
+        counters: HttpCounters,
+        rate: tuple[float, float] = (CoordinatorSettings().messages_per_s, CoordinatorSettings().messages_burst),
+    ) -> None:
+        """`rate` is what the coordinator hears of one peer, in a second and at once."""
+        self._pace = Pace(*(RATE_SHARE * part for part in rate))
         self._nursery = nursery
         self._link = link
         self._counters = counters
         self._by_id: dict[str, FollowedOutput] = {}
+        self._submits = Turns(SUBMITS_MAX, SUBMITS_PER_KEY)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     @contextmanager
-    def following(self, choice: SampleAsk, grace_s: float) -> Iterator[FollowedOutput]:
+    def following(self, choice: SampleAsk, owner: str, grace_s: float) -> Iterator[FollowedOutput]:
         """The output of `choice`, submitted unless it already is. Raises WrongState for the id of another request.
 
         On leaving it is abandoned, unless others follow: aborted after `grace_s`.
         """
         output = self._by_id.get(choice.request_id)
         if output is None:
-            output = self._by_id[choice.request_id] = FollowedOutput(choice, grace_s, trio.current_time())
+            output = self._by_id[choice.request_id] = FollowedOutput(choice, owner, grace_s, trio.current_time())
             self._nursery.start_soon(self._run, output)
         elif not output.choice.same_as(choice):
             raise WrongState(
@@ -161,13 +181,9 @@ class FollowedOutputs:
             await trio.sleep(SETTLE_INTERVAL_S)
 
     async def _run(self, output: FollowedOutput) -> None:
-        choice = output.choice
         try:
             client = self._link.client
-            stream = await client.submit(
-                choice.prompt, choice.sampling, request_id=choice.request_id, priority=choice.priority
-            )
-            output.accept()
+            stream = await self._submit(client, output)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._abort_when_abandoned, client, output)
                 await self._read(stream, output)
@@ -175,10 +191,21 @@ class FollowedOutputs:
         except HiSparseError as error:
             output.fail(error)
         except Exception:  # of one request: the others have done nothing
-            log.exception("defect", extra=fields(request=choice.request_id))
+            log.exception("defect", extra=fields(request=output.choice.request_id))
             output.fail(InternalError("a defect of the HTTP front; its log says more"))
         finally:
-            del self._by_id[choice.request_id]
+            del self._by_id[output.choice.request_id]
+
+    async def _submit(self, client: Client, output: FollowedOutput) -> TokenStream:
+        """When it is the owner's turn: a prompt is written out for each of its samples, SUBMITS_MAX at the same time,
+        and the coordinator has answered one before the next is sent. Past its rate it would hear the front no more, and
+        that is every key."""
+        async with self._submits.turn(output.owner):
+            it = output.choice
+            await self._pace.spend(cost_of(it.prompt.nbytes))
+            stream = await client.submit(it.prompt, it.sampling, request_id=it.request_id, priority=it.priority)
+            output.accept()
+        return stream
 
     async def _read(self, stream: TokenStream, output: FollowedOutput) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The process of the HTTP front: hypercorn on trio, a link to the coordinator, metrics, signals. No torch.
+"""The process of the HTTP front: a listener, a link to the coordinator, metrics, signals. No torch.
 
 start          keys, TLS, socket, /metrics; it answers 503 until a coordinator and a worker are there
 run            until SIGTERM or SIGINT; SIGHUP: API keys and TLS files are read again
@@ -6,8 +6,7 @@ stop           no new connections; what is being answered may finish until the d
                unless its client can come back to it by its own id
 second signal  exits at once
 
-What hypercorn leaves open is bounded here: a client that stops reading is cut off by the kernel (TCP_USER_TIMEOUT),
-since hypercorn writes where no deadline of ours reaches; so are headers and idle connections by its own limits.
+Limits of a connection are hisparse.http.connection's, those of all connections hisparse.http.listener's.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ import os
 import resource
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import Final
 
-import hypercorn
-import hypercorn.trio
 import msgspec
 import trio
 
 from hisparse.client.client import Client, open_client
 from hisparse.http.api_keys import ApiKeys, read_keys
+from hisparse.http.connection import READ_LIMIT_S
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
+from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, Listener, connections_max
 from hisparse.http.outputs import FollowedOutputs
+from hisparse.http.process import share_fairly
 from hisparse.http.tls import Tls, tls_of
 from metrics.exporter import Exporter, serve
 from metrics.http import HttpCollector, HttpSources, http_health, http_readiness, scrape
@@ -45,17 +44,8 @@ from protocol.settings import Config, HttpSettings
 from protocol.transport.keys import access
 from protocol.version import our_version
 
-#: How long answers may go on after the first signal.
-STOP_DEADLINE_S: Final = 30.0
 #: How long the last aborts may take.
 LAST_ABORTS_S: Final = 2.0
-#: Connections that the kernel holds until they are accepted.
-BACKLOG: Final = 256
-#: How long a client may leave what it was sent unread.
-READ_LIMIT_S: Final = 60
-#: How long a connection may be idle, or take to send its headers.
-IDLE_LIMIT_S: Final = 15
-HEADER_BYTES_MAX: Final = 32 * 1024
 EXIT_CLEAN: Final = 0
 EXIT_INTERRUPTED: Final = 130
 
@@ -67,6 +57,7 @@ def run_http(config: Config) -> int:
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
+    share_fairly()
     with _listening(config.http) as listener:
         trio.run(_serve, config, keys, tls, listener)
     log.info("stopped")
@@ -88,18 +79,16 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
         async with trio.open_nursery() as nursery:
             await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
             nursery.start_soon(link.run)
-            outputs = FollowedOutputs(nursery, link, counters)
+            rate = config.coordinator.messages_per_s, config.coordinator.messages_burst
+            outputs = FollowedOutputs(nursery, link, counters, rate)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
-            await hypercorn.trio.serve(
-                front,  # type: ignore[arg-type]  # its scopes are the keys that we read
-                _server_config(listener, tls),
-                shutdown_trigger=stopping.wait,
-                mode="asgi",
-            )
+            most = connections_max(config.http.requests_max)
+            await Listener(listener, front.serve, counters, tls, most).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()
+        front.close()
     finally:
         if exporter is not None:
             exporter.close()
@@ -112,36 +101,9 @@ def _connect(config: Config) -> AbstractAsyncContextManager[Client]:
     return open_client(endpoint, name="hisparse http", reconnect_limit_s=RECONNECT_LIMIT_S, key=key)
 
 
-class _ServerConfig(hypercorn.Config):
-    """With a TLS context of ours, whose certificate may change; hypercorn would make one of its own."""
-
-    tls: Tls | None = None
-
-    @property
-    def ssl_enabled(self) -> bool:
-        return self.tls is not None
-
-    def create_ssl_context(self) -> ssl.SSLContext | None:
-        return self.tls.context if self.tls else None
-
-
-def _server_config(listener: socket.socket, tls: Tls | None = None) -> hypercorn.Config:
-    config = _ServerConfig()
-    config.tls = tls
-    config.ssl_handshake_timeout = IDLE_LIMIT_S
-    config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes it
-    config.backlog = BACKLOG
-    config.errorlog = logging.getLogger("hisparse.http.server")
-    config.graceful_timeout = STOP_DEADLINE_S
-    config.h11_max_incomplete_size = HEADER_BYTES_MAX
-    config.include_server_header = False
-    config.keep_alive_timeout = IDLE_LIMIT_S
-    return config
-
-
 @contextmanager
 def _listening(settings: HttpSettings) -> Iterator[socket.socket]:
-    """A bound socket; hypercorn listens on it. Raises ConfigError."""
+    """A listening socket. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -152,10 +114,13 @@ def _listening(settings: HttpSettings) -> Iterator[socket.socket]:
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READ_LIMIT_S * 1000)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READ_LIMIT_S * 1000
+        )  # what the kernel still holds
         listener.setblocking(False)
         try:
             listener.bind(address)
+            listener.listen(BACKLOG)
         except OSError as error:
             raise _unbound(settings, error) from error
         yield listener

@@ -11,10 +11,9 @@ be there to type it.
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 from typing import Final, NoReturn
 
-from hisparse.http.api_keys import OTHERS
+from hisparse.http.api_keys import read_file, read_secret
 from protocol.errors import ConfigError
 from protocol.settings import HttpSettings
 
@@ -48,6 +47,7 @@ def tls_of(settings: HttpSettings) -> Tls | None:
 
 def check_pair(cert: str, key: str) -> None:
     """Raise ConfigError unless these are a certificate and its key, and nobody else may read the key."""
+    read_file(cert, CERT_FIELD)
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         trial.load_verify_locations(cert)
@@ -55,14 +55,7 @@ def check_pair(cert: str, key: str) -> None:
         raise _refused("holds no certificate in PEM form", CERT_FIELD, cert, "name the chain, leaf first") from error
     except OSError as error:
         raise _unreadable(error, CERT_FIELD, cert) from error
-    try:
-        mode = Path(key).stat().st_mode
-        with Path(key).open("rb"):
-            pass
-    except OSError as error:
-        raise _unreadable(error, KEY_FIELD, key) from error
-    if mode & OTHERS:
-        raise _refused("others may read it", KEY_FIELD, key, f"chmod 600 {key}")
+    read_secret(key, KEY_FIELD)
 
     def has_passphrase() -> NoReturn:
         raise _refused("has a passphrase", KEY_FIELD, key, "take it off: openssl pkey -in KEY -out NEW_KEY")

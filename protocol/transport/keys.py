@@ -25,12 +25,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from protocol.errors import BadInput, ConfigError, NotFound
+from protocol.settings import ClusterSettings
 
 ROLES: Final = ("client", "admin", "worker")
 SERVER_FILE: Final = "server.key"
@@ -83,16 +84,7 @@ class AllowedKey(NamedTuple):
         return f"{self.role}:{self.name}"
 
 
-class Guarded(Protocol):
-    """Settings that say how tcp is guarded: protocol.settings.ClusterSettings."""
-
-    @property
-    def keys_dir(self) -> str: ...
-    @property
-    def insecure(self) -> bool: ...
-
-
-def access(settings: Guarded, role: str, endpoint: str) -> PeerKey | Insecure | None:
+def access(settings: ClusterSettings, role: str, endpoint: str) -> PeerKey | Insecure | None:
     """What a peer of `role` needs to connect to `endpoint`; None for ipc. Raises as `read_peer_key` does."""
     if endpoint.startswith("ipc://"):
         return None

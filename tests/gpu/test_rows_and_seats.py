@@ -1,4 +1,4 @@
-"""Operations on rows and seats on the GPU: equal to the reference over all memory, and without waiting for the device."""
+"""Operations on rows and seats on the GPU: equal to the reference over all memory, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+import psutil
 import pytest
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import Answer, Transcript
-from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import FILE_BYTES_MAX, KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
+from hisparse.http.chat import render
 from hisparse.http.errors import (
     STATUSES,
     AnswerAborted,
@@ -27,6 +34,10 @@ from hisparse.http.errors import (
     error_headers,
     status_of,
 )
+from hisparse.http.prompts import prompts_of, text_ids
+from hisparse.http.renderers import Renderers
+from hisparse.http.shares import Shares
+from hisparse.http.turns import Pace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -51,13 +62,17 @@ def served(template: str = "{% set bos_token = '<bos>' %}\n" + TEMPLATE) -> Serv
     return Served(model, JsonTokenizer(byte_tokenizer_json()))
 
 
+#: Renders in this process.
+here = partial(render, strftime_now=lambda form: form)
+
+
 def completion(ask_id: str = "a", **body: Any) -> Ask:
-    return ask_of(read_body(json.dumps(body).encode(), CompletionBody), served(), ask_id, lambda form: form)
+    return ask_of(read_body(json.dumps(body).encode(), CompletionBody), served(), ask_id, here)
 
 
 def chat(template: str | None = None, **body: Any) -> Ask:
     known = served() if template is None else served(template)
-    return ask_of(read_body(json.dumps(body).encode(), ChatBody), known, "a", lambda form: form)
+    return ask_of(read_body(json.dumps(body).encode(), ChatBody), known, "a", here)
 
 
 def refusal(kind: type[CompletionBody] | type[ChatBody], **body: Any) -> BadInput:
@@ -200,6 +215,141 @@ def test_deep_nesting_is_a_refusal() -> None:
         read_body(b'{"prompt":' + b"[" * 100_000, CompletionBody)
 
 
+# ---------------------------------------------------------------- what is too long
+
+
+class CountingTokenizer:
+    """Characters as tokens, of a vocabulary whose longest token is long; counts what it was given."""
+
+    token_bytes_max = 1 << 20
+
+    def __init__(self) -> None:
+        self.chars = 0
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        self.chars += len(text)
+        return [1] * len(text)
+
+    def detokenizer(self) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 4_096, [[1], [1] * 5_000], "x" * 4_096 * 4, ["x", "x" * 4_096 * 4], [1_000_000] * 2_000_000]
+)
+def test_a_prompt_longer_than_the_context_is_refused(prompt: Any) -> None:
+    error = refusal(CompletionBody, prompt=prompt, n=16, max_tokens=1)
+    assert (error.field, "4096" in error.message) == ("prompt", True)
+
+
+def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized() -> None:
+    tokenizer = CountingTokenizer()
+    tokenizer.token_bytes_max = 4
+    with pytest.raises(BadInput, match="no text of more than 16384 bytes fits"):
+        text_ids("é" * 8_193, tokenizer, MODEL)
+    assert tokenizer.chars == 0
+
+
+def test_a_text_is_tokenized_no_further_than_a_few_contexts() -> None:
+    """Where the longest token says nothing of the text."""
+    tokenizer = CountingTokenizer()
+    with pytest.raises(BadInput, match="the first 8192 exceed it"):
+        text_ids("x" * (15 << 20), tokenizer, MODEL)
+    assert tokenizer.chars == 8_192
+
+
+def test_a_long_text_that_fits_is_taken() -> None:
+    """More than the bytes that are tokenized without a look."""
+
+    class Words(CountingTokenizer):
+        def encode(self, text: str, *, special: bool = True) -> list[int]:
+            return [1] * len(text.split())
+
+    assert text_ids("a" * 99 + " b" * 10 + "c" * 99_999, Words(), MODEL).size == 11
+
+
+def test_prompts_share_one_array_and_samples_too() -> None:
+    first, second, other, _ = completion(prompt=["x", "y"], n=2).choices
+    assert first.prompt is second.prompt
+    assert first.prompt_digest != other.prompt_digest
+    bare = completion(prompt=["x", "y"], n=2).without_prompts().choices[0]
+    assert (bare.prompt.size, bare.same_as(first)) == (0, True)
+
+
+def test_fields_that_are_ignored_may_be_large_and_others_not() -> None:
+    deep: Any = [[[]] * 100] * 1_000
+    completion(prompt="x", metadata=deep, user=deep)
+    for field in ("logit_bias", "stop", "min_tokens"):
+        assert refusal(CompletionBody, prompt="x", **{field: deep}).field == field
+    assert refusal(ChatBody, messages=said(("user", "x")), chat_template_kwargs={"a": deep}).field == (
+        "chat_template_kwargs"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[[1],0]", b"[[1] [2]]", b"[[1],,[2]]", b"[[1],[2]", b"[[1]x[2]]", b'["a" "b"]', b'[["[1]"]]', b"[[1],[[2]]]"],
+)
+def test_lists_that_are_no_prompts_are_refused(body: bytes) -> None:
+    with pytest.raises(BadInput):
+        list(prompts_of(msgspec.Raw(body), JsonTokenizer(byte_tokenizer_json()), MODEL))
+
+
+# ---------------------------------------------------------------- shares
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3).filter(bool)), max_size=60))
+def test_who_is_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -> None:
+    shares, held = Shares(9), dict.fromkeys("abc", 0)
+    for owner, change in steps:
+        if change < 0:
+            given_back = min(held[owner], -change)
+            shares.give(owner, given_back)
+            held[owner] -= given_back
+            continue
+        owners = sum(count > 0 for count in held.values()) + (held[owner] == 0)
+        taken = shares.take(owner, change)
+        assert taken or held[owner] + change > 9 // owners
+        held[owner] += change if taken else 0
+        assert shares.total == sum(held.values()) <= 9 + 9 // 2 + 9 // 3
+
+
+async def test_a_pace_is_kept_after_its_burst(autojump_clock: trio.testing.MockClock) -> None:
+    pace, began = Pace(10.0, 20.0), trio.current_time()
+    for _ in range(4):
+        await pace.spend(5.0)
+    assert trio.current_time() == began
+    for _ in range(3):
+        await pace.spend(10.0)
+    assert trio.current_time() - began == pytest.approx(3.0)
+    await trio.sleep(100)
+    again = trio.current_time()
+    await pace.spend(20.0)
+    assert trio.current_time() == again
+
+
+async def test_turns_go_round_by_owner(autojump_clock: trio.testing.MockClock) -> None:
+    turns, order = Turns(2, 1), []
+
+    async def work(owner: str) -> None:
+        async with turns.turn(owner):
+            order.append(owner)
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        for owner in "aaaab":
+            nursery.start_soon(work, owner)
+            await trio.testing.wait_all_tasks_blocked()
+        assert order == ["a", "b"], "one of a's waits, though a turn was free before b came"
+        gone = trio.CancelScope()
+        with gone:
+            gone.cancel()
+            await work("c")
+    assert order == ["a", "b", "a", "a", "a"]
+    async with turns.turn("c"), turns.turn("d"):
+        pass
+
+
 # ---------------------------------------------------------------- chat
 
 
@@ -263,6 +413,32 @@ def test_a_template_travels_with_its_special_tokens(tmp_path: Path) -> None:
     template = read_tokenizer(tmp_path).chat_template
     prompt = chat(template, messages=said(("user", "x"))).choices[0].prompt.tolist()
     assert prompt == [10, *odd.encode(), 257]
+
+
+GROWING: Final = (
+    "{{ messages | tojson(indent=n) }}",
+    "{{ 'x' * n }}",
+    "{{ 'x'.ljust(n) }}",
+    "{{ '%*d' | format(n, 1) }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", GROWING)
+def test_a_template_that_grows_is_ended_and_the_next_is_rendered(template: str) -> None:
+    """By what a client says: its output, its memory and its time are bounded."""
+    renderers = Renderers(limit_s=1.0, memory_bytes_max=256 << 20)
+    spoken = [{"role": "user", "content": "x"}]
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(BadInput) as caught:
+        renderers.render(template, spoken, {"n": 10**9}, 10_000)
+    assert caught.value.field == "messages"
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert renderers.render("{{ messages[0].content }}é", spoken, {}, 10_000) == "xé"
+    with pytest.raises(BadInput, match="become more than 3 characters"):
+        renderers.render("{{ 'xxxx' }}", spoken, {}, 3)
+    renderers.close()
 
 
 # ---------------------------------------------------------------- answers
@@ -432,6 +608,21 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         read_keys(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "none"))
+    file.write_bytes(b"\xff" * 20)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="not text"):
+        read_keys(str(file))
+    file.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
+    with pytest.raises(ConfigError, match="more than"):
+        read_keys(str(file))
+
+
+@pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])
+@pytest.mark.timeout(20)
+def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match=r"is no regular file|Is a directory"):
+        read_keys(str(tmp_path / file))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +637,7 @@ def test_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None:
 # ---------------------------------------------------------------- hisparse up --http
 
 
-@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x", "host:0"])
+@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x"])
 def test_up_requires_an_address_for_the_front(address: str) -> None:
     result = run("up", "--http", address)
     assert result.exit_code == 2

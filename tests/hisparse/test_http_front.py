@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import hypercorn.trio
 import msgspec
+import psutil
 import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from hisparse.http import exchange, front, link, outputs, server
-from hisparse.http.exchange import BODY_BYTES_MAX, Receive, Scope, Send
+from hisparse.http.api_keys import owner_of
+from hisparse.http.exchange import BODY_BYTES_MAX
 from hisparse.http.server import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
@@ -30,6 +32,13 @@ from tests.support.http_rig import KEY, TEMPLATE, FrontRig, front_rig
 async def rig(tmp_path: Path) -> AsyncIterator[FrontRig]:
     async with front_rig(tmp_path, HttpSettings(requests_max=3, reattach_grace_s=0.2)) as rig:
         yield rig
+
+
+OTHER_KEY: Final = "another-key-of-32-characters-00"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def error_of(answer: Any) -> tuple[str, str]:
@@ -179,6 +188,25 @@ async def test_health_reports_missing_workers(rig: FrontRig, monkeypatch: pytest
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
 
 
+async def test_health_says_what_new_work_would_be_told(rig: FrontRig) -> None:
+    """A full disk, or a coordinator that stops."""
+    rig.gateway.scheduler.refuses_all = "the journal cannot take more: disk full"
+    peer = rig.open("GET", "/health")
+    assert (await peer.answer(), peer.status) == ({"status": "the journal cannot take more: disk full"}, 503)
+
+
+async def test_who_asks_for_health_and_leaves_keeps_no_answer_from_others(
+    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to greetings come in turn: one that was not sent must not wait for one."""
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
+    for _ in range(10):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await rig.link.client.welcome()
+    assert await rig.open("GET", "/health").answer() == {"status": "ok"}
+
+
 async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
     asked = []
@@ -305,11 +333,113 @@ async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     await after.leave()
 
 
+async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
+    """I8. One key announces more bodies than there are places; the other is answered, and only the first is refused."""
+    async with front_rig(tmp_path, HttpSettings(requests_max=3), keys=(KEY, OTHER_KEY)) as rig:
+        waiting = [rig.open("POST", "/v1/completions", bearer(KEY)) for _ in range(5)]
+        await until(lambda: [peer.status for peer in waiting].count(429) == 2)
+        assert rig.counters.in_flight == 0
+        other = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        (name,) = await rig.submitted(1)
+        rig.gateway.scheduler.finish(name)
+        await other.answer()
+        assert (other.status, sorted(peer.status for peer in waiting)) == (200, [0, 0, 0, 429, 429])
+
+
+async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: Path) -> None:
+    """I8."""
+    async with front_rig(tmp_path, HttpSettings(requests_max=4), keys=(KEY, OTHER_KEY)) as rig:
+        for _ in range(4):
+            await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
+        await rig.submitted(4)
+        late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
+        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+        for _ in range(2):
+            await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        await rig.submitted(6)
+        late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+
+
+async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
+    """Nobody can take, or join, an id of another key."""
+    async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
+        peers = [
+            await rig.complete({"prompt": prompt}, Authorization=f"Bearer {key}", x_request_id="mine")
+            for key, prompt in ((KEY, "abc"), (OTHER_KEY, "abd"))
+        ]
+        names = await rig.submitted(2)
+        assert sorted(names) == sorted(f"mine.{owner_of(key)}" for key in (KEY, OTHER_KEY))
+        for name in names:
+            rig.gateway.scheduler.finish(name)
+        assert [(await peer.answer())["id"] for peer in peers] == ["mine", "mine"]
+        assert [peer.headers["x-request-id"] for peer in peers] == ["mine", "mine"]
+
+
+async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8. A key that sends many does not hold up another."""
+    async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
+        plain, gate, sent = rig.gateway.scheduler.submit, trio.Event(), []
+
+        async def slowly(submit: Any, *who: Any) -> Any:
+            sent.append(submit.request_id)
+            if submit.request_id.startswith("many"):
+                await gate.wait()
+            return await plain(submit, *who)
+
+        monkeypatch.setattr(rig.gateway.scheduler, "submit", slowly)
+        many = await rig.complete({"prompt": "abc", "n": 16}, Authorization=f"Bearer {KEY}", x_request_id="many")
+        await until(lambda: len(sent) == outputs.SUBMITS_PER_KEY)
+        other = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
+        (name,) = await rig.submitted(1)
+        assert len(sent) == outputs.SUBMITS_PER_KEY + 1
+        rig.gateway.scheduler.finish(name)
+        await other.answer()
+        gate.set()
+        await rig.submitted(17)
+        held = list(rig.outputs._by_id.values())
+        await until(lambda: all(output.choice.prompt.size == 0 for output in held))
+        assert len(held) == 16
+        assert many.status == 0
+
+
+async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
+    """I8."""
+    for body in (
+        {"prompt": [1] * 2_000_000, "n": 16},
+        {"prompt": "abc", "max_tokens": 4_094},
+        {"prompt": "abc", "stop": ["x"] * 17},
+        {"prompt": "abc", "priority": 1_001},
+        {"prompt": "abc", "temperature": 101},
+    ):
+        peer = await rig.complete(body)
+        assert error_of(await peer.answer())[0] == "bad_input"
+    assert rig.gateway.scheduler.commands == []
+
+
+async def test_a_refused_body_is_free_at_once(rig: FrontRig) -> None:
+    """I8. Not when the collector comes by: an error must not be in a cycle with the frames that hold the body."""
+    body = b'{"prompt": "' + b"x" * (BODY_BYTES_MAX - 100) + b'"}'
+    gc.disable()
+    try:
+        for refused in range(8):
+            peer = await rig.complete(body)
+            assert error_of(await peer.answer()) == ("bad_input", "prompt")
+            del peer
+            if refused == 1:
+                before = psutil.Process().memory_info().rss
+        assert psutil.Process().memory_info().rss - before < 3 * BODY_BYTES_MAX
+    finally:
+        gc.enable()
+
+
 async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
-    """I8. Its rest is read and thrown away: a server that hands over a few pieces at a time would wait for ever."""
-    peer = rig.open("POST", "/v1/completions", queue_messages=1)
+    """I8. Its rest is the connection's, which throws it away: test_http_connection.py."""
+    peer = rig.open("POST", "/v1/completions", queue_messages=BODY_BYTES_MAX >> 20)
     with trio.fail_after(10):
-        for _ in range(BODY_BYTES_MAX // (1 << 20) + 8):
+        for _ in range(BODY_BYTES_MAX // (1 << 20) + 1):
             await peer.say(bytes(1 << 20), more=True)
     assert error_of(await peer.answer()) == ("too_large", "body")
     assert peer.status == 413
@@ -361,38 +491,6 @@ async def test_aborts_are_retried_until_the_coordinator_accepts(rig: FrontRig, m
     rig.gateway.scheduler.refuse_with = CapacityError("busy")
     await peer.leave()
     await until(lambda: rig.aborted() == [name, name])
-
-
-async def test_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I8. By the kernel, since the server writes where no deadline reaches; then the application hears of it."""
-    monkeypatch.setattr(server, "READ_LIMIT_S", 1)
-    told: list[str] = []
-
-    async def talkative(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await front._live(receive, send)
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        async with trio.open_nursery() as nursery:
-
-            async def listen() -> None:
-                told.append((await receive())["type"])
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(listen)
-            while True:
-                await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
-
-    with server._listening(HttpSettings(port=0)) as listener:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(hypercorn.trio.serve, talkative, server._server_config(listener))
-            peer = await trio.open_tcp_stream(*listener.getsockname())
-            await peer.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            with trio.fail_after(20):
-                while not told:  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            nursery.cancel_scope.cancel()
-    assert told == ["http.disconnect"]
 
 
 # ---------------------------------------------------------------- paths and keys

@@ -51,6 +51,7 @@ def test_bad_pair_is_refused_naming_the_file(tmp_path: Path) -> None:
         ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", str(passphrase)], check=True
     )
     passphrase.chmod(0o600)
+    os.mkfifo(tmp_path / "pipe", 0o600)
     for files, field, reason in (
         ((str(tmp_path / "none"), key), "http.tls_cert_file", "cannot be read: No such file"),
         ((cert, str(tmp_path / "none")), "http.tls_key_file", "cannot be read: No such file"),
@@ -59,6 +60,8 @@ def test_bad_pair_is_refused_naming_the_file(tmp_path: Path) -> None:
         ((cert, str(text)), "http.tls_key_file", "holds no private key"),
         ((cert, other_key), "http.tls_key_file", f"is not the key of {cert}"),
         ((cert, str(locked)), "http.tls_key_file", "others may read it"),
+        ((str(tmp_path / "pipe"), key), "http.tls_cert_file", "is no regular file"),
+        ((cert, str(tmp_path / "pipe")), "http.tls_key_file", "is no regular file"),
         ((cert, str(passphrase)), "http.tls_key_file", "has a passphrase"),
     ):
         with pytest.raises(ConfigError, match=re.escape(reason)) as refusal:

@@ -24,7 +24,19 @@ from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cluster import keeper
 from hisparse.demo import compare
-from hisparse.http import api_keys, asks, bodies, exchange, front, link, server
+from hisparse.http import (
+    api_keys,
+    asks,
+    bodies,
+    connection,
+    exchange,
+    front,
+    link,
+    listener,
+    outputs,
+    renderers,
+    wire,
+)
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages
@@ -123,11 +135,16 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"`http.requests_max`, {HttpSettings().requests_max} |"),
         ("http.md", f"| {exchange.BODY_BYTES_MAX >> 20} MiB, within {exchange.BODY_LIMIT_S:g} s |"),
         ("http.md", f"all bodies that are being read | {exchange.BODIES_BYTES_MAX >> 20} MiB |"),
-        ("http.md", f"tokenizing at the same time | {front.READERS_MAX}, in threads"),
-        ("http.md", f"unread by a client | {server.READ_LIMIT_S} s |"),
-        ("http.md", f"idle connections, headers | {server.IDLE_LIMIT_S} s, {server.HEADER_BYTES_MAX >> 10} KiB |"),
-        ("http.md", f"a TLS handshake | {server.IDLE_LIMIT_S} s |"),
-        ("http.md", f"after SIGTERM | {server.STOP_DEADLINE_S:g} s for running answers"),
+        ("http.md", f"a field that is no prompt | {bodies.FIELD_BYTES_MAX >> 10} KiB of JSON |"),
+        ("http.md", f"| {renderers.RENDER_LIMIT_S:g} s, {renderers.MEMORY_BYTES_MAX >> 20} MiB, the bytes of a text |"),
+        ("http.md", f"same time | {front.READERS_MAX}, in threads; {front.READERS_PER_KEY} of one key |"),
+        ("http.md", f"has not answered | {outputs.SUBMITS_MAX}; {outputs.SUBMITS_PER_KEY} of one key |"),
+        ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
+        ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
+        ("http.md", f"| {listener.CONNECTIONS_PER_PLACE} for each place, {listener.CONNECTIONS_MIN:,} at least |"),
+        ("http.md", f"`ID.OWNER`, with {api_keys.OWNER_CHARS} digits"),
+        ("http.md", f"after SIGTERM | {listener.STOP_DEADLINE_S:g} s for running answers"),
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
         ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),

@@ -304,7 +304,7 @@ def test_the_front_has_no_torch(site: Site) -> None:
 
 
 def test_command_without_its_packages_names_them() -> None:
-    code = "import sys; sys.modules['hypercorn'] = None; from hisparse.cli import main; main(['http'])"
+    code = "import sys; sys.modules['h11'] = None; from hisparse.cli import main; main(['http'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 8
     assert "pip install 'hisparse[http]'" in done.stderr

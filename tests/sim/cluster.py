@@ -287,7 +287,7 @@ class CoordinatorLife:
     def held(self) -> list[str]:
         """Requests that wait for the operator."""
         lives = self._scheduler._requests.live.values() if self._scheduler else ()
-        return [it.state.request_id for it in lives if it.state.held]
+        return [it.facts.request_id for it in lives if it.state.held]
 
     @property
     def is_draining(self) -> bool:
@@ -304,7 +304,7 @@ class CoordinatorLife:
 
     def truth_of(self, request_index: int) -> Truth | None:
         live = self.scheduler._requests.by_index.get(request_index)
-        return self._cluster.truths[live.state.request_id] if live is not None else None
+        return self._cluster.truths[live.facts.request_id] if live is not None else None
 
     def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log

@@ -81,7 +81,8 @@ class FakeDisk:
 
     def _note(self, record: Record) -> None:
         match record:
-            case records.RequestAccepted(request_index=request_index, request_id=request_id):
+            case records.RequestAccepted(facts):
+                request_index, request_id = facts.request_index, facts.request_id
                 self.request_indices[request_index] = request_id
                 self.tokens.setdefault(request_id, 0)
             case records.TokensAppended():

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import trio
 
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
 from coordinator.listener.router import RouterSocket
+from coordinator.scheduling.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -56,7 +58,7 @@ class GatewayRig:
         self.scheduler = FakeScheduler(self.log, self.deliveries)
         self.tokenizers = FakeTokenizers()
         self.gateway = Gateway(
-            self.scheduler,
+            cast(SchedulerApi, self.scheduler),
             self.deliveries,
             self.log,
             self.tokenizers,

@@ -1,4 +1,4 @@
-"""The HTTP front for tests: called as ASGI has it, over a real gateway; and a checkpoint that can chat."""
+"""The HTTP front for tests: without connections, over a real gateway; and a checkpoint that can chat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import trio.testing
 
 from hisparse.client.client import open_client
 from hisparse.http.api_keys import ApiKeys
+from hisparse.http.exchange import ClientGone
 from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutputs
+from hisparse.http.wire import Head
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -62,44 +64,66 @@ def write_chat_model(path: Path) -> Path:
 
 
 class Peer:
-    """A client of the front: one request, as hypercorn would hand it over; what is answered gathers in it."""
+    """A client of the front: one request, as a connection would hand it over; what is answered gathers in it."""
 
     def __init__(self, method: str, path: str, headers: Mapping[str, str], queue_messages: int) -> None:
-        names = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self.scope = {"type": "http", "method": method, "path": path, "headers": names}
+        self._headers = tuple((name.lower(), value) for name, value in headers.items())
+        self.head = Head(method, path, self._headers)
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = b""
+        self.held = False
         self.complete = trio.Event()
-        self._over = False
         self._changed = trio.Event()
-        self._messages, self._receive = trio.open_memory_channel[dict[str, Any]](queue_messages)
+        self._messages, self._pieces = trio.open_memory_channel[bytes | None](queue_messages)
+        self._body_is_whole = not self.head.has_body
 
     async def say(self, body: bytes, *, more: bool = False) -> None:
-        """As hypercorn: what comes after the answer is dropped."""
-        if not self._over:
-            await self._messages.send({"type": "http.request", "body": body, "more_body": more})
+        """What comes after the answer is dropped."""
+        if not self.complete.is_set():
+            if body:
+                await self._messages.send(body)
+            if not more:
+                await self._messages.send(b"")
 
     async def leave(self) -> None:
-        await self._messages.send({"type": "http.disconnect"})
+        await self._messages.send(None)
 
-    async def receive(self) -> dict[str, Any]:
-        return await self._receive.receive()
+    # ------------------------------------------------------------ hisparse.http.exchange.Channel
 
-    async def send(self, message: dict[str, Any]) -> None:
-        """As hypercorn: it takes a while, and after the last message the application is told of its own end."""
+    def hold(self) -> None:
+        self.held = True
+
+    async def piece(self) -> bytes:
+        piece = await self._pieces.receive()
+        if piece is None:
+            raise ClientGone
+        return piece
+
+    async def left(self) -> None:
+        while await self._pieces.receive() is not None:
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        await trio.testing.wait_all_tasks_blocked()  # it takes a while
+        self.status, self.headers = status, dict(headers)
+        self._tell()
+
+    async def write(self, data: bytes) -> None:
         await trio.testing.wait_all_tasks_blocked()
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        else:
-            self.body += message["body"]
+        self.body += data
+        self._tell()
+
+    async def end(self) -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        self.complete.set()
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-        if not message.get("more_body", message["type"] == "http.response.start"):
-            self._over = True
-            await self.leave()
-            self.complete.set()
+
+    # ------------------------------------------------------------ for tests
 
     async def until(self, text: str) -> None:
         """Wait until the body so far contains `text`."""
@@ -137,8 +161,9 @@ class FrontRig:
         self._nursery = nursery
 
     def open(self, method: str, path: str, headers: Mapping[str, str] | None = None, queue_messages: int = 10) -> Peer:
-        peer = Peer(method, path, headers or {}, queue_messages)
-        self._nursery.start_soon(self.front, peer.scope, peer.receive, peer.send)
+        told = dict(headers or {}) | ({"transfer-encoding": "chunked"} if method == "POST" else {})
+        peer = Peer(method, path, told, queue_messages)
+        self._nursery.start_soon(self.front.serve, peer.head, peer)
         return peer
 
     async def post(self, path: str, body: object, **headers: str) -> Peer:
@@ -176,3 +201,4 @@ async def front_rig(
                 await trio.sleep(0.005)
         yield rig
         nursery.cancel_scope.cancel()
+    rig.front.close()

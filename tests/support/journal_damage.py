@@ -54,7 +54,7 @@ class Life(JournalMachine):
     def write(self, *records: Record) -> None:
         written = len(self.records)
         super().write(*records)
-        self.accepted |= {it.request_id: it for it in records if isinstance(it, RequestAccepted)}
+        self.accepted |= {it.facts.request_id: it for it in records if isinstance(it, RequestAccepted)}
         self.store.write_now(self.records[written:])
         if self.truths is not None:
             self.truths.append(self.store.read())
@@ -271,18 +271,18 @@ def _salvage(base: Base, path: Path) -> str:
     with closing(open_store(path, JournalCounters())) as store:
         log = TokenLog(SLOTS, 1 << 12, journalled=True)
         state = replay(store.read(), log)
-    names = [it.accepted.request_id for it in state.requests.values()]
+    names = [it.facts.request_id for it in state.requests.values()]
     if len(set(names)) < len(names):
         return f"salvaged twice: {names}"
     for request_index, known in state.requests.items():
         said = np.frombuffer(log.tokens(request_index, 0), np.int32).tolist()
-        was = base.accepted[known.accepted.request_id]
+        was = base.accepted[known.facts.request_id]
         if said != list(range(len(said))):
-            return f"salvaged tokens that were never there: {known.accepted.request_id}"
-        if known.ended is None and known.accepted != was:
-            return f"salvaged another request: {known.accepted.request_id}"
+            return f"salvaged tokens that were never there: {known.facts.request_id}"
+        if known.ended is None and (known.facts, known.prompt) != (was.facts, was.prompt):
+            return f"salvaged another request: {known.facts.request_id}"
         if isinstance(known.ended, RequestEnded) and known.ended.generated_tokens != len(said):
-            return f"salvaged half an output: {known.accepted.request_id}"
+            return f"salvaged half an output: {known.facts.request_id}"
     return ""
 
 

@@ -286,7 +286,8 @@ def test_salvage_keeps_whole_records(killed: Path) -> None:
     assert {file.name for file in aside.iterdir()} >= {"j", "j.head"}
     state, log = read(killed)
     assert np.frombuffer(log.tokens(0, 0), np.int32).tolist() == [5, 6]
-    assert (state.requests[0].accepted, state.requests[0].ordered) == (accepted(0), order(1))
+    assert (state.requests[0].facts, state.requests[0].prompt) == (accepted(0).facts, accepted(0).prompt)
+    assert state.requests[0].ordered == order(1)
     ended = state.requests[1].ended
     assert ended is not None
     assert (ended.generated_tokens, log.length(1)) == (1, 1)

@@ -68,6 +68,7 @@ async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk:
         while not await refusal(client):  # noqa: ASYNC110
             await trio.sleep(0.05)
         assert "running work lives on the reserve" in await refusal(client)
+        assert "running work lives on the reserve" in (await client.welcome()).refusal
         before = stream.offset
         while stream.offset < before + 100:
             await stream.__anext__()
@@ -79,6 +80,7 @@ async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk:
         filler.unlink()
         while await refusal(client):  # noqa: ASYNC110
             await trio.sleep(0.05)
+        assert (await client.welcome()).refusal == ""
         assert await decode(client, "after", 5) == 5
         assert stream.offset + len(await stream.collect()) == 900
 

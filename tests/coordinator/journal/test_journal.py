@@ -21,12 +21,12 @@ from coordinator.journal.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal.records import RequestAccepted, RequestOrdered, TokensAppended
+from coordinator.journal.records import RequestOrdered, TokensAppended
 from coordinator.journal.state import JournalState, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
-from protocol.messages import Sampling
+from tests.support.facts import make_accepted
 from tests.support.fakes.journal import FakeStore
 from tests.support.progress import RequestEntry, progress
 
@@ -53,9 +53,7 @@ class Desk:
         self.wakes += 1
 
     def submit(self) -> Commit:
-        return self.journal.append(
-            [RequestAccepted(self.request_index, 1, "r1", "me", 0, bytes(40), Sampling(100), 0.0)]
-        )
+        return self.journal.append([make_accepted(self.request_index, bytes(40), request_id="r1")])
 
     def say(self, *tokens: int) -> None:
         start = self.log.length(self.request_index)
@@ -222,7 +220,7 @@ async def test_a_summary_adds_a_bounded_part_to_each_group(
     async with open_desk() as desk:
         for number in range(3):
             desk.log.open(100)
-            desk.journal.append([RequestAccepted(number, number, f"r{number}", "me", 0, bytes(40), Sampling(100), 0.0)])
+            desk.journal.append([make_accepted(number, bytes(40), rank=(0, number))])
             desk.journal.append([RequestOrdered(number, held=True, forced_slots=-1)])
         desk.store.wants_summary = True
         desk.journal.summarize_if_long()

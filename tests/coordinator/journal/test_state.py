@@ -21,7 +21,6 @@ from coordinator.journal.records import (
     LedgerChanged,
     PoolOpened,
     Record,
-    RequestAccepted,
     RequestDeparted,
     RequestEnded,
     RequestOrdered,
@@ -53,8 +52,8 @@ from coordinator.memory.changes import (
 from coordinator.memory.ledger import Ledger
 from coordinator.tokens.token_log import TokenLog
 from protocol.errors import CapacityError
-from protocol.messages import Sampling
 from protocol.sizing import Memory
+from tests.support.facts import make_accepted
 from tests.support.fakes.fake_cluster import MODEL, capacity
 from tests.support.fakes.journal import kept_of
 from tests.support.progress import RequestEntry, progress
@@ -74,7 +73,7 @@ def picture_of(state: JournalState, log: TokenLog) -> Picture:
         for request_index, it in state.requests.items()
     }
     requests = {
-        request_index: (it.accepted, it.stay, it.on_worker, it.kept_tokens, it.ended)
+        request_index: (it.facts, it.prompt, it.stay, it.on_worker, it.kept_tokens, it.ended)
         for request_index, it in state.requests.items()
     }
     live = {request_index: it for request_index, it in state.requests.items() if it.ended is None}
@@ -204,12 +203,8 @@ class JournalMachine(RuleBasedStateMachine):
         except CapacityError:
             return
         self.names += 1
-        sampling = Sampling(MAX_TOKENS, stop=("x",))
-        self.write(
-            RequestAccepted(
-                request_index, self.names, f"r{self.names}", "me", priority, PROMPT.tobytes(), sampling, 1.5
-            )
-        )
+        rank = -priority, self.names
+        self.write(make_accepted(request_index, PROMPT.tobytes(), MAX_TOKENS, request_id=f"r{self.names}", rank=rank))
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0), pages=st.integers(2, 5))
@@ -219,7 +214,7 @@ class JournalMachine(RuleBasedStateMachine):
             return
         known, joined = self.state.requests[request_index], self.live[pick % len(self.live)]
         take_over = known.stay.placement if known.stay else None
-        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2)
+        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2, 1)
         if self.ledger.shortfall(joined.worker, want):
             return
         stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
@@ -242,7 +237,7 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=True)
         more = Memory(1, 0, 1, 0)
         if request_index is not None and (stay := self.state.requests[request_index].stay) and self.ledger.pages_free:
-            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more, seat=False):
+            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more):
                 return
             self.change(Extend(stay.placement, more))
             self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))

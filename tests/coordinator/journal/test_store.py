@@ -33,14 +33,12 @@ from coordinator.journal.records import (
 from coordinator.journal.store import SqliteStore, open_store
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError
-from protocol.messages import Sampling
 from tests import ROOT
+from tests.support.facts import make_accepted
 
 
 def accepted(request_index: int, prompt_tokens: int = 10) -> RequestAccepted:
-    return RequestAccepted(
-        request_index, request_index, f"r{request_index}", "me", 0, bytes(4 * prompt_tokens), Sampling(9), 0.5
-    )
+    return make_accepted(request_index, bytes(4 * prompt_tokens), 9, rank=(0, request_index))
 
 
 def order(number: int) -> RequestOrdered:
@@ -254,6 +252,7 @@ from coordinator.journal.journal import JournalError
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
 from tests.coordinator.journal.test_store import order, tokens
+from tests.support.facts import make_accepted
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.write_now([order(0)])
 resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from msgspec.structs import replace
 
 from coordinator.memory.ledger import Ledger
 from protocol.errors import CapacityError, InternalError, WrongState
@@ -155,7 +156,7 @@ def test_kept_pages_pass_to_the_next_placement_in_order() -> None:
     accounts = ledger()
     pages = accounts.reserve(1, "w0", Memory(host_pages=9, hot_chunks=5, index_pages=9))
     assert accounts.keep(1, 6) == 3
-    assert accounts.budget("w0").hot_chunks_free == 24
+    assert accounts.budget("w0").free.hot_chunks == 24
     again = accounts.reserve(2, "w0", Memory(host_pages=2, hot_chunks=5, index_pages=8), take_over=1)
     assert list(again[:6]) == list(pages[:6])
     assert again.size == 8
@@ -182,7 +183,7 @@ def test_mismatch_is_described_in_words() -> None:
         accounts.pages_free -= 1
 
     def lose_a_chunk(accounts: Ledger) -> None:
-        accounts.budget("w0").hot_chunks_free -= 1
+        accounts.budget("w0").free = accounts.budget("w0").free.minus(Memory(hot_chunks=1))
 
     first = POOL_PAGES - 1
     leak = broken(lambda accounts: accounts._refcounts.__setitem__(first, 1))
@@ -207,7 +208,7 @@ def test_lost_epoch_cannot_return() -> None:
 
 WORKERS = st.sampled_from(["w0", "w1"])
 SMALL = st.integers(0, 9)
-MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4))
+MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4), st.just(0))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -305,7 +306,7 @@ class LedgerMachine(RuleBasedStateMachine):
         fresh = set(pages[len(first) :])
         assert len(fresh) == want.host_pages
         assert fresh <= free, "I2: only free pages are handed out"
-        self.pages[placement], self.gpu[placement] = pages, want
+        self.pages[placement], self.gpu[placement] = pages, replace(want, host_pages=0)
         self.epoch_of[placement] = (worker, self.epochs[worker])
         return placement
 
@@ -323,20 +324,19 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(fresh) <= free
         assert len(fresh) == more.host_pages
         self.pages[placement] += fresh
-        self.gpu[placement] = Memory(0, *(a + b for a, b in zip(self.gpu[placement][1:], more[1:], strict=True)))
+        self.gpu[placement] = self.gpu[placement].plus(replace(more, host_pages=0))
 
     @rule(placement=active, less=MEMORY)
     def shrink(self, placement: int, less: Memory) -> None:
         if placement not in self.epoch_of:
             return
-        less = less._replace(host_pages=0)
-        left = tuple(a - b for a, b in zip(self.gpu[placement][1:], less[1:], strict=True))
-        if min(left) < 0:
+        less = replace(less, host_pages=0)
+        if not self.gpu[placement].covers(less):
             with pytest.raises(InternalError):
                 self.ledger.shrink(placement, less)
             return
         self.ledger.shrink(placement, less)
-        self.gpu[placement] = Memory(0, *left)
+        self.gpu[placement] = self.gpu[placement].minus(less)
 
     @rule(target=kept, placement=consumes(active), count=st.integers(0, 20))
     def keep(self, placement: int, count: int) -> object:

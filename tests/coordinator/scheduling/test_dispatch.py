@@ -22,6 +22,7 @@ from coordinator.scheduling.events import (
     WorkerLost,
 )
 from protocol.sizing import Memory
+from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 
@@ -33,7 +34,7 @@ class Desk:
         self.dispatch = Dispatch({"n0": self.ledger}, 96)
         self.worker = WorkerEntry("w0", "n0", 1, capacity(), MODEL, FakePort())
         self.hear(self.dispatch.worker_up(self.worker))
-        self.entry = self.dispatch.placement_table.add(7, 0, 100, 300)
+        self.entry = add_request(self.dispatch.placement_table, 7, 0, 100, 300)
         self.settle()
         for stage in (Stage.STAGED, Stage.STARTED):
             self.hear(self.dispatch.progressed(PlacementProgressed(7, self.entry.placement, stage)))
@@ -102,7 +103,7 @@ def test_operator_drop_holds_after_late_departure(desk: Desk) -> None:
     assert steps(heard) == [Release(placement)]
     assert [tell.event for tell in heard.tells] == [RowsGivenUp("dropped")]
     assert desk.ledger.pages_free == 32
-    assert desk.entry.held
+    assert desk.entry.ordered.held
     assert desk.settle() == []
 
 
@@ -141,7 +142,7 @@ def test_operator_drops_kept_rows(desk: Desk) -> None:
     desk.depart(130)
     heard = desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=False, reason="operator"))
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder, RowsGivenUp]
-    assert (desk.entry.pages, desk.entry.held, desk.ledger.pages_free) == (0, False, 32)
+    assert (desk.entry.pages, desk.entry.ordered.held, desk.ledger.pages_free) == (0, False, 32)
 
 
 def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> None:
@@ -157,8 +158,8 @@ def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> N
 
 
 def test_staged_frees_the_slab(desk: Desk) -> None:
-    other: RequestEntry = desk.dispatch.placement_table.add(8, 0, 100, 300)
+    other: RequestEntry = add_request(desk.dispatch.placement_table, 8, 0, 100, 300)
     desk.settle()
     heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))
     assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
-    assert desk.ledger.budget("w0").slab_pages_free == 8
+    assert desk.ledger.budget("w0").free.slab_pages == 8

@@ -20,8 +20,6 @@ from coordinator.scheduling.events import (
     PlacementProgressed,
     RequestClosed,
     RequestCommand,
-    ResumeOrder,
-    RetractOrder,
     RowsGivenUp,
     Stage,
     WorkerLost,
@@ -30,6 +28,7 @@ from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAIT
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 from protocol import messages
 from protocol.errors import InternalError, WrongState
+from tests.support.facts import make_facts, make_ordered, resume, retract
 
 PROMPT = 100
 
@@ -55,7 +54,7 @@ class History:
     """A request and what it did so far."""
 
     def __init__(self) -> None:
-        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.request = RequestState(make_facts(3, PROMPT), now=0.0)
         self.rows = Rows(0, 0)
         self.now = 0.0
 
@@ -99,7 +98,7 @@ def test_rows_are_kept_only_if_decode_can_continue(generated: int, durable: int,
     history = History()
     history.run()
     history.rows = Rows(generated, durable)
-    assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(1)]
+    assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
     assert history.tell(messages.Released(1, durable, 0, 0)) == [PlacementEnded(3, 1, kept, False)]
     assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
     history.tell(admit(2, kept))
@@ -124,12 +123,12 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
     assert history.request.retractions == 0
     if kept:
-        history.tell(RetractOrder(True, True, "operator"))
+        history.tell(retract(True, True, "operator"))
         assert history.request.state is State.RETRACTED
-        history.tell(ResumeOrder("operator"), admit(2, kept))
+        history.tell(resume("operator"), admit(2, kept))
         assert history.request.state is State.READY
         history.tell(messages.Started(2))
-        assert history.tell(RetractOrder(True, False, "GPU pressure")) == [messages.Withdraw(2)]
+        assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
 
 
 def test_prompt_lost_with_its_first_token_is_prefilled_again() -> None:
@@ -144,11 +143,11 @@ def test_dropped_request_queues_and_held_one_waits_for_resume() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    history.tell(RetractOrder(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    history.tell(retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
     assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
-    history.tell(RetractOrder(True, True, "operator"))
+    history.tell(retract(True, True, "operator"))
     assert (history.request.state, history.request.held) == (State.RETRACTED, True)
-    history.tell(ResumeOrder("operator"))
+    history.tell(resume("operator"))
     assert (history.request.state, history.request.held) == (State.QUEUED, False)
 
 
@@ -157,7 +156,7 @@ def test_operator_hold_joins_a_policy_retraction() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    assert history.tell(RetractOrder(True, False, "GPU pressure"), RetractOrder(False, True, "operator")) == [
+    assert history.tell(retract(True, False, "GPU pressure"), retract(False, True, "operator")) == [
         messages.Withdraw(1)
     ]
     history.tell(messages.Released(1, 106, 0, 0))
@@ -165,13 +164,13 @@ def test_operator_hold_joins_a_policy_retraction() -> None:
 
 
 def test_policy_cannot_override_operator_orders() -> None:
-    """The other way round: a late retract by policy neither lets go nor keeps."""
+    """The other way round: a late retract by policy, which carries the orders that stand, neither lets go nor keeps."""
     history = History()
     history.run()
     history.rows = Rows(7, 106)
     history.tell(
-        RetractOrder(False, True, "operator"),
-        RetractOrder(True, False, "GPU pressure"),
+        retract(False, True, "operator"),
+        retract(True, True, "GPU pressure"),
         messages.Released(1, 106, 0, 0),
     )
     assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
@@ -181,7 +180,7 @@ def test_finishing_overtakes_a_retraction() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    history.tell(RetractOrder(True, True, "operator"), *finish(1, 7))
+    history.tell(retract(True, True, "operator"), *finish(1, 7))
     assert history.request.state is State.FINISHED
 
 
@@ -255,7 +254,7 @@ def test_repeated_worker_event_counts_once() -> None:
     assert history.tell(messages.Resized(1, 128, 3)) == [HotBufferResized(3, 1)]
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 3))
-    history.tell(RetractOrder(True, False, "GPU pressure"))
+    history.tell(retract(True, False, "GPU pressure"))
     assert history.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
 
 
@@ -301,7 +300,7 @@ def test_illegal_event_is_refused_with_the_history() -> None:
 )
 def test_operator_commands_are_checked_against_the_state(command: RequestCommand, states: set[str]) -> None:
     for state in State:
-        request = RequestState("r", 3, PROMPT, now=0.0)
+        request = RequestState(make_facts(3, PROMPT), now=0.0)
         request.state = state
         if state in states:
             request.check_command(command)
@@ -309,7 +308,7 @@ def test_operator_commands_are_checked_against_the_state(command: RequestCommand
             with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
                 request.check_command(command)
             assert caught.value.remedy
-    request.state, request.held = State.RETRACTED, True
+    request.state, request.ordered = State.RETRACTED, make_ordered(3, held=True)
     request.check_command(RequestCommand.RESUME)
     with pytest.raises(WrongState, match=r"cannot retract a request that is RETRACTED \(held\)"):
         request.check_command(RequestCommand.RETRACT)
@@ -340,7 +339,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.request = RequestState("r", 3, PROMPT, now=0.0)
+        self.request = RequestState(make_facts(3, PROMPT), now=0.0)
         self.rows = Rows(0, 0)
         self.now = 0.0
         self.placements = 0
@@ -388,11 +387,11 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(keep=st.booleans(), hold=st.booleans())
     def retract(self, keep: bool, hold: bool) -> None:
-        self.tell(RetractOrder(keep, hold, "retract"))
+        self.tell(retract(keep, hold, "retract"))
 
     @rule()
     def resume(self) -> None:
-        self.tell(ResumeOrder("resume"))
+        self.tell(resume("resume"))
 
     @precondition(lambda self: self.request.state not in ACTIVE)
     @rule()

@@ -258,8 +258,8 @@ def test_host_pressure_demotes_kept_before_dropping_running() -> None:
             if isinstance(decision, decisions.DemoteDecision | decisions.RetractDecision):
                 gone.append(f"{type(decision).__name__} {decision.entry.request_index}")
     assert gone[:2] == ["DemoteDecision 1", "DemoteDecision 0"]
-    assert fake.entry(0).held
-    assert fake.entry(1).held
+    assert fake.entry(0).ordered.held
+    assert fake.entry(1).ordered.held
     fake.submit(5, 900, 60, priority=2)
     fake.settle()
     assert [entry.request_index for entry, cause in fake.retracted if cause is Cause.HOST_PAGES][:1] == [3]

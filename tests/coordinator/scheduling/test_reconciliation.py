@@ -20,6 +20,7 @@ from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
 from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
 from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
+from tests.support.facts import add_request, make_facts, make_ordered
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
@@ -39,7 +40,7 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        self.entry: RequestEntry = placement_table.recover(7, (0, 1), 100, 300, 30)
+        self.entry: RequestEntry = placement_table.recover(make_facts(7, 100, 300), 30)
         placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
@@ -64,7 +65,7 @@ def held(**changes: Any) -> Held:
 
 def test_awaited_worker_is_given_nothing() -> None:
     desk = Desk()
-    desk.dispatch.placement_table.add(8, 0, 64, 64)
+    add_request(desk.dispatch.placement_table, 8, 0, 64, 64)
     desk.dispatch.dirty = True
     assert desk.dispatch.plan(0.0, tick=True) == []
     desk.adopt(held())
@@ -76,7 +77,7 @@ def test_staged_prompt_frees_its_slab() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
     assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
-    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0)
+    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0, 1)
 
 
 def test_prompt_in_prefill_continues() -> None:
@@ -170,8 +171,8 @@ def test_worker_that_claims_too_much_is_refused(claims: Held) -> None:
 
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
-    state = RequestState("r", 7, 100, now=0.0)
-    state.recover_stay(1.0, 1, "w0", staged=False, held=hold)
+    state = RequestState(make_facts(7, 100), now=0.0)
+    state.recover_stay(1.0, 1, "w0", staged=False, ordered=make_ordered(7, held=hold))
     if outcome:
         state.recover_ending(1.0, outcome, "abort by me")
     state.check_invariants()

@@ -19,7 +19,7 @@ from coordinator.journal.records import Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
 from coordinator.scheduling.events import Ending, WorkerPort
 from coordinator.scheduling.poison import POISON_STRIKES
-from coordinator.scheduling.recovery import recover
+from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
@@ -40,7 +40,7 @@ class FakeLinks:
         self.expected: dict[tuple[str, int], bool] = {}
         self.ports: dict[tuple[str, int], FakePort] = {}
 
-    def expect(self, joined: WorkerJoined, *, is_live: bool) -> WorkerPort:
+    def expect(self, joined: WorkerJoined, is_live: bool) -> WorkerPort:
         key = joined.worker, joined.epoch
         self.expected[key], self.ports[key] = is_live, FakePort()
         return self.ports[key]
@@ -75,7 +75,7 @@ class Life(SchedulerRig):
                 journal=journal,
                 wall_offset_s=1e9,
             )
-            recover(book, life.scheduler, life.links_of_before, life.listener)
+            life.scheduler.recover(expect_workers(book, life.links_of_before.expect))
             supervisor.start(journal, Level.JOURNAL)
             supervisor.start(life.scheduler, Level.SCHEDULER)
             await life.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
@@ -22,6 +23,7 @@ from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS
+from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 from worker.transfer.handover import Incoming, Outgoing
 
@@ -39,7 +41,7 @@ class Desk:
         self.workers: dict[str, WorkerEntry] = {}
         for name in workers.split():
             self.join(name)
-        self.entry = self.placement_table.add(SLOT, 0, PROMPT, 300)
+        self.entry = add_request(self.placement_table, SLOT, 0, PROMPT, 300)
         self.now = 0.0
 
     def join(self, name: str, role: str = "", epoch: int = 1) -> WorkerEntry:
@@ -111,12 +113,12 @@ def test_pages_of_both_nodes_are_reserved_at_once(desk: Desk) -> None:
     assert there.change == Reserve(admit.transfer.ticket, admit.transfer.worker.name, Memory(admit.transfer.pages))
     assert (there.node, admit.worker.node, admit.memory.host_pages) == ("b", "a", 3)
     assert admit.transfer.pages > 3
-    assert desk.ledgers["b"].budget(admit.transfer.worker.name).seats_free == 2
+    assert desk.ledgers["b"].budget(admit.transfer.worker.name).free.seats == 2
 
 
 def test_local_node_is_preferred(desk: Desk) -> None:
     desk.join("p2", BOTH)
-    desk.entry.prefill_mode = DIRECT
+    desk.entry.facts = replace(desk.entry.facts, prefill_mode=DIRECT)
     (admit,) = desk.settle()
     assert admit.transfer is None
     assert admit.decoder == "p2"
@@ -271,8 +273,7 @@ def test_pages_in_transfer_are_not_demoted(desk: Desk) -> None:
     ticket = begin(desk)
     desk.staged()
     desk.sent()
-    rich = desk.placement_table.add(8, 5, 64 * 24, 100)
-    rich.prefill_mode = DIRECT
+    add_request(desk.placement_table, 8, 5, 64 * 24, 100, DIRECT)
     desk.settle()
     assert ticket in desk.placement_table.tickets
     assert desk.entry.pages > 0

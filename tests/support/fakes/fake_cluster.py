@@ -35,6 +35,7 @@ from coordinator.scheduling.pending import PendingKind, PendingReasons
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
 from protocol.sizing import misfit
+from tests.support.facts import make_facts
 from tests.support.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
 
 AHEAD_TOKENS = 96
@@ -93,7 +94,7 @@ class FakeCluster:
         self.live: dict[int, FakeLive] = {}
         placement_table, policy = self.dispatch.placement_table, self.dispatch.policy
         self.pending = PendingReasons(
-            placement_table, policy, lambda request_index: self.live[request_index].state.request_id
+            placement_table, policy, lambda request_index: self.live[request_index].state.facts.request_id
         )
         self.workers: dict[str, FakeWorker] = {}
         self.ports: dict[str, FakePort] = {}
@@ -153,7 +154,7 @@ class FakeCluster:
         live.tokens += tokens[len(live.tokens) - start :]
         live.durable = max(live.durable, durable)
         entry = self.dispatch.placement_table.entries[request_index]
-        if entry.pages * 64 - entry.prompt_tokens - len(live.tokens) < AHEAD_TOKENS:
+        if entry.pages * 64 - entry.facts.prompt_tokens - len(live.tokens) < AHEAD_TOKENS:
             self.dispatch.starve(entry)
 
     def _route(self, event: object) -> None:
@@ -176,9 +177,14 @@ class FakeCluster:
     ) -> None:
         """`full`: it will use all of its `max_tokens`."""
         request_id = f"r{request_index}" + "!" * full
-        self.dispatch.placement_table.add(request_index, priority, prompt_tokens, max_tokens, prefill_mode)
+        table = self.dispatch.placement_table
+        rank = table.next_rank(priority)
+        facts = make_facts(
+            request_index, prompt_tokens, max_tokens, request_id=request_id, rank=rank, prefill_mode=prefill_mode
+        )
+        table.add(facts)
         self.live[request_index] = FakeLive(
-            RequestState(request_id, request_index, prompt_tokens, now=self.now),
+            RequestState(facts, now=self.now),
             messages.Sampling(max_tokens=max_tokens),
             np.arange(prompt_tokens, dtype=np.int32).tobytes(),
         )
@@ -207,7 +213,7 @@ class FakeCluster:
                 if live.state.worker in self.ports:
                     self.ports[live.state.worker].send(action)
             case _:
-                self.dispatch.closed(live.state.request_index)
+                self.dispatch.closed(live.state.facts.request_index)
 
     def take(self, heard: Effects) -> None:
         for step in heard.steps:
@@ -222,7 +228,8 @@ class FakeCluster:
         for entry in self.dispatch.placement_table.in_view():
             entry.generated = len(self.live[entry.request_index].tokens)
         best = min(
-            (entry.rank for entry in self.dispatch.placement_table.entries.values() if not entry.held), default=None
+            (entry.rank for entry in self.dispatch.placement_table.entries.values() if not entry.ordered.held),
+            default=None,
         )
         plan = self.dispatch.plan(self.now, tick=tick)
         for decision in plan:
@@ -259,7 +266,7 @@ class FakeCluster:
         command = messages.Admit(
             decision.placement,
             entry.request_index,
-            live.state.request_id,
+            live.state.facts.request_id,
             live.prompt,
             generated,
             decision.durable_tokens,
@@ -316,9 +323,9 @@ class FakeCluster:
         for request_index, live in self.live.items():
             live.state.check_invariants()
             assert len(live.endings) == (live.state.state in TERMINAL), "I5: ends exactly once"
-            assert live.tokens == [token_of(live.state.request_id, i) for i in range(len(live.tokens))], "I5"
+            assert live.tokens == [token_of(live.state.facts.request_id, i) for i in range(len(live.tokens))], "I5"
             if live.state.state == "FINISHED":
-                assert len(live.tokens) == output_tokens(live.state.request_id, live.sampling.max_tokens)
+                assert len(live.tokens) == output_tokens(live.state.facts.request_id, live.sampling.max_tokens)
             assert (request_index in self.dispatch.placement_table.entries) == (live.state.state not in TERMINAL)
 
     def check_nothing_leaked(self) -> None:
@@ -328,8 +335,8 @@ class FakeCluster:
             assert ledger.pages_free == ledger.pages_total
         for name, worker in self.workers.items():
             budget = self.ledgers[worker.node].budget(name)
-            assert budget.hot_chunks_free == worker.capacity.hot_chunks
-            assert budget.seats_free == worker.capacity.seats
+            assert budget.free.hot_chunks == worker.capacity.hot_chunks
+            assert budget.free.seats == worker.capacity.seats
 
 
 def _nobody(*_: object) -> None:

@@ -27,6 +27,7 @@ class FakeScheduler:
         self.commands: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
+        self.refuses_all = ""
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
         self._numbers = 0
@@ -116,6 +117,9 @@ class FakeScheduler:
 
     def model(self) -> messages.ModelInfo | None:
         return self.served
+
+    def refusal(self) -> str:
+        return self.refuses_all
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         return [self._row(request_id) for request_id in self.request_indices][:limit]

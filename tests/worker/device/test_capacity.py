@@ -133,7 +133,7 @@ def test_printed_settings_hold_exactly_the_batch(
         ledger.add_worker(f"w{worker}", 1, capacity)
         for number in range(found.recommended.batch):
             ledger.reserve(1 + worker * SEATS_MAX + number, f"w{worker}", each)
-    short = [ledger.shortfall(f"w{worker}", each, seat=False) for worker in range(workers)]
+    short = [ledger.shortfall(f"w{worker}", each) for worker in range(workers)]
     assert all(short) or found.recommended.by_host * workers < found.requests_by_host, "hosts' pages share out evenly"
 
 

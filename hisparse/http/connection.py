@@ -1,0 +1,196 @@
+"""One client's connection: requests one after the other, each handed to the front, until either side ends it.
+
+    wait    for the next request: IDLE_LIMIT_S for its first byte, as long again for its header
+    serve   the handler reads the body and answers; every write must be taken within READ_LIMIT_S
+    linger  after an answer that the rest of a request was not read for: what comes is thrown away, so that the client
+            reads the answer before its connection is reset
+
+A connection may be ended to make room for another while it waits, lingers, or serves a client that has shown no key:
+`evictable` says so, and `scope` is cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from typing import Final
+
+import trio
+
+from hisparse.http.errors import error_body, error_headers, status_of
+from hisparse.http.exchange import JSON, Channel, ClientGone
+from hisparse.http.wire import HEADER_BYTES_MAX, Head, Wire
+from protocol.errors import BadInput
+
+#: How long a client may leave what it was sent unread.
+READ_LIMIT_S: Final = 60
+#: How long a connection may be idle; how long a header, and a TLS handshake, may take.
+IDLE_LIMIT_S: Final = 15
+#: How long the rest of a refused request is read.
+LINGER_LIMIT_S: Final = 5.0
+#: Read at once.
+RECV_BYTES: Final = 64 * 1024
+#: Written at once, within READ_LIMIT_S.
+SEND_BYTES: Final = 64 * 1024
+
+Handler = Callable[[Head, Channel], Awaitable[None]]
+
+
+class End(Enum):
+    """Why a connection ended, as the metric says it."""
+
+    CLOSED = "closed"  # by its client, or after the last answer
+    IDLE = "idle"  # no request, or no whole header, in time
+    REFUSED = "refused"  # no HTTP/1.1, too large a header, another protocol
+    UNREAD = "unread"  # its client did not read, or left in the middle
+    TLS = "tls"  # no handshake
+    EVICTED = "evicted"  # another took its place
+    STOPPED = "stopped"  # cut off when the front stopped
+    DEFECT = "defect"  # an error of ours; the log says more
+
+
+class Connection:
+    """`run` it in a task of its own. It does not close its stream."""
+
+    def __init__(self, stream: trio.abc.Stream, handler: Handler) -> None:
+        self.scope = trio.CancelScope()
+        self.evictable = True
+        self.evicted = False
+        self._stream = stream
+        self._handler = handler
+        self._wire = Wire()
+        self._waiting: trio.CancelScope | None = None
+        self._last = False
+        self._unsent = b""
+
+    async def run(self) -> End:
+        """Raises what the handler raises."""
+        while True:
+            try:
+                head = await self._wait()
+            except BadInput as error:
+                return await self._refuse(error)
+            if not isinstance(head, Head):
+                return head
+            await self._handler(head, self)
+            self.evictable = True
+            if not self._wire.answer_is_whole:
+                return End.UNREAD
+            if not self._wire.body_is_whole:
+                return await self._linger(End.CLOSED)
+            if not self._wire.reuse():
+                return End.CLOSED
+
+    def finish(self) -> None:
+        """End after the request that is being served, at once when there is none."""
+        self._last = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def evict(self) -> None:
+        self.evicted = True
+        self.scope.cancel()
+
+    # ------------------------------------------------------------ requests
+
+    async def _wait(self) -> Head | End:
+        """The next request, or why there is none. Raises what Wire.next_head does."""
+        with trio.CancelScope(deadline=trio.current_time() + IDLE_LIMIT_S) as scope:
+            self._waiting = scope
+            try:
+                return await self._next_head(scope)
+            except ClientGone:
+                return End.UNREAD
+            finally:
+                self._waiting = None
+        return End.CLOSED if self._last else End.IDLE
+
+    async def _next_head(self, scope: trio.CancelScope) -> Head | End:
+        """The deadline of `scope` begins anew with the first byte. Raises ClientGone."""
+        while (head := self._wire.next_head()) is None:
+            begun = self._wire.has_begun
+            if (self._last and not begun) or not await self._receive():
+                return End.CLOSED
+            if not begun:
+                scope.deadline = trio.current_time() + IDLE_LIMIT_S
+        return head
+
+    async def _receive(self) -> bool:
+        """Feed what comes; False: the client has ended its side. Raises ClientGone."""
+        try:
+            data = await self._stream.receive_some(RECV_BYTES)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ClientGone from error
+        if data:
+            self._wire.feed(bytes(data))
+        return bool(data)
+
+    async def _refuse(self, error: BadInput) -> End:
+        """Answer what is no request. The connection ends: where the next one begins cannot be known."""
+        body = error_body(error)
+        headers = {"content-type": JSON, "content-length": str(len(body))} | error_headers(error)
+        self._last = True
+        try:
+            await self.start(status_of(error), headers)
+            await self.write(body)
+            await self.end()
+        except ClientGone:
+            return End.REFUSED
+        return await self._linger(End.REFUSED)
+
+    async def _linger(self, end: End) -> End:
+        with trio.move_on_after(LINGER_LIMIT_S):
+            try:
+                if isinstance(self._stream, trio.abc.HalfCloseableStream):
+                    await self._stream.send_eof()
+                while await self._stream.receive_some(RECV_BYTES):
+                    pass
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+        return end
+
+    # ------------------------------------------------------------ for the exchange: Channel
+
+    def hold(self) -> None:
+        self.evictable = False
+
+    async def piece(self) -> bytes:
+        if self._wire.waits_to_be_asked:
+            await self._send(self._wire.go_on())
+        while (piece := self._wire.next_piece()) is None:
+            if not await self._receive():
+                raise ClientGone
+        return piece
+
+    async def left(self) -> None:
+        """What comes meanwhile belongs to the next request. Past a header of it nothing more is read, so that a client
+        that leaves after that is noticed by the next write."""
+        try:
+            while self._wire.waiting_bytes <= HEADER_BYTES_MAX:
+                if not await self._receive():
+                    return
+        except ClientGone:
+            return
+        await trio.sleep_forever()
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Goes out with what follows, in one piece."""
+        self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
+
+    async def write(self, data: bytes) -> None:
+        unsent, self._unsent = self._unsent, b""
+        await self._send(unsent + self._wire.data(data))
+
+    async def end(self) -> None:
+        unsent, self._unsent = self._unsent, b""
+        await self._send(unsent + self._wire.end())
+
+    async def _send(self, data: bytes) -> None:
+        pieces = memoryview(data)
+        for at in range(0, len(data), SEND_BYTES):
+            try:
+                with trio.fail_after(READ_LIMIT_S):
+                    await self._stream.send_all(pieces[at : at + SEND_BYTES])
+            except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise ClientGone from error

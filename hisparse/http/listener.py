@@ -1,0 +1,131 @@
+"""Connections of the front: accepted, bounded, contained, and drained at the end.
+
+Each runs in a task of its own under `_contain`: whatever a connection raises ends that connection alone, and is counted
+and logged. There are `connections_max` at most. When all are taken, the oldest that is `evictable` makes room: one that
+waits for its client, or whose client has shown no key; a new one is closed when there is none.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from functools import partial
+from typing import Final
+
+import trio
+
+from hisparse.http.connection import IDLE_LIMIT_S, Connection, End, Handler
+from hisparse.http.tls import Tls
+from metrics.state import HttpCounters
+from protocol.logs import logger
+
+#: Connections that the kernel holds until they are accepted.
+BACKLOG: Final = 256
+#: Open at the same time, at least, and for each request that may be answered.
+CONNECTIONS_MIN: Final = 1_024
+CONNECTIONS_PER_PLACE: Final = 4
+#: How long answers may go on after the front was told to stop.
+STOP_DEADLINE_S: Final = 30.0
+#: How long saying goodbye may take, over TLS.
+CLOSE_LIMIT_S: Final = 1.0
+#: Defects are logged with their traceback this often at most; all are counted.
+DEFECT_LOG_INTERVAL_S: Final = 1.0
+
+log = logger("http.listener")
+
+
+def connections_max(requests_max: int) -> int:
+    """Of a front that answers so many requests at a time."""
+    return max(CONNECTIONS_MIN, CONNECTIONS_PER_PLACE * requests_max)
+
+
+class Listener:
+    """Serves a listening socket. One for each process."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        handler: Handler,
+        counters: HttpCounters,
+        tls: Tls | None = None,
+        connections_max: int = CONNECTIONS_MIN,
+    ) -> None:
+        """The socket is closed at the end of `run`."""
+        self._connections_max = connections_max
+        self._socket = listening
+        self._handler = handler
+        self._counters = counters
+        self._tls = tls
+        self._open: dict[Connection, None] = {}  # the oldest first
+        self._logged_at = -math.inf
+
+    async def run(self, stopping: trio.Event) -> None:
+        """Until `stopping`, and until the last answer is whole, or STOP_DEADLINE_S after that."""
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
+        async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as accepting:
+                accepting.start_soon(partial(trio.serve_listeners, handler_nursery=connections), self._run, [listener])
+                await stopping.wait()
+                accepting.cancel_scope.cancel()
+            await listener.aclose()
+            for connection in tuple(self._open):
+                connection.finish()
+            connections.cancel_scope.deadline = trio.current_time() + STOP_DEADLINE_S
+
+    async def _run(self, stream: trio.abc.Stream) -> None:
+        """One connection, to its end. Raises nothing."""
+        end = End.STOPPED
+        try:
+            end = await self._contain(stream)
+        finally:
+            self._counters.connection_ends[(end.value,)] += 1
+            with trio.move_on_after(CLOSE_LIMIT_S):
+                await trio.aclose_forcefully(stream)
+
+    async def _contain(self, stream: trio.abc.Stream) -> End:
+        if not self._make_room():
+            return End.EVICTED
+        try:
+            return await self._serve(stream)
+        except Exception:  # of one connection: the others have done nothing
+            if trio.current_time() >= self._logged_at + DEFECT_LOG_INTERVAL_S:
+                self._logged_at = trio.current_time()
+                log.exception("defect")
+            return End.DEFECT
+
+    async def _serve(self, stream: trio.abc.Stream) -> End:
+        if self._tls is not None:
+            stream = trio.SSLStream(stream, self._tls.context, server_side=True, https_compatible=True)
+        connection = Connection(stream, self._handler)
+        self._open[connection] = None
+        self._counters.connections = len(self._open)
+        try:
+            with connection.scope:
+                if isinstance(stream, trio.SSLStream) and not await _shake_hands(stream):
+                    return End.TLS
+                end = await connection.run()
+                with trio.move_on_after(CLOSE_LIMIT_S):
+                    await stream.aclose()
+                return end
+            return End.EVICTED
+        finally:
+            del self._open[connection]
+            self._counters.connections = len(self._open)
+
+    def _make_room(self) -> bool:
+        if len(self._open) < self._connections_max:
+            return True
+        oldest = next((it for it in self._open if it.evictable and not it.evicted), None)
+        if oldest is not None:
+            oldest.evict()
+        return oldest is not None
+
+
+async def _shake_hands(stream: trio.SSLStream[trio.SocketStream]) -> bool:
+    with trio.move_on_after(IDLE_LIMIT_S):
+        try:
+            await stream.do_handshake()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return False
+        return True
+    return False

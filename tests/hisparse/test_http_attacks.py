@@ -1,0 +1,69 @@
+"""Attacks on a real front: after each the same process answers another client, and nothing was logged as a defect."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterator
+from http.client import HTTPConnection
+
+import pytest
+import trio
+
+from tests.hisparse.test_http_connection import REFUSED
+from tests.support.fuzz_http import CLIENT_KEY, FUZZ_KEY, Site, assail, site
+
+pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    place = tmp_path_factory.mktemp("fuzz")
+    with site(place) as site_:
+        yield site_
+    assert " defect " not in (place / "plain.log").read_text() + (place / "tls.log").read_text()
+
+
+def answers(at: Site) -> None:
+    """Another client is served by the same process."""
+    assert [one.process.poll() for one in at.fronts] == [None, None]
+    connection = HTTPConnection("127.0.0.1", at.plain.port, timeout=LIMIT_S)
+    body = b'{"prompt": "abc", "max_tokens": 3}'
+    connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {CLIENT_KEY}"})
+    answer = connection.getresponse()
+    assert (answer.status, b'"text":"abc"' in answer.read()) == (200, True)
+    connection.close()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_no_peer_stops_the_front(at: Site, case: str) -> None:
+    """Without a key. Most of these ended the process once."""
+    data, status = REFUSED[case]
+    with socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) as peer:
+        peer.sendall(data)
+        assert int(peer.recv(65_536).split()[1]) == status
+    answers(at)
+
+
+def test_posts_that_announce_a_body_keep_no_other_key_out(at: Site) -> None:
+    """A key that takes all places of a front by headers alone: it is refused past its share, another key is not."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n"
+    peers = [socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) for _ in range(300)]
+    for peer in peers:
+        peer.sendall(head % FUZZ_KEY.encode())
+    answers(at)
+    for peer in peers:
+        peer.close()
+    answers(at)
+
+
+def test_a_storm_of_hostile_requests_ends_nothing(at: Site) -> None:
+    """A short run of `python -m tests.support.fuzz_http`; SEED replays it."""
+    seed = int(os.environ.get("SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+    print(f"SEED={seed}")
+    trio.run(assail, at, seed, 3_000, math.inf)
+    assert at.sent >= 3_000
+    answers(at)

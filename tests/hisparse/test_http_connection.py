@@ -1,0 +1,382 @@
+"""Connections of the HTTP front over real sockets: what is refused, what is bounded, and that one ends alone."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+import trio.testing
+
+from hisparse.http import connection, listener, server
+from hisparse.http.connection import Handler
+from hisparse.http.exchange import BODY_BYTES_MAX, Channel, Exchange
+from hisparse.http.listener import CONNECTIONS_MIN, Listener
+from hisparse.http.shares import Shares
+from hisparse.http.tls import Tls
+from hisparse.http.wire import HEADER_BYTES_MAX, Head
+from metrics.state import HttpCounters
+from protocol.errors import HiSparseError
+from protocol.settings import HttpSettings
+from tests.hisparse.test_http_tls import write_pair
+
+LIMIT_S: Final = 10.0
+GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+async def echo(head: Head, channel: Channel) -> None:
+    """Answers with method, path and body; /defect raises, /hold keeps its connection until the client leaves."""
+    exchange = Exchange(head, channel, Shares(1 << 30))
+    if head.path == "/defect":
+        raise ZeroDivisionError
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exchange.watch)
+        with exchange.leaving:
+            if head.path == "/hold":
+                channel.hold()
+                await exchange.open_stream({})
+                await trio.sleep_forever()
+            if head.path == "/unread":
+                await exchange.answer(403, b"{}")
+            elif head.path == "/endless":
+                await exchange.open_stream({})
+                while True:
+                    await exchange.write(bytes(1 << 20))
+            else:
+                await said_again(exchange)
+        nursery.cancel_scope.cancel()
+
+
+async def said_again(exchange: Exchange) -> None:
+    try:
+        async with exchange.body("") as body:
+            said = f"{exchange.method} {exchange.path} ".encode() + bytes(body[:100])
+    except HiSparseError as error:
+        await exchange.refuse(error)
+    else:
+        await exchange.answer(200, said)
+
+
+class Rig:
+    def __init__(self, address: tuple[str, int], counters: HttpCounters, stopping: trio.Event) -> None:
+        self.address = address
+        self.counters = counters
+        self.stopping = stopping
+
+    async def open(self) -> trio.SocketStream:
+        return await trio.open_tcp_stream(*self.address)
+
+    async def hold(self) -> trio.SocketStream:
+        """A connection whose request is being answered."""
+        stream = await self.open()
+        await stream.send_all(GET.replace(b"/x", b"/hold"))
+        with trio.fail_after(LIMIT_S):
+            assert b"200" in await stream.receive_some()
+        return stream
+
+    async def send(self, data: bytes) -> bytes:
+        """All that is answered to `data` until the connection ends."""
+        async with await self.open() as stream:
+            return await exchanged(stream, data)
+
+    def ends(self) -> dict[str, int]:
+        return {reason: count for (reason,), count in self.counters.connection_ends.items()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with trio.fail_after(LIMIT_S):
+            while not condition():  # noqa: ASYNC110
+                await trio.sleep(0.005)
+
+
+async def exchanged(stream: trio.abc.Stream, data: bytes) -> bytes:
+    """What comes back until the end; a reset ends it, too."""
+    told = bytearray()
+
+    async def write() -> None:
+        try:
+            await stream.send_all(data)
+        except trio.BrokenResourceError:
+            return
+
+    with trio.fail_after(LIMIT_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            try:
+                while piece := await stream.receive_some(65_536):
+                    told += piece
+            except trio.BrokenResourceError:
+                pass
+    return bytes(told)
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+@asynccontextmanager
+async def running(
+    handler: Handler = echo, tls: Tls | None = None, connections: int = CONNECTIONS_MIN
+) -> AsyncIterator[Rig]:
+    counters, stopping = HttpCounters(), trio.Event()
+    with server._listening(HttpSettings(port=0)) as sock:
+        address = sock.getsockname()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Listener(sock, handler, counters, tls, connections).run, stopping)
+            yield Rig(address, counters, stopping)
+            nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running() as rig:
+        yield rig
+
+
+# ---------------------------------------------------------------- what is answered
+
+
+async def test_requests_come_one_after_the_other_on_one_connection(rig: Rig) -> None:
+    post = b"POST /p%20q?r=s HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+    chunked = b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nde\r\n1\r\nf\r\n0\r\n\r\n"
+    answer = await rig.send(post + chunked + CLOSE)
+    assert [answer.count(it) for it in (b"POST /p q abc", b"POST /c def", b"GET /x ")] == [1, 1, 1]
+    assert answer.count(b"HTTP/1.1 200") == 3
+    await rig.until(lambda: rig.ends() == {"closed": 1})
+
+
+async def test_head_has_no_body(rig: Rig) -> None:
+    answer = await rig.send(CLOSE.replace(b"GET", b"HEAD"))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_who_waits_for_a_word_before_its_body_gets_it(rig: Rig) -> None:
+    head = b"POST /%s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+    async with await rig.open() as stream:
+        await stream.send_all(head % b"p")
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 100")
+        await stream.send_all(b"abc")
+        assert b"POST /p abc" in await stream.receive_some()
+    assert status_of(await rig.send(head % b"unread")) == 403
+
+
+async def test_an_old_client_gets_its_answer_and_the_end(rig: Rig) -> None:
+    assert b"GET /x " in await rig.send(b"GET /x HTTP/1.0\r\n\r\n")
+
+
+async def test_an_absolute_target_is_its_path(rig: Rig) -> None:
+    assert b"GET /y " in await rig.send(CLOSE.replace(b"/x", b"http://host/y?z"))
+
+
+# ---------------------------------------------------------------- what is refused
+
+WEBSOCKET: Final = (
+    b"GET /x HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: %s\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Protocol: %s\r\nSec-WebSocket-Extensions: %s\r\n\r\n"
+)
+H2C: Final = (
+    b"GET /x HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: %s\r\n\r\n"
+)
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+LENGTHS: Final = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\nTransfer-Encoding: %s\r\n\r\n0\r\n\r\n"
+
+#: What ended the whole front once, and what is like it; the status that answers it now.
+REFUSED: Final = {
+    "h2 preface": (PREFACE, 505),
+    "h2 frames": (PREFACE + bytes(9) + b"\x00\x00\x05\x02\x00\x00\x00\x00\x01" * 100, 505),
+    "h2c": (H2C % b"AAMAAABkAAQAAP__", 400),
+    "h2c broken settings": (H2C % b"\xff!", 400),
+    "websocket": (WEBSOCKET % (b"Upgrade", b"a", b"b"), 400),
+    "websocket 0xff connection": (WEBSOCKET % (b"Upgrade, \xff", b"a", b"b"), 400),
+    "websocket 0xff protocol": (WEBSOCKET % (b"Upgrade", b"\xff", b"b"), 400),
+    "websocket 0xff extensions": (WEBSOCKET % (b"Upgrade", b"a", b"\xff"), 400),
+    "websocket frames": (WEBSOCKET % (b"Upgrade", b"a", b"b") + b"\x81\x85\x00\x00\x00\x00hello" * 50, 400),
+    "two lengths": (LENGTHS % (b"5", b"chunked"), 400),
+    "odd encoding": (LENGTHS.replace(b"Content-Length: %s\r\n", b"") % b"gzip, chunked", 400),
+    "encoding in 1.0": (LENGTHS.replace(b"Content-Length: %s\r\n", b"").replace(b"1.1", b"1.0") % b"chunked", 400),
+    "connect": (b"CONNECT host:1 HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    "connect a path": (b"CONNECT /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    "huge length": (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5_000 + b"\r\n\r\n", 400),
+    "negative length": (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+    "0xff path": (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "0xff method": (b"G\xff /x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "no host": (b"GET /x HTTP/1.1\r\n\r\n", 400),
+    "HTTP/3": (b"GET /x HTTP/3.0\r\nHost: x\r\n\r\n", 505),
+    "TLS to plain": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),
+    "noise": (b"\x00\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_another_protocol_is_refused_and_ends_its_connection_alone(rig: Rig, case: str) -> None:
+    data, status = REFUSED[case]
+    async with await rig.open() as other:
+        await other.send_all(GET)
+        assert b"200" in await other.receive_some()
+        answer = await rig.send(data + CLOSE)
+        assert (status_of(answer), len(re.findall(rb"HTTP/1.1 \d", answer))) == (status, 1)
+        assert b"connection: close" in answer.lower()
+        await other.send_all(GET)
+        assert b"200" in await other.receive_some()
+    await rig.until(lambda: rig.ends().get("refused") == 1)
+
+
+@pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431), (1_000, 431), (1_000_000, 431)])
+@pytest.mark.parametrize("behind", [b"", GET])
+async def test_a_header_has_its_limit_to_the_byte(rig: Rig, extra: int, status: int, behind: bytes) -> None:
+    """Even when all of it comes at once, and behind another request."""
+    bare = CLOSE.replace(b"Host", b"Padding: \r\nHost")
+    data = bare.replace(b"Padding: ", b"Padding: " + b"p" * (HEADER_BYTES_MAX - len(bare) + extra))
+    answer = await rig.send(behind + data)
+    statuses = [status_of(b"HTTP/1.1" + it) for it in answer.split(b"HTTP/1.1")[1:]]
+    assert statuses == [*([200] if behind else []), status]
+
+
+# ---------------------------------------------------------------- what is contained
+
+
+async def test_a_defect_ends_its_connection_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    async with await rig.open() as other:
+        await other.send_all(GET)
+        await other.receive_some()
+        with caplog.at_level(logging.ERROR, "hisparse.http.listener"):
+            for _ in range(3):
+                assert await rig.send(GET.replace(b"/x", b"/defect")) == b""
+        assert rig.ends() == {"defect": 3}
+        assert len(caplog.records) == 1, "a flood of them fills no log"
+        await other.send_all(CLOSE)
+        assert b"200" in await other.receive_some()
+
+
+@pytest.mark.parametrize(("path", "length", "status"), [(b"p", BODY_BYTES_MAX + 1, 413), (b"unread", 4 << 20, 403)])
+async def test_an_answer_is_read_before_the_rest_of_a_body_is_reset(
+    rig: Rig, path: bytes, length: int, status: int
+) -> None:
+    """Two ways to be refused early: by its length, and by a handler that does not want it."""
+    answer = await rig.send(
+        b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path, length) + bytes(length)
+    )
+    assert (status_of(answer), b"connection: close" in answer.lower()) == (status, True)
+    await rig.until(lambda: rig.ends() == {"closed": 1})
+
+
+async def test_a_client_that_leaves_is_noticed_while_it_is_served(rig: Rig) -> None:
+    stream = await rig.hold()
+    await stream.aclose()
+    await rig.until(lambda: rig.ends() == {"unread": 1})
+
+
+# ---------------------------------------------------------------- what is bounded
+
+
+async def test_who_sends_no_header_in_time_is_let_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 0.1)
+    assert await rig.send(b"") == b""
+    assert await rig.send(GET[:20]) == b""
+    assert b"200" in await rig.send(GET)
+    assert rig.ends() == {"idle": 3}
+
+
+async def test_a_client_that_stops_reading_is_cut_off(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "READ_LIMIT_S", 0.2)
+    async with await rig.open() as stream:
+        await stream.send_all(GET.replace(b"/x", b"/endless"))
+        await rig.until(lambda: rig.ends() == {"unread": 1})
+
+
+async def test_pipelined_requests_wait_unread(rig: Rig) -> None:
+    """Behind one that is being answered only so much is taken in."""
+    async with await rig.hold() as stream:
+        sent = 0
+        with trio.move_on_after(1.0):
+            while sent < 64 << 20:
+                await stream.send_all(bytes(1 << 20))
+                sent += 1 << 20
+        assert sent < 64 << 20
+
+
+async def test_the_oldest_idle_connection_makes_room() -> None:
+    """Held ones stay; when all are held a new one is closed."""
+    async with running(connections=3) as rig:
+        held = [await rig.hold()]
+        idle = [await rig.open() for _ in range(2)]
+        await rig.until(lambda: rig.counters.connections == 3)
+        assert b"200" in await rig.send(CLOSE)
+        assert rig.ends() == {"evicted": 1, "closed": 1}
+        assert await idle[0].receive_some() == b""
+        held += [await rig.hold() for _ in range(2)]
+        assert await rig.send(CLOSE) == b""
+
+
+async def test_stopping_lets_the_last_answer_finish() -> None:
+    gate = trio.Event()
+
+    async def slow(head: Head, channel: Channel) -> None:
+        exchange = Exchange(head, channel, Shares(1))
+        await gate.wait()
+        await exchange.answer(200, b"done")
+
+    async with running(slow) as rig:
+        idle, busy = await rig.open(), await rig.open()
+        await busy.send_all(GET)
+        await rig.until(lambda: rig.counters.connections == 2)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        rig.stopping.set()
+        with trio.fail_after(LIMIT_S):
+            assert await idle.receive_some() == b""
+            with pytest.raises(OSError, match="connect"):
+                await rig.open()
+            gate.set()
+            answer = await exchanged(busy, b"")
+        assert answer.endswith(b"done")
+        assert b"connection: close" in answer.lower()
+
+
+async def test_an_answer_that_does_not_end_is_cut_off_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "STOP_DEADLINE_S", 0.1)
+    async with running() as rig, await rig.hold():
+        rig.stopping.set()
+        await rig.until(lambda: rig.ends() == {"stopped": 1})
+
+
+# ---------------------------------------------------------------- TLS
+
+
+async def test_over_tls_the_same_holds(tmp_path: Path) -> None:
+    cert, key = write_pair(tmp_path)
+    async with running(tls=Tls(cert, key)) as rig:
+        context = ssl.create_default_context(cafile=cert)
+        context.set_alpn_protocols(["h2", "http/1.1"])
+
+        async def secure() -> trio.SSLStream[trio.SocketStream]:
+            return trio.SSLStream(await rig.open(), context, server_hostname="localhost", https_compatible=True)
+
+        for data, status in ((CLOSE, 200), (PREFACE, 505), (H2C % b"\xff", 400), (b"\x00\r\n\r\n", 400)):
+            stream = await secure()
+            assert status_of(await exchanged(stream, data)) == status
+            assert stream.selected_alpn_protocol() == "http/1.1"
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05\x01" + bytes(50), b""):
+            async with await rig.open() as plain:
+                await plain.send_all(noise)
+                await plain.send_eof()
+                assert b"HTTP" not in await plain.receive_some()
+        await rig.until(lambda: rig.ends() == {"closed": 1, "refused": 3, "tls": 3})
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with (
+            pytest.raises(Exception, match="cannot listen there"),
+            server._listening(HttpSettings(port=taken.getsockname()[1])),
+        ):
+            pass
