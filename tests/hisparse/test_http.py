@@ -242,7 +242,7 @@ def test_a_prompt_longer_than_the_context_is_refused(prompt: Any) -> None:
     assert (error.field, "4096" in error.message) == ("prompt", True)
 
 
-def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized() -> None:
+def test_text_is_refused_by_its_bytes_before_tokenization() -> None:
     tokenizer = CountingTokenizer()
     tokenizer.token_bytes_max = 4
     with pytest.raises(BadInput, match="no text of more than 16384 bytes fits"):
@@ -250,7 +250,7 @@ def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized() -> None:
     assert tokenizer.chars == 0
 
 
-def test_a_text_is_tokenized_no_further_than_a_few_contexts() -> None:
+def test_text_is_tokenized_up_to_a_few_contexts() -> None:
     """Where the longest token says nothing of the text."""
     tokenizer = CountingTokenizer()
     with pytest.raises(BadInput, match="the first 8192 exceed it"):
@@ -268,7 +268,7 @@ def test_a_long_text_that_fits_is_taken() -> None:
     assert text_ids("a" * 99 + " b" * 10 + "c" * 99_999, Words(), MODEL).size == 11
 
 
-def test_prompts_share_one_array_and_samples_too() -> None:
+def test_choices_of_a_prompt_share_its_array() -> None:
     first, second, other, _ = completion(prompt=["x", "y"], n=2).choices
     assert first.prompt is second.prompt
     assert first.prompt_digest != other.prompt_digest
@@ -276,7 +276,7 @@ def test_prompts_share_one_array_and_samples_too() -> None:
     assert (bare.prompt.size, bare.same_as(first)) == (0, True)
 
 
-def test_fields_that_are_ignored_may_be_large_and_others_not() -> None:
+def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
     for field in ("logit_bias", "stop", "min_tokens"):
@@ -290,7 +290,7 @@ def test_fields_that_are_ignored_may_be_large_and_others_not() -> None:
     "body",
     [b"[[1],0]", b"[[1] [2]]", b"[[1],,[2]]", b"[[1],[2]", b"[[1]x[2]]", b'["a" "b"]', b'[["[1]"]]', b"[[1],[[2]]]"],
 )
-def test_lists_that_are_no_prompts_are_refused(body: bytes) -> None:
+def test_lists_of_other_values_are_refused(body: bytes) -> None:
     with pytest.raises(BadInput):
         list(prompts_of(msgspec.Raw(body), JsonTokenizer(byte_tokenizer_json()), MODEL))
 
@@ -299,7 +299,7 @@ def test_lists_that_are_no_prompts_are_refused(body: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3).filter(bool)), max_size=60))
-def test_who_is_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -> None:
+def test_owner_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -> None:
     shares, held = Shares(9), dict.fromkeys("abc", 0)
     for owner, change in steps:
         if change < 0:
@@ -426,7 +426,7 @@ GROWING: Final = (
 
 
 @pytest.mark.parametrize("template", GROWING)
-def test_a_template_that_grows_is_ended_and_the_next_is_rendered(template: str) -> None:
+def test_growing_template_is_ended_and_the_next_is_rendered(template: str) -> None:
     """By what a client says: its output, its memory and its time are bounded."""
     renderers = Renderers(limit_s=1.0, memory_bytes_max=256 << 20)
     spoken = [{"role": "user", "content": "x"}]
@@ -619,7 +619,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])
 @pytest.mark.timeout(20)
-def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
+def test_irregular_key_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match=r"is no regular file|Is a directory"):
         read_keys(str(tmp_path / file))

@@ -188,16 +188,14 @@ async def test_health_reports_missing_workers(rig: FrontRig, monkeypatch: pytest
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
 
 
-async def test_health_says_what_new_work_would_be_told(rig: FrontRig) -> None:
+async def test_health_reports_why_new_work_is_refused(rig: FrontRig) -> None:
     """A full disk, or a coordinator that stops."""
     rig.gateway.scheduler.refuses_all = "the journal cannot take more: disk full"
     peer = rig.open("GET", "/health")
     assert (await peer.answer(), peer.status) == ({"status": "the journal cannot take more: disk full"}, 503)
 
 
-async def test_who_asks_for_health_and_leaves_keeps_no_answer_from_others(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_health_check_takes_no_answer_of_others(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers to greetings come in turn: one that was not sent must not wait for one."""
     monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
     for _ in range(10):
@@ -333,7 +331,7 @@ async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     await after.leave()
 
 
-async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
+async def test_only_bodies_take_a_place(tmp_path: Path) -> None:
     """I8. One key announces more bodies than there are places; the other is answered, and only the first is refused."""
     async with front_rig(tmp_path, HttpSettings(requests_max=3), keys=(KEY, OTHER_KEY)) as rig:
         waiting = [rig.open("POST", "/v1/completions", bearer(KEY)) for _ in range(5)]
@@ -346,7 +344,7 @@ async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
         assert (other.status, sorted(peer.status for peer in waiting)) == (200, [0, 0, 0, 429, 429])
 
 
-async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: Path) -> None:
+async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> None:
     """I8."""
     async with front_rig(tmp_path, HttpSettings(requests_max=4), keys=(KEY, OTHER_KEY)) as rig:
         for _ in range(4):
@@ -361,7 +359,7 @@ async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: P
         assert error_of(await late.answer()) == ("capacity", "http.requests_max")
 
 
-async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
+async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
     """Nobody can take, or join, an id of another key."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         peers = [
@@ -376,7 +374,7 @@ async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
         assert [peer.headers["x-request-id"] for peer in peers] == ["mine", "mine"]
 
 
-async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
+async def test_samples_are_submitted_gradually_and_the_prompt_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8. A key that sends many does not hold up another."""
@@ -405,7 +403,7 @@ async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
         assert many.status == 0
 
 
-async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
+async def test_request_beyond_the_context_is_not_sent(rig: FrontRig) -> None:
     """I8."""
     for body in (
         {"prompt": [1] * 2_000_000, "n": 16},
@@ -419,7 +417,7 @@ async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
     assert rig.gateway.scheduler.commands == []
 
 
-async def test_a_refused_body_is_free_at_once(rig: FrontRig) -> None:
+async def test_refused_body_frees_its_bytes_at_once(rig: FrontRig) -> None:
     """I8. Not when the collector comes by: an error must not be in a cycle with the frames that hold the body."""
     body = b'{"prompt": "' + b"x" * (BODY_BYTES_MAX - 100) + b'"}'
     gc.disable()
