@@ -170,7 +170,7 @@ class FakeWorker:
                 self._granted[self._row_of[placement]] += len(command.host_pages) // 4 * PAGE_TOKENS
             case messages.Withdraw(placement=placement) if placement in self._row_of:
                 durable = self._remove(placement)
-                self._events.append(messages.Released(placement, durable, 0, 0))
+                self._events.append(messages.Released(placement, durable))
             case messages.Resize(placement=placement):
                 self._events.append(messages.Resized(placement, command.hot_slots, command.hot_chunks))
 
@@ -221,10 +221,7 @@ class FakeWorker:
     async def _beat(self) -> None:
         while True:
             self._beats += 1
-            running = len(self._row_of)
-            await self._say(
-                messages.Heartbeat(1, self._command_ack, self._beats, self._beats, 1e4, running, 0, 0, 0, 0, 0)
-            )
+            await self._say(messages.Heartbeat(1, self._command_ack, self._beats, self._beats, 1e4))
             await trio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _say(self, message: messages.WorkerMessage) -> None:

@@ -28,7 +28,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,6 +116,9 @@ class Clock:
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
+
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+        """Hits and misses are read from the device's state."""
 
 
 # ---------------------------------------------------------------- memory

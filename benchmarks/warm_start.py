@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,6 +61,7 @@ class Tokens:
         self.times: dict[int, list[float]] = {0: [], 1: []}
         self.ids: dict[int, list[int]] = {0: [], 1: []}
         self.released: dict[int, Released] = {}
+        self.swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement
 
     def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
         self.times[request_index].append(time.perf_counter())
@@ -72,6 +73,9 @@ class Tokens:
     def add_event(self, event: Event) -> None:
         if isinstance(event, Released):
             self.released[event.placement] = event
+
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+        self.swaps.update(requests)
 
 
 class Overlap:
@@ -169,10 +173,10 @@ class Bench:
         number = self.admit(1, prompt, 2, left, warm_start=left.warm_start if warm else b"")
         self.turn_until(lambda: number in self.reports.released)
         self.settle()
-        times, back = self.reports.times[0][steps - 1 :], self.reports.released[number]
+        times, (hits, misses) = self.reports.times[0][steps - 1 :], self.reports.swaps[number]
         return {
-            "misses": back.misses,
-            "selected": back.hits + back.misses,
+            "misses": misses,
+            "selected": hits + misses,
             "next_token_ms": 1e3 * (self.reports.times[1][-1] - began),
             "longest_step_ms": 1e3 * max(after - before for before, after in pairwise(times)),
             "last_topk_bytes": len(left.warm_start),

@@ -23,7 +23,7 @@ from typing import Final
 
 import trio
 
-from coordinator import gc_policy as garbage
+from coordinator import gc_policy
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
@@ -140,12 +140,12 @@ class Coordinator:
             try:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self._watch_signals, scheduler, nursery)
-                    nursery.start_soon(garbage.collect)
+                    nursery.start_soon(gc_policy.collect)
                     if self._zap is not None:
                         nursery.start_soon(self._zap.run)
-                    for role, socket in self._doors.items():
+                    for role, socket in self._router_sockets.items():
                         nursery.start_soon(socket.sweep, partial(self._note_cut, role))
-                    garbage.settle()
+                    gc_policy.settle()
                     self._announce(exporter)
                     self.started.set()
                     await scheduler.stopped.wait()
@@ -243,7 +243,7 @@ class Coordinator:
     # ------------------------------------------------------------ listeners
 
     @property
-    def _doors(self) -> dict[str, RouterSocket]:
+    def _router_sockets(self) -> dict[str, RouterSocket]:
         return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
 
     def _note_cut(self, role: str, reason: str) -> None:
@@ -261,7 +261,7 @@ class Coordinator:
             log.warning("allowed keys not read, the old list holds", extra=fields(error=error))
             return
         lost = self._zap.allowed.replace(allowed)
-        ended = sum(socket.cut_users(lost) for socket in self._doors.values())
+        ended = sum(socket.cut_users(lost) for socket in self._router_sockets.values())
         log.info("allowed keys read", extra=fields(keys=len(allowed), lost=sorted(lost), connections_ended=ended))
 
     # ------------------------------------------------------------ stopping

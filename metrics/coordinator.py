@@ -16,8 +16,10 @@ import trio
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.exporter import Health
-from metrics.families import histogram, labelled, number, process_families
+from metrics.families import Metric, families, gauge
+from metrics.process import PROCESS_METRICS, process_statistics
 from metrics.state import CoordinatorCounters
 from protocol.errors import Unavailable
 from protocol.messages import PoolRow, WorkerRow
@@ -79,6 +81,77 @@ class CoordinatorSources:
     view: Callable[[], CoordinatorView]
 
 
+def _host_pages(pools: Sequence[PoolRow]) -> dict[tuple[str, str], float]:
+    states = ("free", "owned", "shared", "quarantined")
+    return {(pool.node, state): getattr(pool, state) for pool in pools for state in states}
+
+
+CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
+    gauge(
+        "hisparse_requests",
+        "requests",
+        "Live requests by state.",
+        "What are requests waiting for?",
+        lambda it: it.requests,
+        labels="state",
+    ),
+    gauge(
+        "hisparse_requests_held",
+        "requests",
+        "Held until an operator resumes them.",
+        "Did an operator forget one?",
+        lambda it: it.held,
+    ),
+    gauge(
+        "hisparse_host_pages",
+        "pages",
+        "Host pages by state.",
+        "Is the pool full? Does it leak?",
+        lambda it: _host_pages(it.pools),
+        labels="node state",
+    ),
+    gauge(
+        "hisparse_host_page_bytes",
+        "bytes",
+        "Bytes of one host page.",
+        "How many bytes are those units?",
+        lambda it: {pool.node: pool.page_bytes for pool in it.pools},
+        labels="node",
+    ),
+    gauge(
+        "hisparse_workers",
+        "workers",
+        "Workers by state.",
+        "Which workers take work?",
+        lambda it: Counter(row.state for row in it.workers),
+        labels="state",
+    ),
+    gauge(
+        "hisparse_worker_link_age_seconds",
+        "seconds",
+        "Time since the worker was last heard.",
+        "Is a worker gone?",
+        lambda it: {row.worker: row.link_age_s for row in it.workers},
+        labels="worker",
+    ),
+    gauge(
+        "hisparse_connections",
+        "connections",
+        "Client and admin connections.",
+        "How many clients and admins are connected?",
+        lambda it: it.connections,
+        labels="role",
+    ),
+    gauge(
+        "hisparse_journal_failing",
+        "",
+        "1 while the journal refuses new work.",
+        "Is its disk full or failing?",
+        lambda it: bool(it.journal_failing),
+    ),
+)
+
+
 class CoordinatorCollector(Collector):
     def __init__(self, sources: CoordinatorSources) -> None:
         self._sources = sources
@@ -86,52 +159,11 @@ class CoordinatorCollector(Collector):
     def collect(self) -> Iterator[Family]:
         it = self._sources
         view = it.view()
-        yield labelled("hisparse_info", {("coordinator", it.name, it.version): 1})
-        yield from process_families()
-        yield from _now(view)
-        yield from _totals(it.counters)
-
-
-def _now(view: CoordinatorView) -> Iterator[Family]:
-    yield labelled("hisparse_requests", view.requests)
-    yield number("hisparse_requests_held", view.held)
-    yield labelled("hisparse_connections", view.connections)
-    yield number("hisparse_journal_failing", bool(view.journal_failing))
-    yield labelled("hisparse_workers", Counter(row.state for row in view.workers))
-    yield labelled("hisparse_worker_link_age_seconds", {row.worker: row.link_age_s for row in view.workers})
-    pages = {}
-    for pool in view.pools:
-        for state in ("free", "owned", "shared", "quarantined"):
-            pages[pool.node, state] = getattr(pool, state)
-    yield labelled("hisparse_host_pages", pages)
-    yield labelled("hisparse_host_page_bytes", {pool.node: pool.page_bytes for pool in view.pools})
-
-
-def _totals(counters: CoordinatorCounters) -> Iterator[Family]:
-    yield labelled("hisparse_refused_total", counters.refused)
-    yield labelled("hisparse_ended_total", counters.ended)
-    yield labelled("hisparse_failed_total", counters.failed)
-    yield labelled("hisparse_retractions_total", counters.retractions)
-    yield labelled("hisparse_dropped_messages_total", counters.dropped_messages)
-    yield labelled("hisparse_audit_differences_total", counters.audit_differences)
-    for name, buckets in (
-        ("queue_wait", counters.waits.queue_s),
-        ("retract", counters.waits.retract_s),
-        ("hand_over", counters.waits.hand_over_s),
-        ("resume", counters.waits.resume_s),
-        ("time_to_first_token", counters.waits.first_token_s),
-        ("inter_token", counters.waits.token_s),
-        ("host_page_lifetime", counters.host_page_s),
-        ("command_ack", counters.command_ack_s),
-    ):
-        yield histogram(f"hisparse_{name}_seconds", buckets)
-    yield histogram("hisparse_journal_commit_seconds", counters.journal.commit_s)
-    for name in ("commits", "records", "written_bytes", "errors"):
-        yield number(f"hisparse_journal_{name}_total", getattr(counters.journal, name))
-    for name in ("submitted", "admissions", "prompt_tokens", "tokens", "repeated_tokens", "deliveries"):
-        yield number(f"hisparse_{name}_total", getattr(counters, name))
-    for name in ("stalled_deliveries", "commands", "replayed_commands", "reports", "report_gaps", "audits"):
-        yield number(f"hisparse_{name}_total", getattr(counters, name))
+        yield from families(PROCESS_METRICS, process_statistics("coordinator", it.name, it.version))
+        yield from families(CLUSTER_METRICS, view)
+        yield from families(COORDINATOR_METRICS, it.counters)
+        yield from families(WAIT_METRICS, it.counters.waits)
+        yield from families(JOURNAL_METRICS, it.counters.journal)
 
 
 def coordinator_health(sources: CoordinatorSources) -> Health:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -11,7 +12,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from metrics.exporter import Health
-from metrics.families import histogram, labelled, number, process_families
+from metrics.families import Metric, counter, families, gauge, histogram
+from metrics.process import PROCESS_METRICS, process_statistics
 from metrics.state import HttpCounters
 
 
@@ -26,23 +28,81 @@ class HttpSources:
     stopping: Callable[[], bool]
 
 
+HTTP_METRICS: Final[tuple[Metric[HttpSources], ...]] = (
+    gauge(
+        "hisparse_http_requests",
+        "requests",
+        "Completions being answered.",
+        "How near is http.requests_max?",
+        lambda it: it.counters.in_flight,
+    ),
+    gauge(
+        "hisparse_http_connected",
+        "",
+        "1 while a coordinator is connected.",
+        "Can it answer at all?",
+        lambda it: it.connected(),
+    ),
+    gauge(
+        "hisparse_http_connections",
+        "connections",
+        "Open connections of clients.",
+        "How near is their limit?",
+        lambda it: it.counters.connections,
+    ),
+    counter(
+        "hisparse_http_connection_ends_total",
+        "connections",
+        "Ended connections by why: closed, idle, refused, unread, tls, evicted, stopped, defect.",
+        "Do clients fail, or attack? Is there a defect of ours?",
+        lambda it: {reason: count for (reason,), count in dict(it.counters.connection_ends).items()},
+        labels="reason",
+    ),
+    counter(
+        "hisparse_http_answers_total",
+        "answers",
+        "Answers by path and status.",
+        "Who is refused?",
+        lambda it: dict(it.counters.answers),
+        labels="path status",
+    ),
+    counter(
+        "hisparse_http_disconnects_total",
+        "clients",
+        "Left before their answer.",
+        "Do clients give up?",
+        lambda it: it.counters.disconnects,
+    ),
+    counter(
+        "hisparse_http_abandoned_total",
+        "requests",
+        "Aborted after their last client left.",
+        "What do those clients cost?",
+        lambda it: it.counters.abandoned,
+    ),
+    histogram(
+        "hisparse_http_answer_seconds",
+        "To the end of a completion.",
+        "How long do clients wait?",
+        lambda it: it.counters.answer_s,
+    ),
+    histogram(
+        "hisparse_http_first_token_seconds",
+        "To a first token.",
+        "How long until they see anything?",
+        lambda it: it.counters.first_token_s,
+    ),
+)
+
+
 class HttpCollector(Collector):
     def __init__(self, sources: HttpSources) -> None:
         self._sources = sources
 
     def collect(self) -> Iterator[Family]:
-        it, counters = self._sources, self._sources.counters
-        yield labelled("hisparse_info", {("http", it.name, it.version): 1})
-        yield from process_families()
-        yield number("hisparse_http_requests", counters.in_flight)
-        yield number("hisparse_http_connected", it.connected())
-        yield number("hisparse_http_connections", counters.connections)
-        yield labelled("hisparse_http_connection_ends_total", dict(counters.connection_ends))
-        yield labelled("hisparse_http_answers_total", dict(counters.answers))
-        yield number("hisparse_http_disconnects_total", counters.disconnects)
-        yield number("hisparse_http_abandoned_total", counters.abandoned)
-        yield histogram("hisparse_http_answer_seconds", counters.answer_s)
-        yield histogram("hisparse_http_first_token_seconds", counters.first_token_s)
+        it = self._sources
+        yield from families(PROCESS_METRICS, process_statistics("http", it.name, it.version))
+        yield from families(HTTP_METRICS, it)
 
 
 def scrape(sources: HttpSources) -> bytes:

@@ -49,8 +49,8 @@ WAIT_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 #: Host pages live as long as their requests: seconds to days.
 PAGE_BOUNDS_S: Final = (0.1, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
-#: How a context that its hot buffer cannot hold comes back: with the rows of its last top-k; with none, since nobody
-#: knew it; with none, since it could not be read.
+#: How a context that its hot buffer cannot hold comes back: with the rows of its last top-k; with none, since it was
+#: not known; with none, since it could not be read.
 WARM_STARTS: Final = ("warm", "cold", "refused")
 #: A moving average over about the last 16 steps.
 STEP_AVERAGE_WEIGHT: Final = 1 / 16
@@ -124,6 +124,11 @@ class SwapTotals:
         self.seconds = [0.0] * len(self.group_of_layer)
 
     @property
+    def totals(self) -> tuple[int, int, int]:
+        """Hits, misses and bytes loaded by all layers."""
+        return int(self.hits.sum()), int(self.misses.sum()), self.loaded_bytes
+
+    @property
     def loaded_bytes(self) -> int:
         """Of all layers, from the host."""
         return self.row_bytes * int(self.misses[list(self.group_of_layer)].sum())
@@ -157,8 +162,6 @@ class WorkerCounters:
     prompt_tokens: int = 0
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
-    hits: int = 0
-    misses: int = 0
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests
@@ -240,7 +243,7 @@ class HttpCounters:
     connection_ends: Counter[tuple[str]] = field(default_factory=Counter)  # by reason
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (path, status)
     disconnects: int = 0  # clients that left before their answer was complete
-    abandoned: int = 0  # requests aborted because nobody followed them any more
+    abandoned: int = 0  # requests aborted after their last client left
     answer_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
     first_token_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
 

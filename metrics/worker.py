@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
+from typing import Final
 
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from metrics.executor import EXECUTOR_METRICS, SWAP_METRICS
 from metrics.exporter import Health
-from metrics.families import histogram, labelled, number, process_families
+from metrics.families import Metric, families, gauge
+from metrics.link import LINK_METRICS
+from metrics.process import PROCESS_METRICS, process_statistics
 from metrics.state import (
     EXECUTOR_STALE_S,
-    WARM_STARTS,
     LinkCounters,
     MemoryUse,
-    SwapTotals,
     TransferCounters,
     WorkerCounters,
 )
+from metrics.transfers import TRANSFER_METRICS
 
 
 @dataclass(frozen=True)
@@ -45,103 +48,78 @@ class WorkerSources:
     transfers: Callable[[], Mapping[str, TransferCounters]] = dict
 
 
+def _units(memory: Mapping[str, MemoryUse]) -> dict[tuple[str, str], float]:
+    units: dict[tuple[str, str], float] = {}
+    for name, use in memory.items():
+        units[name, "used"], units[name, "free"] = use.used, use.total - use.used
+    return units
+
+
+WORKER_METRICS: Final[tuple[Metric[WorkerSources], ...]] = (
+    gauge(
+        "hisparse_worker_requests",
+        "requests",
+        "Requests by state.",
+        "What are the seats doing? How many are parked?",
+        lambda it: it.requests(),
+        labels="state",
+    ),
+    gauge(
+        "hisparse_worker_seats", "requests", "Most requests in one batch.", "Is the batch full?", lambda it: it.seats
+    ),
+    gauge(
+        "hisparse_worker_memory_units",
+        "units of 64 tokens",
+        "Chunks (hot buffers and prefill slab) and index pages, used and free.",
+        "Which memory is short?",
+        lambda it: _units(it.memory()),
+        labels="memory state",
+    ),
+    gauge(
+        "hisparse_worker_memory_unit_bytes",
+        "bytes",
+        "Device bytes of one unit.",
+        "How many bytes are those units?",
+        lambda it: {name: use.unit_bytes for name, use in it.memory().items()},
+        labels="memory",
+    ),
+    gauge(
+        "hisparse_worker_hot_buffers",
+        "requests",
+        "Hot buffers by size: resident, or managed with so many slots.",
+        "Which sizes does policy give?",
+        lambda it: it.hot_buffers(),
+        labels="size",
+    ),
+    gauge(
+        "hisparse_worker_unreported_tokens",
+        "tokens",
+        "Tokens in no report yet.",
+        "Is the coordinator behind?",
+        lambda it: it.unreported_tokens(),
+    ),
+    gauge(
+        "hisparse_link_reports_in_flight",
+        "reports",
+        "Reports not yet acknowledged.",
+        "Is the link stuck?",
+        lambda it: it.reports_in_flight(),
+    ),
+)
+
+
 class WorkerCollector(Collector):
     def __init__(self, sources: WorkerSources) -> None:
         self._sources = sources
 
     def collect(self) -> Iterator[Family]:
         it = self._sources
-        yield labelled("hisparse_info", {("worker", it.worker, it.version): 1})
-        yield from process_families()
-        yield from self._executor(it.counters)
-        yield from _copies(it.counters)
-        yield from _swaps(it.counters.swap)
-        yield from self._memory()
-        yield from self._link(it.link)
-        yield from _transfers(it.transfers())
-
-    def _executor(self, counters: WorkerCounters) -> Iterator[Family]:
-        yield labelled("hisparse_worker_requests", self._sources.requests())
-        yield number("hisparse_worker_seats", self._sources.seats)
-        yield number("hisparse_worker_executor_silent_seconds", monotonic() - counters.beat_at)
-        yield number("hisparse_worker_executor_beats_total", counters.beats)
-        yield number("hisparse_worker_unreported_tokens", self._sources.unreported_tokens())
-        for name in ("steps", "tokens", "surplus_tokens", "prompt_tokens", "hits", "misses"):
-            yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
-        for name in ("admitted", "released", "faulted", "parked", "resized"):
-            yield number(f"hisparse_worker_{name}_total", getattr(counters, name))
-        starts = {outcome: counters.warm_starts[outcome] for outcome in WARM_STARTS}
-        yield labelled("hisparse_worker_warm_starts_total", starts)
-        for name in ("step", "prefill", "stage", "load"):
-            yield histogram(f"hisparse_worker_{name}_seconds", getattr(counters, f"{name}_s"))
-        yield number("hisparse_worker_compute_seconds_total", counters.computing_s)
-        yield labelled("hisparse_worker_fence_wait_seconds_total", dict(counters.fence_waits.seconds))
-        yield labelled("hisparse_worker_fence_waits_total", dict(counters.fence_waits.samples))
-
-    def _memory(self) -> Iterator[Family]:
-        memory = self._sources.memory()
-        units = {}
-        for name, use in memory.items():
-            units[name, "used"] = use.used
-            units[name, "free"] = use.total - use.used
-        yield labelled("hisparse_worker_memory_units", units)
-        yield labelled("hisparse_worker_hot_buffers", self._sources.hot_buffers())
-        yield labelled("hisparse_worker_memory_unit_bytes", {name: use.unit_bytes for name, use in memory.items()})
-
-    def _link(self, link: LinkCounters) -> Iterator[Family]:
-        yield number("hisparse_link_welcomed", link.welcomed)
-        yield number("hisparse_link_reports_in_flight", self._sources.reports_in_flight())
-        yield labelled("hisparse_link_drops_total", link.drops)
-        for name in ("connects", "welcomes", "epochs", "commands", "duplicate_commands", "command_gaps", "unreadable"):
-            yield number(f"hisparse_link_{name}_total", getattr(link, name))
-        for name in ("reports", "replayed_reports"):
-            yield number(f"hisparse_link_{name}_total", getattr(link, name))
-
-
-def _copies(counters: WorkerCounters) -> Iterator[Family]:
-    rows = {
-        ("to_host", "stage"): (counters.staged_bytes, counters.staging.seconds),
-        ("to_host", "backup"): (counters.backed_up_bytes, counters.backing_up.seconds),
-        ("to_device", "swap"): (counters.swapped_bytes, sum(counters.swap.seconds)),
-        ("to_device", "preload"): (counters.preloaded_bytes, counters.preloading.seconds),
-    }
-    yield labelled("hisparse_worker_copied_bytes_total", {key: copied for key, (copied, _) in rows.items()})
-    yield labelled("hisparse_worker_copy_seconds_total", {key: seconds for key, (_, seconds) in rows.items()})
-
-
-def _swaps(swap: SwapTotals) -> Iterator[Family]:
-    """By layer: what its group found, loaded and evicted, and the time of its own copies. Numbers of one width, so that
-    series sort."""
-    groups = swap.group_of_layer
-    width = len(str(len(groups) - 1))
-    layers = [f"{layer:0{width}}" for layer in range(len(groups))]
-
-    def by_layer(counts: Sequence[int]) -> dict[str, int]:
-        return {layer: counts[group] for layer, group in zip(layers, groups, strict=True)}
-
-    misses = by_layer(swap.misses.tolist())
-    yield labelled("hisparse_swap_hits_total", by_layer(swap.hits.tolist()))
-    yield labelled("hisparse_swap_misses_total", misses)
-    yield labelled("hisparse_swap_evictions_total", by_layer(swap.evictions.tolist()))
-    yield labelled("hisparse_swap_bytes_total", {layer: rows * swap.row_bytes for layer, rows in misses.items()})
-    streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
-    seconds = dict(zip(zip(layers, streams, strict=True), swap.seconds, strict=True))
-    yield labelled("hisparse_swap_seconds_total", seconds)
-
-
-def _transfers(ends: Mapping[str, TransferCounters]) -> Iterator[Family]:
-    def by_end(read: Callable[[TransferCounters], float]) -> dict[str, float]:
-        return {end: read(counters) for end, counters in ends.items()}
-
-    yield labelled("hisparse_transfer_open", by_end(lambda it: it.open_tickets))
-    yield labelled("hisparse_transfer_in_flight_bytes", by_end(lambda it: it.in_flight_bytes))
-    yield labelled("hisparse_transfer_bytes_total", by_end(lambda it: it.bytes))
-    yield labelled("hisparse_transfer_pages_total", by_end(lambda it: it.pages))
-    yield labelled("hisparse_transfer_refused_units_total", by_end(lambda it: it.refused_units))
-    yield labelled("hisparse_transfer_ended_early_total", by_end(lambda it: it.failed_tickets + it.revoked_tickets))
-    yield labelled("hisparse_transfer_shut_out_total", by_end(lambda it: it.shut_out_senders))
-    yield labelled("hisparse_transfer_unreadable_total", by_end(lambda it: it.unreadable_messages))
-    yield labelled("hisparse_transfer_checksum_seconds_total", by_end(lambda it: it.checksum_seconds))
+        yield from families(PROCESS_METRICS, process_statistics("worker", it.worker, it.version))
+        yield from families(WORKER_METRICS, it)
+        yield from families(EXECUTOR_METRICS, it.counters)
+        yield from families(SWAP_METRICS, it.counters.swap)
+        yield from families(LINK_METRICS, it.link)
+        yield from families(TRANSFER_METRICS, it.transfers())
 
 
 def worker_health(sources: WorkerSources) -> Health:

@@ -5,7 +5,7 @@
     │   ├── ConfigError                a setting; refused at start
     │   └── NotFound                   an id that nobody here has
     ├── WrongState                     the caller's: right command, wrong moment (retract a finished request)
-    ├── NotAllowed                     the caller's: its key does not open this door
+    ├── NotAllowed                     the caller's: its key or role does not permit it
     ├── CapacityError                  nobody's: it does not fit, now (`retry`) or ever
     ├── ProtocolError                  the peer's: unreadable, out of order, wrong version or role
     ├── Unavailable                    ours or the network's: gone, draining, closed; try again later

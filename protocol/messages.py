@@ -675,33 +675,13 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 # ---------------------------------------------------------------- worker -> coordinator
 
 
-class Held(Part, frozen=True):
-    """One admission a worker still has, or whose Released was not acknowledged; in its hello.
-
-    Token counts are as of now. What was given is as of the commands applied: `host_pages` by count, and the Resize
-    under way as hot slots and chunks. How far it has come is as of the reports acknowledged: those that were not come
-    again, behind the welcome.
-    """
-
-    placement: int
-    generated_tokens: int
-    durable_tokens: int
-    request_index: int = -1
-    host_pages: int = 0
-    hot_slots: int = 0
-    hot_chunks: int = 0
-    resizing: tuple[int, int] | None = None
-    is_staged: bool = False
-    is_started: bool = False
-    is_parked: bool = False
-    is_released: bool = False
-
-
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message on a worker connection; a fresh DEALER per (re)connect.
 
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
-    `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty: nowhere.
+    `inventory`: rows of the admissions that it still has, or whose Released was not acknowledged
+    (protocol/inventory.py). `receiver` describes where it takes host pages of other nodes in (worker/transfer); empty:
+    nowhere.
     """
 
     protocol: int
@@ -714,7 +694,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     report_next: int
     model: ModelInfo
     capacity: WorkerCapacity
-    held: tuple[Held, ...] = ()
+    inventory: bytes = b""
     report_first: int = 1
     receiver: bytes = b""
 
@@ -779,21 +759,23 @@ class Faulted(Part, frozen=True, tag="faulted"):
 
 class Released(Part, frozen=True, tag="released"):
     """Every stream that could touch this admission's memory has passed a fence (I2). Its rows below `durable_tokens`
-    are in host memory; hits, misses and retained counters are final. `first_token` was drawn and, though nothing of the
+    are in host memory. `first_token` was drawn and, though nothing of the
     output was said yet, is what to go on from: a stop string may begin in it. `warm_start` are the positions
     that its last step, or the prompt's last token, selected: a hint (worker/loop/warm_start.py)."""
 
     placement: int
     durable_tokens: int
-    hits: int
-    misses: int
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in counters of requests so far: int64 `placements`, `hits`, `misses`. Sent about once a second."""
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests that were counted
+    since the last report that had any. They are counted about once a second, and when they leave: before Released."""
 
+    total_hits: int
+    total_misses: int
+    total_bytes: int
     placements: bytes
     hits: bytes
     misses: bytes
@@ -801,22 +783,11 @@ class Counters(Part, frozen=True, tag="counters"):
 
 class Inventory(Part, frozen=True, tag="inventory"):
     """What a worker holds once all commands before the Audit of that `number` are applied and all events before this
-    one have happened.
-
-    Parallel arrays, one element per admission that holds memory: int64 `placements` and `digests` (CRC-32 of its host
-    page ids as int32, -1: not looked at, -2: leaving), int32 `host_pages` (how many), `index_pages`, `hot_chunks`
-    (granted) and `slab_pages`. `chunks_held` of all of them, in hot buffers and slab, and what is free.
-    """
+    one have happened: `rows` of all placements that hold memory (protocol/inventory.py), and what is free."""
 
     number: int
-    placements: bytes
-    digests: bytes
-    host_pages: bytes
-    index_pages: bytes
-    hot_chunks: bytes
-    slab_pages: bytes
+    rows: bytes
     seats_free: int
-    chunks_held: int
     chunks_free: int
     index_pages_free: int
 
@@ -850,12 +821,6 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     executor_beats: int
     steps: int
     step_us: float  # moving average of recent decode steps
-    running: int
-    hits: int
-    misses: int
-    staged_bytes: int
-    swapped_bytes: int
-    backed_up_bytes: int
     leaving: bool = False
 
 

@@ -44,7 +44,7 @@ from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
 from worker.link.link import Link, Pace, connect_to
-from worker.link.link_state import Identity, LinkState
+from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
 from worker.pool.start import open_pool, size_pool
@@ -133,7 +133,7 @@ class WorkerProcess:
             receives=receiver is not None,
         )
         described = receiver.describe() if receiver is not None else b""
-        identity = Identity(settings.name, settings.node, os.getpid(), runner.info, capacity, described)
+        identity = WorkerIdentity(settings.name, settings.node, os.getpid(), runner.info, capacity, described)
         self._link_counters = LinkCounters()
         self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
         self._exporter = self._serve_metrics(settings)
@@ -208,7 +208,7 @@ class WorkerProcess:
 
 def _link(
     config: Config,
-    identity: Identity,
+    identity: WorkerIdentity,
     outbox: Outbox,
     executor: Executor,
     counters: LinkCounters,

@@ -8,7 +8,7 @@ listener.
 
 A listener without a handler stays shut (sockets.py sets ZAP_ENFORCE_DOMAIN): what fails here, fails closed.
 
-A key that knocks more than KNOCKS_PER_S times a second is put off: a handshake costs each side most of a millisecond of
+A key that begins more than HANDSHAKES_PER_S handshakes a second waits: each costs each side most of a millisecond of
 arithmetic, one at a time (1.5 ms for both, making and closing the socket included).
 """
 
@@ -32,8 +32,8 @@ from protocol.transport.watched import Watched, context_of
 VERSION: Final = b"1.0"
 KEY_BYTES: Final = 32
 #: Handshakes per key, and how many at once: a fleet of clients under one key that comes back together is no attack.
-KNOCKS_PER_S: Final = 50.0
-KNOCKS_BURST: Final = 500
+HANDSHAKES_PER_S: Final = 50.0
+HANDSHAKES_BURST: Final = 500
 
 
 class ZapAnswer(Enum):
@@ -49,7 +49,7 @@ class AllowList:
 
     def __init__(self, allowed: Iterable[AllowedKey]) -> None:
         self._users = {(key.role, key.public): key.user for key in allowed}
-        self._knocks = RateLimiter(KNOCKS_PER_S, KNOCKS_BURST)
+        self._handshakes = RateLimiter(HANDSHAKES_PER_S, HANDSHAKES_BURST)
 
     def judge(self, role: str, public: str, now: float) -> tuple[ZapAnswer, str]:
         """The answer to the bearer of `public` at the listener of `role`, and who that is."""
@@ -57,7 +57,7 @@ class AllowList:
         if not user:
             return ZapAnswer.REFUSED, ""
         bearer = f"{role} {public}".encode()
-        is_calm = self._knocks.judge(bearer, bearer, 1.0, now) is RateVerdict.TAKE
+        is_calm = self._handshakes.judge(bearer, bearer, 1.0, now) is RateVerdict.TAKE
         return (ZapAnswer.WELCOME, user) if is_calm else (ZapAnswer.PUT_OFF, "")
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:

@@ -33,9 +33,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from coordinator.memory.ledger import EpochKey, Ledger
-from protocol.arrays import unpack_int32, unpack_int64
-from protocol.errors import ProtocolError
-from protocol.inventory import LEAVING, UNCHECKED, digest_of
+from protocol.inventory import UNCHECKED, InventoryRow, digest_of, unpack_rows
 from protocol.messages import Inventory, WorkerCapacity
 from protocol.sizing import Memory
 
@@ -59,16 +57,6 @@ class Difference(NamedTuple):
     worker: str
 
 
-class _Row(NamedTuple):
-    """One admission in an inventory."""
-
-    pages: int
-    digest: int
-    index_pages: int
-    hot_chunks: int
-    slab_pages: int
-
-
 # ---------------------------------------------------------------- comparing
 
 
@@ -79,9 +67,9 @@ def compare(
 
     `at_ask` is what the epoch's admissions held when the Audit was sent: one that came, or was given more, later may
     cross it and is not compared. `resizing` tells of an admission that its hot buffer is between two sizes. Raises
-    ProtocolError when the inventory's arrays disagree.
+    ProtocolError when the inventory's rows cannot be read.
     """
-    rows = _rows(inventory)
+    rows = {row.placement: row for row in unpack_rows(inventory.rows)}
     given = ledger.placements_of(key)
     found = [Difference(STRAY, placement, "nothing", "holds it") for placement in rows.keys() - given]
     missing = (given & at_ask.keys()) - rows.keys()
@@ -93,49 +81,33 @@ def compare(
     return sorted(found)[:DIFFERENCES_MAX]
 
 
-def _rows(inventory: Inventory) -> dict[int, _Row]:
-    placements = unpack_int64(inventory.placements, "placements").tolist()
-    digests = unpack_int64(inventory.digests, "digests").tolist()
-    counts = [
-        unpack_int32(getattr(inventory, name), name).tolist()
-        for name in ("host_pages", "index_pages", "hot_chunks", "slab_pages")
-    ]
-    if any(len(column) != len(placements) for column in (digests, *counts)):
-        raise ProtocolError("arrays of different lengths", field="inventory", remedy="one element each")
-    pages, *rest = counts
-    return dict(zip(placements, map(_Row, pages, digests, *rest), strict=True))
-
-
-def _compare_row(ledger: Ledger, placement: int, row: _Row, *, is_resizing: bool) -> list[Difference]:
+def _compare_row(ledger: Ledger, placement: int, row: InventoryRow, *, is_resizing: bool) -> list[Difference]:
     ours = ledger.held(placement)
     pairs = [
-        ("host_pages", ours.host_pages, row.pages),
+        ("host_pages", ours.host_pages, row.host_pages),
         ("index_pages", ours.index_pages, row.index_pages),
         ("slab_pages", bool(ours.slab_pages), bool(row.slab_pages)),
     ]
     if not is_resizing:
         pairs.append(("hot_chunks", ours.hot_chunks, row.hot_chunks))
-    differ = operator.lt if row.digest == LEAVING else operator.ne
+    differ = operator.lt if row.is_leaving else operator.ne
     found = [Difference(kind, placement, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
     if row.slab_pages > ours.slab_pages > 0:
         found.append(Difference("slab_pages", placement, str(ours.slab_pages), str(row.slab_pages)))
-    if row.pages == ours.host_pages and row.digest not in (UNCHECKED, LEAVING):
+    if row.host_pages == ours.host_pages and row.digest != UNCHECKED:
         digest = digest_of(ledger.pages_of(placement))
         if digest != row.digest:
             found.append(Difference("host_pages", placement, f"{digest:08x}", f"{row.digest:08x}"))
     return found
 
 
-def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, _Row], inventory: Inventory) -> list[Difference]:
+def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], inventory: Inventory) -> list[Difference]:
     """What the worker holds and what it has free must be all that it has."""
+    index_pages, chunks = sum(row.index_pages for row in rows.values()), sum(row.chunks for row in rows.values())
     triples = (
         ("seats", capacity.seats, len(rows) + inventory.seats_free),
-        (
-            "index_pages",
-            capacity.index_pages,
-            sum(row.index_pages for row in rows.values()) + inventory.index_pages_free,
-        ),
-        ("free", capacity.hot_chunks + capacity.slab_pages, inventory.chunks_held + inventory.chunks_free),
+        ("index_pages", capacity.index_pages, index_pages + inventory.index_pages_free),
+        ("free", capacity.hot_chunks + capacity.slab_pages, chunks + inventory.chunks_free),
     )
     return [Difference(kind, 0, str(total), str(found)) for kind, total, found in triples if total != found]
 

@@ -7,6 +7,7 @@ and saves a turn; they change nothing (I7). Worker events go straight to the Req
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -17,11 +18,11 @@ from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_table import RequestTable, Swaps
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, Unavailable
 from protocol.messages import NO_HOT_BUFFER
 
 #: A worker may not leave less room than this in a Request's mailbox.
@@ -61,9 +62,22 @@ class SchedulerApi(Actor[Message]):
     _clock: Callable[[], float]
     _journal: Journal
 
+    @property
+    @abstractmethod
+    def stopping(self) -> bool:
+        """Whether the coordinator takes no more requests because it is about to end."""
+
     # ---------------------------------------------------------------- for the gateway
 
     # `user` is whose key was shown; requests of others are not found. None: an operator, to whom all belong.
+
+    def refusal(self) -> str:
+        """Why any new request would be refused now; "" when it would not be."""
+        try:
+            check_writes(self._journal)
+        except Unavailable as error:
+            return error.message
+        return "the coordinator is stopping" if self.stopping else ""
 
     async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
@@ -207,8 +221,6 @@ class SchedulerApi(Actor[Message]):
             return
         if live.request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.facts.request_id}", field="worker", value=worker)
-        if isinstance(event, messages.Released):
-            live.swaps = Swaps(event.hits, event.misses)
         live.request.tell(event)
 
     def starving(self, request_indices: Int32Array) -> None:

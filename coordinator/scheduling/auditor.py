@@ -29,7 +29,7 @@ from protocol.sizing import Memory
 #: An audit that somebody waits for is answered by then, whoever has not answered.
 ASK_LIMIT_S: Final = 5.0
 #: Lines of a request's history in the log.
-STORY_LINES: Final = 8
+HISTORY_LINES: Final = 8
 REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 
 log = logger("coordinator.scheduling.auditor")
@@ -158,7 +158,7 @@ class Auditor:
         if difference.kind == STRAY and worker is not None:
             worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index), *live.swaps))
+            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index)))
         elif difference.kind in (UNRELEASED, ORPHAN):
             note = journal.RequestDeparted(live.entry.request_index, 0) if live is not None else None
             return [LedgerStep(node, Release(placement), note)]
@@ -192,5 +192,5 @@ class Auditor:
 
 
 def _history(live: LiveRequest | None) -> str:
-    lines = live.state.history()[-STORY_LINES:] if live is not None else ()
+    lines = live.state.history()[-HISTORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

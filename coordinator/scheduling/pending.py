@@ -156,12 +156,12 @@ class PendingReasons:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"
             return PendingReason(PendingKind.PAUSED, text)
         if refusal is not None and refusal.is_barred:
-            return PendingReason(PendingKind.SUSPECT, self._suspicion(entry))
+            return PendingReason(PendingKind.SUSPECT, self._suspect_reason(entry))
         if refusal is None or not refusal.asks:
             return self._unasked(entry, now)
         return self._shortage(entry, refusal)
 
-    def _suspicion(self, entry: RequestEntry) -> str:
+    def _suspect_reason(self, entry: RequestEntry) -> str:
         if entry in self._placement_table.poison_detector:
             return f"{entry.strikes} workers died with it: joins one once all requests there have come further"
         return "every worker that could take it has a request with which workers died, and which has not come further"
@@ -264,10 +264,8 @@ def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason
     """Why these workers could not take it on if they were empty; None: they could."""
     alone, pair = (BOTH,), (PREFILL, DECODE)
     by_mode = {STAGED: (alone,), DIRECT: (pair,)}
-    ways = ((DECODE,),) if entry.pages else by_mode.get(entry.facts.prefill_mode, (alone, pair))
-    reasons = [
-        next(filter(None, (_lacking(entry, takers, part) for part in prefill_mode)), None) for prefill_mode in ways
-    ]
+    pairings = ((DECODE,),) if entry.pages else by_mode.get(entry.facts.prefill_mode, (alone, pair))
+    reasons = [next(filter(None, (_lacking(entry, takers, part) for part in pairing)), None) for pairing in pairings]
     if None in reasons:
         return None
     return reasons[-1 if any(it.capacity.role == PREFILL for it in takers) else 0]

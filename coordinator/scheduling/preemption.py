@@ -59,7 +59,7 @@ def find_preemption(
         return None  # the common case of a full worker, told without looking at everybody on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=RANK_OF, reverse=True)
-    remedy = Preemption(worker, free.plus(_on_its_way(placement_table, worker, frees)))
+    remedy = Preemption(worker, free.plus(_being_freed(placement_table, worker, frees)))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
     if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
         return None
@@ -67,7 +67,7 @@ def find_preemption(
     return remedy
 
 
-def _on_its_way(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Memory:
+def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Memory:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
     they are there for their prompt alone."""
     leaving = list(worker.leaving.values())

@@ -25,11 +25,12 @@ from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
 from protocol.errors import WrongState
-from protocol.messages import Grant, Held, Resize, Withdraw
+from protocol.inventory import InventoryRow
+from protocol.messages import Grant, Resize, Withdraw
 from protocol.sizing import NO_MEMORY, RESIDENT, HotSize, Memory
 
 
-def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], ledger: Ledger) -> Effects:
+def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[InventoryRow], ledger: Ledger) -> Effects:
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
     held = {it.placement: it for it in inventory}
     entries = list(dispatch.placement_table.on(worker.name))
@@ -47,7 +48,7 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Held], le
     return reduce(Effects.plus, parts, Effects())
 
 
-def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
+def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> None:
     for placement, it in held.items():
         if placement not in known and not it.is_released:
             raise WrongState("was never given, as far as is known", field="placement", value=placement)
@@ -57,7 +58,7 @@ def _check(held: dict[int, Held], known: set[int], ledger: Ledger) -> None:
             raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
 
 
-def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: Held | None) -> Effects:
+def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
@@ -66,14 +67,14 @@ def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: Held | None) 
     return Effects()
 
 
-def _memory(it: Held, missing_pages: int) -> Memory:
+def _memory(it: InventoryRow, missing_pages: int) -> Memory:
     """Host pages and the larger of its two hot sizes, once it has `missing_pages` more."""
     more = _more_chunks(it, missing_pages)
     chunks = max(it.hot_chunks + more, it.resizing[1] if it.resizing else 0)
     return Memory(it.host_pages + missing_pages, chunks)
 
 
-def _more_chunks(it: Held, missing_pages: int) -> int:
+def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
     return missing_pages if it.hot_slots == RESIDENT else 0
 
 
@@ -84,7 +85,7 @@ def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Eff
     )
 
 
-def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) -> Effects:
+def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.placement)
     missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
@@ -113,7 +114,7 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: Held, ledger: Ledger) ->
     )
 
 
-def _tells(entry: RequestEntry, it: Held, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
+def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.placement, *it.resizing) if it.resizing else None
     adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
     return [adopted, RetractOrder(True, entry.ordered, "a grant was lost")] if is_torn else [adopted]

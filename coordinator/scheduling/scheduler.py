@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from coordinator.actor import Level, Reply, Supervisor
-from coordinator.journal.journal import DONE, Commit, Journal, NoJournal, check_writes
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
@@ -43,7 +43,8 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import HiSparseError, Unavailable, WrongState
+from protocol.errors import HiSparseError, WrongState
+from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.settings import CoordinatorSettings
 from protocol.sizing import page_limit
@@ -148,14 +149,6 @@ class Scheduler(SchedulerApi):
     def stopping(self) -> bool:
         return self._stop is not None
 
-    def refusal(self) -> str:
-        """Why any new request would be refused now; "" when it would not be."""
-        try:
-            check_writes(self._journal)
-        except Unavailable as error:
-            return error.message
-        return "the coordinator is stopping" if self.stopping else ""
-
     # ---------------------------------------------------------------- from the journal
 
     def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
@@ -180,7 +173,7 @@ class Scheduler(SchedulerApi):
         worker = self._placement_table.workers.get(hello.worker)
         if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        effects = adopt(self._dispatch, worker, hello.held, self._ledgers[worker.node])
+        effects = adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node])
         worker.receiver, worker.pid = hello.receiver, hello.pid
         return effects
 

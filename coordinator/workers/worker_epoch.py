@@ -21,7 +21,7 @@ from typing import Final
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.command_log import CommandLog
 from protocol.errors import ProtocolError, WrongState
-from protocol.messages import Heartbeat, Report, WorkerHello
+from protocol.messages import Counters, Heartbeat, Report, WorkerHello
 
 #: The same gap in reports is asked for at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25
@@ -110,7 +110,9 @@ class WorkerEpoch:
             self._beats = beat.executor_beats
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
-        self.hits, self.misses, self.swapped_bytes = beat.hits, beat.misses, beat.swapped_bytes
+
+    def count_swaps(self, counters: Counters) -> None:
+        self.hits, self.misses, self.swapped_bytes = counters.total_hits, counters.total_misses, counters.total_bytes
 
     def acknowledge(self, number: int, now: float) -> None:
         round_trip_s = self.commands.acknowledge(number, now)

@@ -51,7 +51,7 @@ def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnati
         if known.process != process:
             raise _taken(hello, known)
         return Course.ADOPT if known.is_awaited else Course.CONTINUE
-    if hello.command_ack or hello.report_next > 1 or hello.held:
+    if hello.command_ack or hello.report_next > 1 or hello.inventory:
         if hello.incarnation_seen == incarnation:
             raise WrongState("this epoch is not known here", field="epoch", value=hello.epoch, remedy="begin a new one")
         return Course.SEND_AWAY

@@ -49,6 +49,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
@@ -278,6 +279,8 @@ class WorkerLinks:
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
         for event in report.events:
+            if isinstance(event, messages.Counters):
+                link.state.count_swaps(event)
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
     def _refuse(self, peer: bytes, error: HiSparseError) -> None:
@@ -367,6 +370,7 @@ class WorkerLinks:
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
         """Go on with an epoch that the journal knows, from its inventory; if that cannot be, it is over."""
         try:
+            inventory = unpack_rows(hello.inventory)
             link.state.adopt(hello, trio.current_time())
             await self._scheduler.worker_back(hello)
         except HiSparseError as error:
@@ -378,10 +382,10 @@ class WorkerLinks:
         if link.is_down:
             self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
-        for held in hello.held:
-            self._log.rebind(held.request_index, held.placement, link.number)
+        for row in inventory:
+            self._log.rebind(row.request_index, row.placement, link.number)
         link.is_awaited = False
-        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(hello.held)))
+        log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(inventory)))
         self._welcome(link, received.peer, adopted=True)
 
     def _welcome(self, link: WorkerLink, peer: bytes, *, adopted: bool = False) -> None:

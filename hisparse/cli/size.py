@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from protocol.settings import WorkerSettings
-    from worker.device.capacity import Choice, Plan
+    from worker.device.capacity import Choice, MemoryPlan
 
 #: What is printed to start workers with: those settings that sizes follow from.
 PRINTED: Final = (
@@ -71,7 +71,7 @@ def _chosen(settings: WorkerSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in PRINTED}
 
 
-def _print(plan: Plan, model: str, kind: str) -> None:
+def _print(plan: MemoryPlan, model: str, kind: str) -> None:
     from hisparse.console.output import Column, print_table, size_text, write_line
 
     for line in _lines(plan, model, kind):
@@ -91,7 +91,7 @@ def _print(plan: Plan, model: str, kind: str) -> None:
         write_line(f"{name} = {_toml(value)}")
 
 
-def _lines(plan: Plan, model: str, kind: str) -> Iterator[str]:
+def _lines(plan: MemoryPlan, model: str, kind: str) -> Iterator[str]:
     from hisparse.console.output import size_text
 
     each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""

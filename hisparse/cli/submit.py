@@ -98,9 +98,9 @@ def attach(config: Config, request_id: str, offset: int, raw: bool, output: str)
 
 def _follow(config: Config, output: str, *, raw: bool) -> Follow:
     from hisparse.cli.streaming import Follow
-    from hisparse.console.session import door
+    from hisparse.console.session import endpoint_for
 
-    role, endpoint, key = door(config, "client")
+    role, endpoint, key = endpoint_for(config, "client")
     return Follow(endpoint, output, raw=raw, role=role, key=key)
 
 

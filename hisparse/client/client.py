@@ -84,7 +84,7 @@ class Client:
         is full), Unavailable or ConnectionLost. Cancelled: it may have been submitted; without an id nobody knows of
         it."""
         packed = pack_tokens(prompt)
-        return await self._connection.surely(
+        return await self._connection.submit_retrying(
             request_id,
             lambda: self._subscribe(
                 lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode), start=0
@@ -102,7 +102,7 @@ class Client:
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
-        accepted = await self._connection.surely(
+        accepted = await self._connection.submit_retrying(
             request_id,
             lambda: self._call(
                 lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),

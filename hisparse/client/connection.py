@@ -64,7 +64,7 @@ class Connection:
 
     # ------------------------------------------------------------ for the client
 
-    async def surely(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
+    async def submit_retrying(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
         """Submit until an answer comes, if that can be done twice."""
         while True:
             try:

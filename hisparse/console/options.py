@@ -44,7 +44,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["unavailable"]: "nobody answers, or the service is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
-    EXIT_CODES["not_allowed"]: "the key does not open that door",
+    EXIT_CODES["not_allowed"]: "permission denied: this key may not use that listener",
     EXIT_CODES["internal"]: "a defect of ours",
     EXIT_INTERRUPTED: "interrupted",
 }

@@ -23,7 +23,7 @@ WAIT_MARGIN_S: Final = 10.0
 DRAINED: Final = "drained"
 
 
-def door(config: Config, role: str) -> tuple[str, str, PeerKey | Insecure | None]:
+def endpoint_for(config: Config, role: str) -> tuple[str, str, PeerKey | Insecure | None]:
     """Role, endpoint and key for what a `role` may do; what clients may, admins may too. Raises ConfigError."""
     cluster = config.cluster
     if role == "client":
@@ -36,13 +36,13 @@ def connected(
     config: Config, role: str, *, reconnect_limit_s: float = RECONNECT_LIMIT_S
 ) -> AbstractAsyncContextManager[Client]:
     """A connected client of `role`, "client" or "admin". Raises HiSparseError."""
-    role, endpoint, key = door(config, role)
+    role, endpoint, key = endpoint_for(config, role)
     return open_client(endpoint, role=role, name="hisparse", reconnect_limit_s=reconnect_limit_s, key=key)
 
 
 def call(config: Config, role: str, action: Callable[[Client], Awaitable[T]]) -> T:
     """Await `action(client)` on a connection of `role`, "client" or "admin". Raises HiSparseError."""
-    role, endpoint, key = door(config, role)
+    role, endpoint, key = endpoint_for(config, role)
     return run_client(endpoint, action, role=role, name="hisparse", key=key)
 
 

@@ -30,7 +30,7 @@ RETRACTED_FOR_S: Final = 0.5
 MOVE_LIMIT_S: Final = 60.0
 #: Longest from the last token to the last page's return.
 RELEASE_LIMIT_S: Final = 20.0
-#: Counters of bytes come with heartbeats: two of them later they are final.
+#: Counters of workers come with reports and heartbeats: so much later they are final.
 COUNTERS_LAG_S: Final = 1.2
 #: "Mid-decode": after this part of the new tokens.
 MID_DECODE_SHARE: Final = 1 / 8

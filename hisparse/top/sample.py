@@ -1,6 +1,6 @@
 """What the coordinator said at one moment, and what changed between two of them. Pure.
 
-Counters of workers arrive by heartbeat, twice a second, so that a rate over one second would jump by half; rates are
+Counters of workers arrive once or twice a second, so that a rate over one second would jump by half; rates are
 taken over the last WINDOW_S. Tokens per second come from the requests, each counted for the worker that it was on.
 """
 

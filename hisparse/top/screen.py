@@ -198,7 +198,7 @@ class Screen:
             _SETTINGS[key](self)
             self._follow(False)
         elif key == "enter":
-            self._open_story(now)
+            self._open_history(now)
         elif key == "escape":
             self.filter = ""
         elif key == "q":
@@ -221,7 +221,7 @@ class Screen:
         else:
             self.pending, self.mode = OperatorAsk(command, target), Mode.CONFIRM
 
-    def _open_story(self, now: float) -> None:
+    def _open_history(self, now: float) -> None:
         name = self._selected[False]
         if self.focus_workers or not name:
             self.say("select a request to read its history", now, bad=True)

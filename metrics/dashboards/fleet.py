@@ -34,7 +34,7 @@ HEALTH: Final = Row(
         Panel(
             "Requests",
             "Live requests by state. Bad: QUEUED grows and does not shrink; RELEASING or RETRACTING stays (a worker "
-            "does not let go); held requests that nobody remembers.",
+            "does not let go); forgotten held requests.",
             "none",
             (Query("sum by (state) (hisparse_requests)", "{{state}}"), Query("sum(hisparse_requests_held)", "held")),
             View.STACK,

@@ -165,7 +165,7 @@ RETURNS: Final = Row(
         ),
         Panel(
             "Lifetime of a host page",
-            "From taken to free, whoever held it. Bad: growth at the same load: held requests, or quarantine.",
+            "From taken to free, across owners. Bad: growth at the same load: held requests, or quarantine.",
             "s",
             quantiles("hisparse_host_page_lifetime_seconds", 0.5, 0.99),
         ),
@@ -237,8 +237,8 @@ FRONT: Final = Row(
         ),
         Panel(
             "Left",
-            "Clients per second that left before their answer, and requests aborted since nobody listened. Bad: a "
-            "steady rate: clients give up.",
+            "Clients per second that left before their answer, and requests aborted after their last client left. Bad: "
+            "a steady rate: clients give up.",
             "cps",
             (
                 Query("sum(rate(hisparse_http_disconnects_total[$__rate_interval]))", "left"),

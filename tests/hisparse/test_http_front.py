@@ -19,7 +19,7 @@ from hisparse.http.exchange import BODY_BYTES_MAX
 from hisparse.http.server import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
-from metrics.names import Role, names_of
+from metrics.names import HTTP, exported_names
 from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError
 from protocol.settings import HttpSettings
@@ -595,7 +595,7 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
         families = await trio.to_thread.run_sync(scrape, exporter)
     finally:
         await trio.to_thread.run_sync(exporter.close)
-    assert families.keys() == names_of(Role.HTTP)
+    assert families.keys() == exported_names(HTTP)
     assert values(families["hisparse_http_answers_total"]) == {("/health", "200"): 1, ("/v1/completions", "200"): 1}
     assert values(families["hisparse_http_requests"]) == {(): 0}
     assert values(families["hisparse_http_connected"]) == {(): 1}

@@ -10,7 +10,7 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from hisparse.client.client import Client, open_client
-from metrics.names import Role, names_of
+from metrics.names import COORDINATOR, WORKER, exported_names
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
 from tests.support.process_rig import Place, Process
@@ -101,8 +101,8 @@ async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, m
 async def check_numbers(coordinator: Process, worker: Process, tokens: int) -> None:
     """What both processes export is the table, and adds up."""
     ours, theirs = await numbers(coordinator), await numbers(worker)
-    assert ours.keys() == names_of(Role.COORDINATOR)
-    assert theirs.keys() == names_of(Role.WORKER)
+    assert ours.keys() == exported_names(COORDINATOR)
+    assert theirs.keys() == exported_names(WORKER)
     assert ours["hisparse_tokens_total"] == tokens
     assert ours["hisparse_submitted_total"] == ours["hisparse_ended_total"] == 2
     assert ours["hisparse_admissions_total"] == 3

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from hisparse.cli import main
-from hisparse.console.session import door
+from hisparse.console.session import endpoint_for
 from protocol.config import HostFacts, build
 from protocol.errors import BadInput, ConfigError, NotFound
 from protocol.settings import ClusterSettings
@@ -164,8 +164,8 @@ def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked
     flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
-    assert door(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
-    assert door(config, "admin")[0] == "admin", "an operator's command goes there under any setting"
+    assert endpoint_for(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
+    assert endpoint_for(config, "admin")[0] == "admin", "an operator's command goes there under any setting"
 
 
 def test_keys_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
 from worker.link.link import Link, Pace
-from worker.link.link_state import Action, Identity, LinkState
+from worker.link.link_state import Action, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
@@ -192,7 +192,7 @@ class WorkerProcess:
         )
         self.address = f"{name}/{pid}"
         receiver = cluster.wire.receiver(self.address, cluster.pools[node])
-        identity = Identity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
+        identity = WorkerIdentity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
         self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)

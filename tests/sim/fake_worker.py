@@ -22,20 +22,20 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
 
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array, unpack_int32
+from protocol.inventory import InventoryRow
 from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
     Admit,
     Audit,
     Command,
-    Event,
     Exited,
     Finished,
     Grant,
@@ -57,7 +57,8 @@ from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
-from worker.device.inventory import Free, Holding, take_inventory
+from worker.device.inventory import FreeMemory, take_inventory
+from worker.link.outbox import Outbox
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
 
@@ -75,14 +76,6 @@ IDLE_S: Final = 0.2
 LOOKAHEAD: Final = 1
 
 _DETOKENIZER: Final = ByteTokenizer().detokenizer
-
-
-class Reports(Protocol):
-    """What worker.link.outbox.Outbox takes from an executor."""
-
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
-    def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
-    def add_event(self, event: Event) -> None: ...
 
 
 # ---------------------------------------------------------------- host memory
@@ -267,7 +260,7 @@ class FakeExecutor:
         process: int,
         capacity: WorkerCapacity,
         pool: FakePool,
-        reports: Reports,
+        reports: Outbox,
         gate: Gate,
         rng: random.Random,
         on_decode: Callable[[str], None],
@@ -342,7 +335,7 @@ class FakeExecutor:
         elif isinstance(command, Exited):
             return
         elif isinstance(command, Audit):
-            self._reports.add_event(take_inventory(command.number, self._holdings(), self._free()))
+            self._reports.add_event(take_inventory(command.number, self._held(), self._free()))
         elif not isinstance(command, Stop):
             run = self.runs.get(command.placement)
             if run is None or run.status == "leaving":
@@ -363,7 +356,7 @@ class FakeExecutor:
         output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
         if output.finished:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
-            self._reports.add_event(Released(admit.placement, admit.durable_tokens, 0, 0))
+            self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
         durable = admit.durable_tokens
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
@@ -399,7 +392,7 @@ class FakeExecutor:
         self._admit_once(command.placement)
         if self._wire.refuse:
             self._wire.refuse -= 1
-            self._reports.add_event(Released(command.placement, 0, 0, 0))
+            self._reports.add_event(Released(command.placement, 0))
             return
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
         self.tickets[command.placement] = Ticket(command, incoming)
@@ -413,7 +406,7 @@ class FakeExecutor:
     def _turn_transfers(self) -> None:
         for ticket in self._receiver.poll():
             durable = self.tickets.pop(ticket).incoming.durable_tokens
-            self._reports.add_event(Released(ticket, durable, 0, 0))
+            self._reports.add_event(Released(ticket, durable))
         for run in self.runs.values():
             if run.sending is not None:
                 self._send(run, run.sending)
@@ -523,7 +516,7 @@ class FakeExecutor:
         del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
-        self._reports.add_event(Released(run.placement, durable, 0, 0, first_token, warm_start))
+        self._reports.add_event(Released(run.placement, durable, first_token, warm_start))
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))
@@ -601,26 +594,29 @@ class FakeExecutor:
 
     # ---------------------------------------------------------------- what it was given
 
-    def _holdings(self) -> list[Holding]:
-        return [
-            Holding(
+    def _held(self) -> list[tuple[InventoryRow, list[int]]]:
+        runs = [
+            InventoryRow(
                 run.placement,
-                run.pages,
-                run.index_pages,
+                len(run.pages),
                 run.hot_chunks,
-                run.slab_pages,
-                run.hot_chunks + run.slab_pages,
-                run.status == "leaving",
+                index_pages=run.index_pages,
+                slab_pages=run.slab_pages,
+                chunks=run.hot_chunks + run.slab_pages,
+                is_leaving=run.status == "leaving",
             )
             for run in self.runs.values()
-        ] + [Holding(it.placement, it.pages, 0, 0, 0, 0, False) for it in self.tickets.values()]
+        ]
+        tickets = [InventoryRow(it.placement, len(it.pages)) for it in self.tickets.values()]
+        pages = [it.pages for it in (*self.runs.values(), *self.tickets.values())]
+        return list(zip((*runs, *tickets), pages, strict=True))
 
-    def _free(self) -> Free:
-        held, capacity = self._holdings(), self._capacity
-        return Free(
-            seats=capacity.seats - len(held),
-            chunks=capacity.hot_chunks + capacity.slab_pages - sum(it.chunks for it in held),
-            index_pages=capacity.index_pages - sum(it.index_pages for it in held),
+    def _free(self) -> FreeMemory:
+        rows, capacity = [row for row, _ in self._held()], self._capacity
+        return FreeMemory(
+            seats=capacity.seats - len(rows),
+            chunks=capacity.hot_chunks + capacity.slab_pages - sum(row.chunks for row in rows),
+            index_pages=capacity.index_pages - sum(row.index_pages for row in rows),
         )
 
     def _check_memory(self) -> None:

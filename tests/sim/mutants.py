@@ -29,7 +29,7 @@ from coordinator.workers.worker_link import WorkerLinks
 from protocol import messages, units
 from protocol.messages import Withdraw
 from tests.sim.transfer import FakeReceiver
-from worker.link.link_state import LinkState, Phase
+from worker.link.link_state import LinkPhase, LinkState
 from worker.transfer.handover import Incoming, Outgoing
 
 MUTANTS: Final[dict[str, Any]] = {}
@@ -197,8 +197,8 @@ def begin_a_new_epoch_with_work_in_flight() -> Plan:
     original = LinkState.may_connect
 
     def may_connect(self: LinkState) -> bool:
-        if self.phase is Phase.EMPTYING:
-            self.outbox._stays.clear()
+        if self.phase is LinkPhase.EMPTYING:
+            self.outbox._rows.clear()
         return original(self)
 
     yield LinkState, "may_connect", may_connect
@@ -384,7 +384,7 @@ def take_absence_for_death_in_recovery() -> Plan:
 @plant
 def obey_an_earlier_coordinator() -> Plan:
     """Whoever speaks on the connection is obeyed."""
-    yield LinkState, "_obeyed", lambda self, incarnation: self.phase is Phase.WELCOMED
+    yield LinkState, "_obeyed", lambda self, incarnation: self.phase is LinkPhase.WELCOMED
 
 
 @plant

@@ -32,7 +32,7 @@ from worker.transfer.control import ReceiverControl, SenderControl
 from worker.transfer.engines.network import NetworkSource, NetworkTarget
 from worker.transfer.engines.shared import SharedSource, SharedTarget
 from worker.transfer.receiver import PageReceiver
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.wire import Checked, Ready, ReceiverMessage
 
 REFUSED: Final = 3
@@ -87,7 +87,7 @@ def impatient() -> None:
 
 
 def slow() -> None:
-    def taken(whole: Callable[[Check], int], _: Any, check: Check) -> int:
+    def taken(whole: Callable[[CheckUnit], int], _: Any, check: CheckUnit) -> int:
         time.sleep(PAGE_S)
         return whole(check)
 
@@ -98,7 +98,7 @@ def slow() -> None:
 def flip() -> None:
     tickets: dict[int, int] = {}  # ticket -> pages left to spoil
 
-    def taken(whole: Callable[[Check], int], target: Any, check: Check) -> int:
+    def taken(whole: Callable[[CheckUnit], int], target: Any, check: CheckUnit) -> int:
         digest = whole(check)
         left = tickets.setdefault(check.ticket, (1 << 30, 1, 0)[min(2, len(tickets))])
         if not left:

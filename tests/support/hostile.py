@@ -51,13 +51,13 @@ WORKER_SEEDS: tuple[messages.Message, ...] = (
             messages.Staged(1, 1.0, 1.0),
             messages.Parked(1),
             messages.Resized(1, 128, 3),
-            messages.Counters(bytes(16), bytes(16), bytes(16)),
+            messages.Counters(1, 1, 1, bytes(16), bytes(16), bytes(16)),
         ),
     ),
-    messages.Report(1, 1, 0, None, (messages.Finished(1, "eos", 3, "tail"), messages.Released(1, 10, 1, 2))),
-    messages.Report(1, 1, 0, None, (messages.Faulted(1, "fault"), messages.Released(1, 10, 1, 2))),
+    messages.Report(1, 1, 0, None, (messages.Finished(1, "eos", 3, "tail"), messages.Released(1, 10))),
+    messages.Report(1, 1, 0, None, (messages.Faulted(1, "fault"), messages.Released(1, 10))),
     messages.ReplayCommands(1, 1),
-    messages.Heartbeat(1, 0, 1, 1, 1.0, 1, 1, 1, 1, 1, 1),
+    messages.Heartbeat(1, 0, 1, 1, 1.0),
     messages.TokenizerChunk(1, "hash", 0, 1, b"data"),
 )
 

@@ -21,7 +21,8 @@ from typing import Any, Final
 import pytest
 import trio
 
-from metrics.names import BY_NAME, Kind
+from metrics.families import MetricType
+from metrics.names import BY_NAME
 from tests import ROOT
 
 #: Where `.ci/prometheus` puts what is not on PATH.
@@ -69,10 +70,10 @@ def _labels_of(name: str) -> set[str] | None:
     if name in BUILT_IN:
         return {*ADDED_LABELS, "alertname", "alertstate", "severity"}
     family = re.sub(r"_(bucket|sum|count)$", "", name)
-    if family != name and (metric := BY_NAME.get(family)) is not None and metric.kind is Kind.HISTOGRAM:
+    if family != name and (metric := BY_NAME.get(family)) is not None and metric.type is MetricType.HISTOGRAM:
         return {*metric.labels, *ADDED_LABELS, *(("le",) if name.endswith("_bucket") else ())}
     found = BY_NAME.get(name)
-    return None if found is None or found.kind is Kind.HISTOGRAM else {*found.labels, *ADDED_LABELS}
+    return None if found is None or found.type is MetricType.HISTOGRAM else {*found.labels, *ADDED_LABELS}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kernels.layout import Geometry
 from worker.pool.file import HEADER_BYTES, Header
-from worker.transfer import Arrived, Failed, Layout, PoolMemory, ReceiverEvent, Sender, open_receiver, open_sender
+from worker.transfer import Arrived, Failed, Layout, PoolMemory, ReceiverEvent, open_receiver, open_sender
 from worker.transfer.engines.network import NetworkSource
 from worker.transfer.engines.shared import SharedSource
 
@@ -144,7 +144,7 @@ def send(folder: Path, order: dict[str, Any]) -> None:
     pool.pages[pages, 7] ^= 1
     plant(order.get("fault", ""), order.get("times", 1), pool, pages)
     part_ends = order.get("part_ends", [])
-    sender: Sender = open_sender(pool, Layout.of(geometry, MODEL), name=order["name"])
+    sender = open_sender(pool, Layout.of(geometry, MODEL), name=order["name"])
     sender.open(order["ticket"], bytes.fromhex(order["description"]), order.get("claimed_pages", pages), part_ends)
     for part in range((len(part_ends) or 1) - order.get("withheld_parts", 0)):
         for index in reversed(range(order.get("withheld", 0), pages)):

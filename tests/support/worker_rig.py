@@ -95,9 +95,9 @@ class Rig:
         read = decoder.read
 
         def read_and_keep() -> StepTokens:
-            step = read()
+            step, seeds = read(), {life.number: life.sampling.seed for life in self.coordinator.lives}
             for request, position, logits in zip(step.requests, step.positions, step.logits, strict=True):
-                self.logits[request.sampling.seed, position + 1] = logits.clone()
+                self.logits[seeds[request.request_index], position + 1] = logits.clone()
             return step
 
         decoder.read = read_and_keep  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Requests of `context_tokens`, prompt and output together, on `workers` workers of one node. Bytes and counts."""
 
     context_tokens: int
@@ -70,7 +70,9 @@ class Plan:
     settings: WorkerSettings  # of the recommended choice
 
 
-def plan(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, context_tokens: int, workers: int = 1) -> Plan:
+def plan(
+    settings: WorkerSettings, geometry: Geometry, info: ModelInfo, context_tokens: int, workers: int = 1
+) -> MemoryPlan:
     """Sizes of a worker, `settings` for the rest, and the largest hot buffer that costs no request its place.
 
     Raises ConfigError as `size_worker` does, and CapacityError with the arithmetic when not one request fits.
@@ -135,10 +137,10 @@ def _report(
     workers: int,
     choices: tuple[Choice, ...],
     recommended: Choice,
-) -> Plan:
+) -> MemoryPlan:
     capacity = sizing.capacity
     pages = page_limit(_length(settings), capacity)
-    return Plan(
+    return MemoryPlan(
         context_tokens=settings.context_max_tokens,
         workers=workers,
         row_bytes=geometry.row_bytes,

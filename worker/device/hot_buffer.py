@@ -50,7 +50,7 @@ class SetUp(Enum):
 
 
 @dataclass(frozen=True)
-class Change:
+class HotBufferChange:
     """`buffer` replaces one of `old_slots`; `freed` chunks go. `first_token` and `tokens` concern SetUp.MANAGED."""
 
     buffer: HotBuffer
@@ -74,7 +74,7 @@ def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[i
         )
 
 
-def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> Change:
+def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> HotBufferChange:
     """`old`, holding rows 0..length-1, becomes `hot_slots` in `hot_chunks` chunks, with `extra` new ones at hand.
 
     Sizes as `check_size` accepts them; `extra` brings the chunks that `old` lacks, max(0, hot_chunks - held).
@@ -83,7 +83,7 @@ def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: 
         return _manage(old, hot_slots, hot_chunks, length, extra)
     pool = (*old.chunks, *extra)
     kept, freed = pool[:hot_chunks], pool[hot_chunks:]
-    return Change(
+    return HotBufferChange(
         HotBuffer(hot_slots, kept),
         freed,
         _set_up(old.hot_slots, hot_slots),
@@ -98,7 +98,7 @@ def _set_up(old: int, new: int) -> SetUp:
     return SetUp.GROW if new > old else SetUp.SHRINK if new < old else SetUp.NOTHING
 
 
-def _manage(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> Change:
+def _manage(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> HotBufferChange:
     """The chunks of the newest tokens come first in the table, so that those tokens lie in slots 0.. as they are."""
     pages = pages_for(length)
     first = max(0, pages - hot_slots // PAGE_TOKENS)
@@ -107,4 +107,4 @@ def _manage(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra:
     split = hot_chunks - len(newest)
     buffer = HotBuffer(hot_slots, (*newest, *others[:split]))
     first_token = first * PAGE_TOKENS
-    return Change(buffer, others[split:], SetUp.MANAGED, first_token, max(0, length - first_token))
+    return HotBufferChange(buffer, others[split:], SetUp.MANAGED, first_token, max(0, length - first_token))

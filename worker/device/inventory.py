@@ -1,4 +1,4 @@
-"""What a worker holds, as the coordinator's audit wants to hear it. No torch in here."""
+"""The answer to an audit: what each placement holds on this worker, and what is free. No torch in here."""
 
 from __future__ import annotations
 
@@ -7,55 +7,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.arrays import pack_int32, pack_int64
-from protocol.inventory import LEAVING, PAGES_MAX, UNCHECKED, digest_of
+from protocol.inventory import PAGES_MAX, InventoryRow, digest_of, pack_rows
 from protocol.messages import Inventory
 
 
-class Holding(NamedTuple):
-    """One admission's memory. `hot_chunks` are granted, `chunks` in use, in its slab or its hot buffer."""
-
-    placement: int
-    host_pages: Sequence[int]
-    index_pages: int
-    hot_chunks: int
-    slab_pages: int
-    chunks: int
-    is_leaving: bool = False
-
-
-class Free(NamedTuple):
+class FreeMemory(NamedTuple):
     seats: int
     chunks: int
     index_pages: int
 
 
-def take_inventory(number: int, holdings: Iterable[Holding], free: Free) -> Inventory:
-    """Page ids of at most PAGES_MAX pages are looked at, beginning elsewhere with each `number`."""
-    rows = sorted(holdings)
-    return Inventory(
-        number=number,
-        placements=pack_int64([row.placement for row in rows]),
-        digests=pack_int64(_digests(rows, number)),
-        host_pages=pack_int32([len(row.host_pages) for row in rows]),
-        index_pages=pack_int32([row.index_pages for row in rows]),
-        hot_chunks=pack_int32([row.hot_chunks for row in rows]),
-        slab_pages=pack_int32([row.slab_pages for row in rows]),
-        seats_free=free.seats,
-        chunks_held=sum(row.chunks for row in rows),
-        chunks_free=free.chunks,
-        index_pages_free=free.index_pages,
-    )
+def take_inventory(number: int, held: Iterable[tuple[InventoryRow, Sequence[int]]], free: FreeMemory) -> Inventory:
+    """`held` is the row of each placement and the ids of its host pages. Ids of at most PAGES_MAX pages go into
+    digests, beginning with another row for each `number`."""
+    by_placement = sorted(held, key=lambda it: it[0].placement)
+    _add_digests(by_placement, number)
+    rows = pack_rows(row for row, _ in by_placement)
+    return Inventory(number, rows, free.seats, free.chunks, free.index_pages)
 
 
-def _digests(rows: Sequence[Holding], number: int) -> list[int]:
-    digests, left = [LEAVING if row.is_leaving else UNCHECKED for row in rows], PAGES_MAX
-    for step in range(len(rows)):
-        at = (number + step) % len(rows)
-        if rows[at].is_leaving:
+def _add_digests(held: Sequence[tuple[InventoryRow, Sequence[int]]], number: int) -> None:
+    left = PAGES_MAX
+    for step in range(len(held)):
+        row, pages = held[(number + step) % len(held)]
+        if row.is_leaving:
             continue
-        left -= len(rows[at].host_pages)
+        left -= len(pages)
         if left < 0 and step:
             break
-        digests[at] = digest_of(np.asarray(rows[at].host_pages, dtype=np.int32))
-    return digests
+        row.digest = digest_of(np.asarray(pages, dtype=np.int32))

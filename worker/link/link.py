@@ -60,16 +60,8 @@ assert OUTGOING_MAX > REPORTS_UNACKED_MAX  # a full replay fits
 log = logger("worker.link")
 
 
-class Dealer(Protocol):
-    """What the link needs of coordinator.listener.router.DealerSocket."""
-
-    async def recv_batch(self) -> list[bytes]: ...
-    async def send(self, frame: bytes) -> None: ...
-    def close(self) -> None: ...
-
-
 class CommandSink(Protocol):
-    """The executor, as the link sees it."""
+    """The executor, as the link sees it: a port, since the link lies below the loop and imports no torch."""
 
     counters: WorkerCounters
 
@@ -77,13 +69,13 @@ class CommandSink(Protocol):
         """Take a command for the next step boundary; thread-safe, never waits."""
 
 
-Connect = Callable[[], Awaitable[Dealer]]
+Connect = Callable[[], Awaitable[DealerSocket]]
 
 
 def connect_to(endpoint: str, read_key: Callable[[], PeerKey | Insecure | None] = lambda: None) -> Connect:
     """Fresh DEALERs to `endpoint`. The key is read for each, so that it can be replaced while the worker runs."""
 
-    async def connect() -> Dealer:
+    async def connect() -> DealerSocket:
         return await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX, key=read_key())
 
     return connect
@@ -163,7 +155,7 @@ class Link:
                 await trio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _one_connection(self) -> bool:
-        """Whether it was welcomed. A key or setting that is refused ends a worker that nobody has welcomed yet; later
+        """Whether it was welcomed. A key or setting that is refused ends a worker that was not welcomed yet; later
         it may be changed back, and meanwhile the executor decodes on."""
         try:
             dealer = await self._connect()
@@ -178,7 +170,7 @@ class Link:
         self._is_missed = False
         return await self._converse(dealer)
 
-    async def _converse(self, dealer: Dealer) -> bool:
+    async def _converse(self, dealer: DealerSocket) -> bool:
         """One connection from hello to its end, whatever ends it; whether it was ever welcomed."""
         self._outgoing.clear()
         self._chunks.clear()
@@ -199,7 +191,7 @@ class Link:
         log.info("link down", extra=fields(reason=drop.reason, detail=drop.detail))
         return self.state.counters.welcomes > welcomed_before
 
-    async def _hear(self, dealer: Dealer) -> None:
+    async def _hear(self, dealer: DealerSocket) -> None:
         while True:
             try:
                 frames = await dealer.recv_batch()
@@ -221,7 +213,7 @@ class Link:
         if counters.welcomes > before:
             log.info("welcomed", extra=fields(incarnation=self.state.incarnation, epoch=self.state.outbox.epoch))
 
-    async def _speak(self, dealer: Dealer) -> None:
+    async def _speak(self, dealer: DealerSocket) -> None:
         next_report = next_beat = trio.current_time()
         self._is_dirty = True
         while True:
@@ -244,7 +236,7 @@ class Link:
             with trio.move_on_at(min(next_beat, next_report) if self._is_dirty else next_beat):
                 await self._wait_for_wake()
 
-    async def _flush(self, dealer: Dealer) -> None:
+    async def _flush(self, dealer: DealerSocket) -> None:
         """Send what is due, and one piece of the tokenizer when nothing else is."""
         while self._outgoing:
             await dealer.send(encode(self._outgoing.popleft()))

@@ -84,7 +84,7 @@ PASSING_REFUSALS: Final = frozenset({Unavailable.code, CapacityError.code})
 EPOCH_REFUSALS: Final = frozenset({WrongState.code})
 
 
-class Phase(Enum):
+class LinkPhase(Enum):
     DOWN = "down"
     GREETED = "greeted"
     WELCOMED = "welcomed"
@@ -92,7 +92,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Identity:
+class WorkerIdentity:
     """Who this worker is, for its hello."""
 
     worker: str
@@ -148,11 +148,11 @@ Action: TypeAlias = Send | Apply | SendTokenizer | StopAsked | Drop | GiveUp
 class LinkState:
     """One per worker process, across all its connections and epochs. All times are seconds of one monotonic clock."""
 
-    def __init__(self, identity: Identity, outbox: Outbox, counters: LinkCounters) -> None:
+    def __init__(self, identity: WorkerIdentity, outbox: Outbox, counters: LinkCounters) -> None:
         self.identity = identity
         self.outbox = outbox
         self.counters = counters
-        self.phase = Phase.DOWN
+        self.phase = LinkPhase.DOWN
         self.incarnation = 0
         self.command_ack = 0
         self.stopping = False
@@ -164,28 +164,28 @@ class LinkState:
 
     def may_connect(self) -> bool:
         """Whether a fresh connection would make sense now; begins the new epoch once the executor is empty."""
-        if self.phase is Phase.EMPTYING and not self.outbox.held():
+        if self.phase is LinkPhase.EMPTYING and not self.outbox.held():
             self.outbox.restart(self.outbox.epoch + 1)
             self.incarnation = self._next_incarnation
             self.command_ack = 0
             self.counters.epochs += 1
-            self.phase = Phase.DOWN
-        return self.phase is Phase.DOWN
+            self.phase = LinkPhase.DOWN
+        return self.phase is LinkPhase.DOWN
 
     def connected(self, now: float) -> list[Action]:
         """A fresh connection is there: say hello. InternalError when `may_connect` would have said no."""
-        if self.phase is not Phase.DOWN:
+        if self.phase is not LinkPhase.DOWN:
             raise InternalError("connected twice", field="phase", value=self.phase.value)
-        self.phase = Phase.GREETED
+        self.phase = LinkPhase.GREETED
         self._heard_at = now
         self._asked_at = now - REPLAY_ASK_INTERVAL_S
         self.counters.connects += 1
         return [Send(self._hello())]
 
     def disconnected(self) -> None:
-        """The connection is gone, whoever cut it. Nothing else changes: numbers go on where they were."""
-        if self.phase is not Phase.EMPTYING:
-            self.phase = Phase.DOWN
+        """The connection is gone, cut by either side. Nothing else changes: numbers go on where they were."""
+        if self.phase is not LinkPhase.EMPTYING:
+            self.phase = LinkPhase.DOWN
         self.counters.welcomed = 0
 
     def _hello(self) -> WorkerHello:
@@ -201,7 +201,7 @@ class LinkState:
             report_next=self.outbox.next_number,
             model=me.model,
             capacity=me.capacity,
-            held=self.outbox.inventory(),
+            inventory=self.outbox.inventory(),
             report_first=self.outbox.first_number,
             receiver=me.receiver,
         )
@@ -210,7 +210,7 @@ class LinkState:
 
     def received(self, message: CoordinatorMessage, now: float) -> list[Action]:
         """React to one message of the coordinator. Never raises for what the peer said: the worst is a Drop."""
-        if self.phase is Phase.WELCOMED:
+        if self.phase is LinkPhase.WELCOMED:
             self._heard_at = now
         try:
             return list(self._react(message, now))
@@ -219,9 +219,9 @@ class LinkState:
 
     def _react(self, message: CoordinatorMessage, now: float) -> Iterator[Action]:
         match message:
-            case WorkerWelcome() if self.phase is Phase.GREETED:
+            case WorkerWelcome() if self.phase is LinkPhase.GREETED:
                 yield from self._welcome(message, now)
-            case Refused() if self.phase is not Phase.EMPTYING:
+            case Refused() if self.phase is not LinkPhase.EMPTYING:
                 yield from self._refusal(message)
             case Commands() if self._obeyed(message.incarnation):
                 yield from self._commands(message, now)
@@ -232,11 +232,11 @@ class LinkState:
                     yield from self.reports(now)
             case ReplayReports() if self._obeyed(message.incarnation):
                 yield from self._replay(message.first, now)
-            case _:  # late, early or of another incarnation: whoever needs it says it again
+            case _:  # late, early or of another incarnation: the peer repeats what it needs
                 return
 
     def _obeyed(self, incarnation: int) -> bool:
-        return self.phase is Phase.WELCOMED and incarnation == self.incarnation
+        return self.phase is LinkPhase.WELCOMED and incarnation == self.incarnation
 
     def _welcome(self, message: WorkerWelcome, now: float) -> Iterator[Action]:
         if message.protocol != PROTOCOL_VERSION:
@@ -250,12 +250,14 @@ class LinkState:
         else:
             self.outbox.ack(message.report_ack)
             self.incarnation = message.incarnation
-            self.phase = Phase.WELCOMED
+            self.phase = LinkPhase.WELCOMED
             self._heard_at = now
             self.counters.welcomed = 1
             self.counters.welcomes += 1
             if message.want_tokenizer:
                 yield SendTokenizer()
+            if message.adopted:
+                self.outbox.repeat_swap_totals()
             yield from self._replay(message.report_ack + 1, now)
             yield from self.reports(now)
 
@@ -268,16 +270,16 @@ class LinkState:
 
     def _empty_out(self, incarnation: int, reason: str) -> Iterator[Action]:
         self._next_incarnation = incarnation
-        self.phase = Phase.EMPTYING
+        self.phase = LinkPhase.EMPTYING
         self.counters.welcomed = 0
         yield from self._withdraw_held()
         yield Drop("new_epoch", reason)
 
     def _withdraw_held(self) -> list[Action]:
-        return [Apply(Withdraw(held.placement)) for held in self.outbox.held()]
+        return [Apply(Withdraw(placement)) for placement in self.outbox.held()]
 
     def _refusal(self, message: Refused) -> Iterator[Action]:
-        is_stray = message.code == ProtocolError.code and self.phase is Phase.WELCOMED  # a fresh hello settles it
+        is_stray = message.code == ProtocolError.code and self.phase is LinkPhase.WELCOMED  # a fresh hello settles it
         if message.code in PASSING_REFUSALS or is_stray:
             yield Drop("refused", message.message)
         elif message.code in EPOCH_REFUSALS:
@@ -328,7 +330,7 @@ class LinkState:
     def reports(self, now: float) -> list[Action]:
         """Every report that may go now."""
         actions: list[Action] = []
-        if self.phase is Phase.WELCOMED:
+        if self.phase is LinkPhase.WELCOMED:
             while (report := self.outbox.take(self.command_ack, now)) is not None:
                 self.counters.reports += 1
                 actions.append(Send(report))
@@ -337,9 +339,9 @@ class LinkState:
     def tick(self, now: float) -> list[Action]:
         """What the passing of time asks for: overdue reports again, a probe, or the end of a silent connection."""
         silent_s = now - self._heard_at
-        if self.phase is Phase.GREETED and silent_s > WELCOME_LIMIT_S:
+        if self.phase is LinkPhase.GREETED and silent_s > WELCOME_LIMIT_S:
             return [Drop("no_welcome", f"no answer to hello within {WELCOME_LIMIT_S} s")]
-        if self.phase is not Phase.WELCOMED:
+        if self.phase is not LinkPhase.WELCOMED:
             return []
         if silent_s > SILENCE_LIMIT_S:
             return [Drop("silent", f"nothing heard for {SILENCE_LIMIT_S} s")]
@@ -353,7 +355,7 @@ class LinkState:
 
     def heartbeat(self, executor: WorkerCounters) -> list[Action]:
         """A Heartbeat with the executor's progress, while welcomed."""
-        if self.phase is not Phase.WELCOMED:
+        if self.phase is not LinkPhase.WELCOMED:
             return []
         beat = Heartbeat(
             epoch=self.outbox.epoch,
@@ -361,12 +363,6 @@ class LinkState:
             executor_beats=executor.beats,
             steps=executor.steps,
             step_us=executor.step_us,
-            running=len(self.outbox.held()),
-            hits=executor.hits,
-            misses=executor.misses,
-            staged_bytes=executor.staged_bytes,
-            swapped_bytes=executor.swapped_bytes,
-            backed_up_bytes=executor.backed_up_bytes,
             leaving=self.stopping,
         )
         return [Send(beat)]
@@ -382,11 +378,11 @@ class LinkState:
 
     def check_invariants(self) -> None:
         """Raise InternalError when a relation between the fields does not hold."""
-        if self.counters.welcomed != (self.phase is Phase.WELCOMED):
+        if self.counters.welcomed != (self.phase is LinkPhase.WELCOMED):
             raise InternalError("link gauge and phase disagree", field="phase", value=self.phase.value)
-        if self.phase is Phase.WELCOMED and self.incarnation < 1:
-            raise InternalError("welcomed by nobody", field="incarnation", value=self.incarnation)
-        if self.phase is Phase.EMPTYING and self._next_incarnation < self.incarnation:
+        if self.phase is LinkPhase.WELCOMED and self.incarnation < 1:
+            raise InternalError("welcomed without an incarnation", field="incarnation", value=self.incarnation)
+        if self.phase is LinkPhase.EMPTYING and self._next_incarnation < self.incarnation:
             raise InternalError("emptying for a coordinator that was superseded", value=self._next_incarnation)
         if self.outbox.in_flight > REPORTS_UNACKED_MAX:
             raise InternalError("more reports in flight than allowed", value=self.outbox.in_flight)

@@ -2,7 +2,7 @@
 
 The executor thread writes, the link reads; every method holds one lock for a bounded time and none waits. Progress is
 state, not a queue: tokens of one request coalesce until a report takes them, a durable length replaces the one before,
-Counters replace Counters. A coordinator that is away therefore costs no more than the tokens of the pages it granted,
+and so do hits and misses. A coordinator that is away therefore costs no more than the tokens of the pages it granted,
 and a slow one gets fewer, larger reports.
 
     dirty ── take ──► in flight (numbered, kept) ── ack ──► forgotten
@@ -12,11 +12,11 @@ A report stays in flight until a cumulative acknowledgement covers it; `REPORTS_
 None while dirt goes on coalescing. Receivers apply the tokens of a report before its events; so events wait while
 tokens that were added before them do not all fit (`REPORT_TOKENS_MAX`).
 
-It also keeps the inventory that a hello carries. An admission is held from the moment the link hands its Admit to the
-executor until the executor says Released; it is listed until that was acknowledged. What was given to it is noted as
-commands pass by, how far it has come as events are acknowledged: inventory and the reports in flight together say all.
+The outbox also keeps the inventory that a hello carries. A placement is held from the moment the link hands its Admit
+to the executor until the executor says Released; it is listed until Released was acknowledged. What was given to it is
+noted as commands pass by, its progress as events are acknowledged: inventory and reports in flight together say all.
 
-Rejected: one message per step and request (4 us each, and a queue that grows while nobody reads); renumbering on
+Rejected: one message per step and request (4 us each, and a queue that grows without a reader); renumbering on
 reconnect (a report that did arrive would be applied twice).
 """
 
@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
+from protocol.inventory import NO_RESIZE, InventoryRow, pack_rows
 from protocol.messages import (
     NO_HOT_BUFFER,
     WARM_START_BYTES_MAX,
@@ -39,7 +40,6 @@ from protocol.messages import (
     Counters,
     Event,
     Grant,
-    Held,
     Inventory,
     Parked,
     Progress,
@@ -80,37 +80,10 @@ class _Dirt:
 
 
 @dataclass(slots=True)
-class _Stay:
-    """One admission as the inventory has it; `is_held` by the executor."""
+class _HeldRow(InventoryRow):
+    """Of one admission, for the hello."""
 
-    request_index: int
-    generated: int
-    durable: int
-    host_pages: int
-    hot_slots: int
-    hot_chunks: int
-    is_staged: bool
-    resizing: tuple[int, int] | None = None
-    is_started: bool = False
-    is_parked: bool = False
-    is_held: bool = True
     chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
-
-    def as_held(self, placement: int) -> Held:
-        return Held(
-            placement,
-            self.generated,
-            self.durable,
-            self.request_index,
-            self.host_pages,
-            self.hot_slots,
-            self.hot_chunks,
-            self.resizing,
-            self.is_staged,
-            self.is_started,
-            self.is_parked,
-            not self.is_held,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +108,11 @@ class Outbox:
     def _clear(self) -> None:
         self._dirt: dict[int, _Dirt] = {}
         self._events: deque[Event] = deque()
-        self._counters: Counters | None = None
+        self._swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, in no report yet
+        self._swap_totals = (0, 0, 0)
+        self._has_swaps = False
         self._in_flight: deque[_InFlight] = deque()
-        self._stays: dict[int, _Stay] = {}
+        self._rows: dict[int, _HeldRow] = {}
         self._next_number = 1
         self._command_ack = 0
         self._signalled = False
@@ -176,16 +151,20 @@ class Outbox:
         self._signal()
 
     def add_event(self, event: Event) -> None:
-        """Append `event`; of Counters only the newest is kept. Raises InternalError past EVENTS_PENDING_MAX."""
+        """Append `event`. Raises InternalError past EVENTS_PENDING_MAX."""
         with self._lock:
-            if isinstance(event, Released) and (stay := self._stays.get(event.placement)) is not None:
-                stay.is_held = False
-            if isinstance(event, Counters):
-                self._counters = event
-            elif len(self._events) < EVENTS_PENDING_MAX:
-                self._events.append(event)
-            else:
+            if isinstance(event, Released) and (row := self._rows.get(event.placement)) is not None:
+                row.is_released = True
+            if len(self._events) >= EVENTS_PENDING_MAX:
                 raise InternalError("events that no report took", field="EVENTS_PENDING_MAX", value=EVENTS_PENDING_MAX)
+            self._events.append(event)
+        self._signal()
+
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+        """Hits and misses so far of `requests`, by placement; hits, misses and bytes of the worker."""
+        with self._lock:
+            self._swaps.update(requests)
+            self._swap_totals, self._has_swaps = totals, True
         self._signal()
 
     def _signal(self) -> None:
@@ -197,46 +176,45 @@ class Outbox:
 
     def hold(self, admit: Admit | Receive) -> None:
         """The executor is about to get this admission; it is held until Released."""
+        row = _HeldRow(
+            admit.placement, len(admit.host_pages) // 4, request_index=admit.request_index, hot_slots=NO_HOT_BUFFER
+        )
+        if isinstance(admit, Admit):
+            row.hot_slots, row.hot_chunks = admit.hot_slots, admit.hot_chunks
+            row.generated_tokens, row.durable_tokens = len(admit.generated) // 4, admit.durable_tokens
+            row.is_staged = admit.durable_tokens > 0
         with self._lock:
-            if isinstance(admit, Receive):
-                pages = len(admit.host_pages) // 4
-                self._stays[admit.placement] = _Stay(
-                    admit.request_index, 0, 0, pages, NO_HOT_BUFFER, 0, is_staged=False
-                )
-                return
-            self._stays[admit.placement] = _Stay(
-                admit.request_index,
-                len(admit.generated) // 4,
-                admit.durable_tokens,
-                len(admit.host_pages) // 4,
-                admit.hot_slots,
-                admit.hot_chunks,
-                is_staged=admit.durable_tokens > 0,
-            )
+            self._rows[admit.placement] = row
 
     def give(self, command: Grant | Resize) -> None:
         """The executor is about to get this too. Of an admission that has departed: nothing."""
         with self._lock:
-            stay = self._stays.get(command.placement)
-            if stay is None:
+            row = self._rows.get(command.placement)
+            if row is None:
                 return
             if isinstance(command, Grant):
-                stay.host_pages += len(command.host_pages) // 4
-                stay.hot_chunks += command.hot_chunks
-                stay.chunks_since += command.hot_chunks
-                stay.is_parked = False
+                row.host_pages += len(command.host_pages) // 4
+                row.hot_chunks += command.hot_chunks
+                row.chunks_since += command.hot_chunks
+                row.is_parked = False
             else:
-                stay.resizing, stay.chunks_since = (command.hot_slots, command.hot_chunks), 0
+                row.resize_slots, row.resize_chunks = command.hot_slots, command.hot_chunks
+                row.chunks_since = 0
 
-    def held(self) -> tuple[Held, ...]:
-        """Every admission the executor may still touch memory of, with what it has produced."""
+    def held(self) -> list[int]:
+        """Every admission the executor may still touch memory of."""
         with self._lock:
-            return tuple(stay.as_held(placement) for placement, stay in self._stays.items() if stay.is_held)
+            return [row.placement for row in self._rows.values() if not row.is_released]
 
-    def inventory(self) -> tuple[Held, ...]:
-        """Those, and the ones whose Released was not acknowledged."""
+    def inventory(self) -> bytes:
+        """The rows of those, and of the ones whose Released was not acknowledged."""
         with self._lock:
-            return tuple(stay.as_held(placement) for placement, stay in self._stays.items())
+            return pack_rows(self._rows.values())
+
+    def repeat_swap_totals(self) -> None:
+        """Another coordinator listens: say the totals of swap-in again, in the next report."""
+        with self._lock:
+            self._has_swaps = True
 
     def take(self, command_ack: int, now: float, *, probe: bool = False) -> Report | None:
         """The next report, kept until it is acknowledged; None when nothing is new or too much is in flight.
@@ -326,28 +304,29 @@ class Outbox:
     # ---------------------------------------------------------------- under the lock
 
     def _note(self, placement: int, generated: int, durable: int) -> None:
-        stay = self._stays.get(placement)
-        if stay is not None:
-            stay.generated, stay.durable = max(stay.generated, generated), max(stay.durable, durable)
+        row = self._rows.get(placement)
+        if row is not None:
+            row.generated_tokens = max(row.generated_tokens, generated)
+            row.durable_tokens = max(row.durable_tokens, durable)
 
     def _acknowledged(self, event: Event) -> None:
         """The coordinator will not forget it: the inventory says so from now on."""
-        stay = None if isinstance(event, Counters | Inventory) else self._stays.get(event.placement)
+        row = None if isinstance(event, Inventory | Counters) else self._rows.get(event.placement)
         match event:
             case Released(placement):
-                self._stays.pop(placement, None)
-            case Staged() if stay:
-                stay.is_staged = True
-            case Started() if stay:
-                stay.is_started = True
-            case Parked() if stay:
-                stay.is_parked = True
-            case Resized() if stay:
-                stay.hot_slots, stay.hot_chunks = event.hot_slots, event.hot_chunks + stay.chunks_since
-                stay.resizing = None
+                self._rows.pop(placement, None)
+            case Staged() if row:
+                row.is_staged = True
+            case Started() if row:
+                row.is_started = True
+            case Parked() if row:
+                row.is_parked = True
+            case Resized() if row:
+                row.hot_slots, row.hot_chunks = event.hot_slots, event.hot_chunks + row.chunks_since
+                row.resize_slots, row.resize_chunks = NO_RESIZE, 0
 
     def _is_dirty(self, command_ack: int) -> bool:
-        return bool(self._dirt or self._events or self._counters or command_ack > self._command_ack)
+        return bool(self._dirt or self._events or self._has_swaps or command_ack > self._command_ack)
 
     def _cut_progress(self) -> Progress | None:
         """Take dirt up to the report's bounds, splitting the token list of the request that crosses them."""
@@ -365,6 +344,9 @@ class Outbox:
         return _pack(cut) if cut else None
 
     def _cut_events(self) -> Iterator[Event]:
+        """Counts of swap-in come before the Released of their requests."""
+        if self._has_swaps:
+            yield self._cut_swaps()
         topk_bytes = 0
         for _ in range(min(len(self._events), REPORT_EVENTS_MAX)):
             if topk_bytes > REPORT_TOPK_BYTES_MAX:
@@ -372,9 +354,11 @@ class Outbox:
             event = self._events.popleft()
             topk_bytes += len(event.warm_start) if isinstance(event, Released) else 0
             yield event
-        if self._counters is not None and not self._events:
-            yield self._counters
-            self._counters = None
+
+    def _cut_swaps(self) -> Counters:
+        swaps, self._swaps, self._has_swaps = self._swaps, {}, False
+        hits, misses = zip(*swaps.values(), strict=True) if swaps else ((), ())
+        return Counters(*self._swap_totals, pack_int64(list(swaps)), pack_int64(hits), pack_int64(misses))
 
 
 def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""One request's stay on this worker, as plain host-side truth: no tensor, no stream, no clock inside.
+"""One request on this worker, as plain host-side state: no tensor, no stream, no clock inside.
 
     PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
         for its prompt alone: LEAVING, or SENDING ─ its pages were delivered to another node, or cannot be ─► LEAVING
@@ -6,8 +6,8 @@
         ▲                                                       │
         └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
 
-`position` is the row that the next step writes: what was launched, not what was read. Steps are launched ahead, so
-`output` may be behind it; a step whose token turns out to lie past the end is discarded when it is read.
+`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a step
+whose token turns out to lie past the end is discarded when it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from protocol.arrays import Int32Array
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize, Sampling
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
@@ -36,28 +36,46 @@ class Status(Enum):
     LEAVING = "leaving"
 
 
-@dataclass(eq=False, slots=True)
-class RunningRequest:
-    """`hot_slots` and `hot_chunks` are what was granted; `hot` is what it holds, nothing before the take-over.
+@dataclass(slots=True)
+class SeatMemory:
+    """What a request holds; only Seats changes it. `hot_slots` and `hot_chunks` are what was granted; `hot` is what is
+    in use: nothing before the take-over."""
 
-    `outgoing` are its pages for another node, `staged_marks` the fences after which a layer group of rows below a
-    length may be sent. `fences` are what the status waits for, `first_token` the one after which prefill's token can be
-    read. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last
-    top-k is downloaded to.
-    """
-
-    placement: int
-    request_index: int
-    seat: int
-    prompt: Int32Array
-    sampling: Sampling
-    output: Output
     host_pages: list[int]
     index_pages: list[int]
     slab: list[int]
     hot: HotBuffer
     hot_slots: int
     hot_chunks: int
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """In use, in the slab or the hot buffer."""
+        return (*self.slab, *self.hot.chunks)
+
+    @property
+    def rows_max(self) -> int:
+        """Rows of the longest context that fits."""
+        granted, chunks = len(self.host_pages) * PAGE_TOKENS, self.hot.rows_max
+        return granted if chunks is None else min(granted, chunks)
+
+
+@dataclass(eq=False, slots=True)
+class RunningRequest:
+    """The first four fields never change. Tokens are `output`'s, memory is `memory`'s.
+
+    `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
+    pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
+    `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
+    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    """
+
+    placement: int
+    request_index: int
+    seat: int
+    prompt: Int32Array
+    output: Output
+    memory: SeatMemory
     status: Status
     position: int
     durable_rows: int
@@ -72,17 +90,20 @@ class RunningRequest:
     topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    prompt_tokens: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.prompt)
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
     def prefills_only(self) -> bool:
         """Whether it leaves once its prompt is in host memory."""
-        return self.hot_slots == NO_HOT_BUFFER
+        return self.memory.hot_slots == NO_HOT_BUFFER
+
+    @property
+    def has_hot_buffer(self) -> bool:
+        """Whether its prompt was taken over: it is not being prefilled or staged."""
+        return self.status not in (Status.PREFILLING, Status.STAGING)
 
     @property
     def rows_wanted(self) -> int:
@@ -90,10 +111,8 @@ class RunningRequest:
         return self.prompt_tokens + self.output.max_tokens - 1
 
     def note_memory(self) -> None:
-        """Recompute `rows_max`, the first row that no step may write, after a change of pages or chunks."""
-        granted = len(self.host_pages) * PAGE_TOKENS
-        chunks = self.hot.rows_max
-        self.rows_max = min(self.rows_wanted, granted if chunks is None else min(granted, chunks))
+        """Recompute `rows_max` after a change of pages or chunks."""
+        self.rows_max = min(self.rows_wanted, self.memory.rows_max)
 
     @property
     def starved(self) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec
 
 from torch import Tensor
@@ -36,19 +36,20 @@ from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from protocol.arrays import unpack_int32
 from protocol.byte_sizes import parse_size
 from protocol.errors import HiSparseError, InternalError
+from protocol.inventory import InventoryRow
 from protocol.logs import fields, logger
 from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
 from protocol.settings import WorkerSettings
 from protocol.text import Tokenizer
 from worker.device.gpu_memory import free_device_bytes
-from worker.device.inventory import Holding, take_inventory
+from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
 from worker.loop.reporting import Reporter, Reports
-from worker.loop.seats import Seats, allocate_state, check_admit, check_hot_size, held_back
+from worker.loop.seats import Seats, allocate_state, check_admit, held_back
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import Runner, SamplerState, StepOutputs
@@ -63,7 +64,7 @@ COMMANDS_MAX: Final = 1_048_576
 IDLE_S: Final = 0.05
 #: How long it sleeps when only fences are outstanding.
 POLL_S: Final = 0.0005
-#: Between two Counters events.
+#: Between two counts of hits and misses.
 COUNTERS_INTERVAL_S: Final = 1.0
 
 P = ParamSpec("P")
@@ -91,8 +92,8 @@ class Executor:
         transfers: Transfers | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are made by
-        whoever closes them."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are
+        closed by the caller."""
         streams.adopt_thread()
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
@@ -210,7 +211,7 @@ class Executor:
 
     def count_by_hot_size(self) -> dict[str, int]:
         """Hot buffers by size class, absent ones as 0; from any thread, true for a moment."""
-        buffers = [request.hot for request in list(self._requests.values())]
+        buffers = [request.memory.hot for request in list(self._requests.values())]
         present = Counter(buffer.hot_slots for buffer in buffers if buffer.chunks)
         classes = self._sizing.capacity.hot_size_classes
         return {"resident": present[0]} | {str(hot_slots): present[hot_slots] for hot_slots in classes}
@@ -296,15 +297,11 @@ class Executor:
                 self._leave(request)
 
     def _take_inventory(self, number: int) -> None:
-        tickets, free = self.transfers.holdings(), self._seats.free()
-        free = free._replace(seats=free.seats - len(tickets))
-        self._report.inventory(take_inventory(number, [*self._holdings(), *tickets], free))
-
-    def _holdings(self) -> Iterator[Holding]:
-        for it in self._requests.values():
-            chunks, leaving = len(it.slab) + len(it.hot.chunks), it.status is Status.LEAVING
-            index_pages = len(it.index_pages)
-            yield Holding(it.placement, it.host_pages, index_pages, it.hot_chunks, len(it.slab), chunks, leaving)
+        inbound, free = self.transfers.inventory(), self._seats.free()
+        held = [(_row_of(request), request.memory.host_pages) for request in self._requests.values()]
+        self._report.inventory(
+            take_inventory(number, [*held, *inbound], free._replace(seats=free.seats - len(inbound)))
+        )
 
     def _admit(self, admit: Admit) -> None:
         if admit.placement in self._requests:
@@ -313,7 +310,7 @@ class Executor:
             check_admit(admit, self._sizing, self._runner.info)
             output = self._output(admit)
             if output.finished:  # by a token that was delivered in an earlier stay
-                self._report.outdone(admit, output)
+                self._report.already_complete(admit, output)
                 return
             request = self._seats.open(admit, output)
         except InternalError:
@@ -352,7 +349,7 @@ class Executor:
         """Rows that were seen staged since the last look may go."""
         while request.staged_marks and request.staged_marks[0][0].done():
             _, group, rows = request.staged_marks.popleft()
-            self.transfers.send(out, group, rows, request.host_pages)
+            self.transfers.send(out, group, rows, request.memory.host_pages)
 
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
@@ -372,10 +369,7 @@ class Executor:
         if request.status is Status.LOADING:
             request.resize = resize
             return
-        if request.status in (Status.PREFILLING, Status.STAGING):
-            check_hot_size(resize.hot_slots, resize.hot_chunks, request.prompt_tokens, self._sizing)
-            request.hot_slots, request.hot_chunks = resize.hot_slots, resize.hot_chunks
-        elif self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
+        if self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
             self._set_aside(request, Status.LOADING)
             request.since_s = self._clock()
         elif request.status is Status.PARKED and not request.starved:
@@ -536,8 +530,7 @@ class Executor:
         del self._requests[request.placement], self._waiting[request.placement]
         durable, first_token = request.left_behind(rows)
         warm_start = self._seats.warm_start(request)
-        swaps = request.hits, request.misses
-        self._report.released(request.placement, durable, *swaps, first_token, warm_start if durable else b"")
+        self._report.released(request.placement, durable, first_token, warm_start if durable else b"")
 
     # ---------------------------------------------------------------- where a request is
 
@@ -560,3 +553,16 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.placement] = request
+
+
+def _row_of(request: RunningRequest) -> InventoryRow:
+    memory = request.memory
+    return InventoryRow(
+        request.placement,
+        len(memory.host_pages),
+        memory.hot_chunks,
+        index_pages=len(memory.index_pages),
+        slab_pages=len(memory.slab),
+        chunks=len(memory.chunks),
+        is_leaving=request.status is Status.LEAVING,
+    )

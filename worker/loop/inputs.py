@@ -2,8 +2,8 @@
 
 The host fills a buffer and launches the operation that reads it; the operation runs later. `Ring` gives out buffers in
 turn and waits for `inputs_consumed` of a buffer's last use before it gives it out again. For a GPU the buffers are
-pinned memory (`host_tensor`) and the operations that read them start with an upload: copies from pinned memory wait for
-nobody.
+pinned memory (`host_tensor`) and the operations that read them start with an upload: copies from pinned memory do
+not wait.
 
 Seat tables are edited the same way: changes are gathered on the host and applied by one operation per flush, before
 whatever is launched next on `compute`. An entry set twice between two flushes travels once: writes to equal places

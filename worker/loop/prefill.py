@@ -83,8 +83,8 @@ class Prefill:
         group = self._groups.ending_with(layer)
         if group is None:
             return
-        layers = self._groups.layers(group)
-        self._swap.stage(request.slab, request.index_pages, request.host_pages, start, stop, layers)
+        memory, layers = request.memory, self._groups.layers(group)
+        self._swap.stage(memory.slab, memory.index_pages, memory.host_pages, start, stop, layers)
         self._staging(request, group, stop)
 
     def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:

@@ -5,18 +5,16 @@ Tokens go out before the event they lead to; a durable length never includes a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from metrics.state import WorkerCounters
-from protocol.arrays import pack_int64
 from protocol.logs import fields, logger
 from protocol.messages import (
     NO_TOKEN,
     Admit,
-    Counters,
     Event,
     Faulted,
     Finished,
@@ -36,11 +34,13 @@ log = logger("worker.loop.executor")
 
 
 class Reports(Protocol):
-    """Where results go; thread-safe and never waiting (worker/link/outbox.py)."""
+    """Where results go; thread-safe and never waiting. A port: worker.link.outbox.Outbox in a worker, others in
+    benchmarks and tests, which run an executor without a link."""
 
     def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
     def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None: ...
 
 
 class Reporter:
@@ -85,14 +85,14 @@ class Reporter:
 
     def resized(self, request: RunningRequest) -> None:
         self._counters.resized += 1
-        self._reports.add_event(Resized(request.placement, request.hot_slots, request.hot_chunks))
+        self._reports.add_event(Resized(request.placement, request.memory.hot_slots, request.memory.hot_chunks))
 
     def finished(self, request: RunningRequest) -> None:
         output = request.output
         self._reports.add_event(Finished(request.placement, output.reason, output.generated_tokens, output.tail_text))
 
-    def outdone(self, admit: Admit, output: Output) -> None:
-        """An admission whose output was complete before it came: nothing was touched."""
+    def already_complete(self, admit: Admit, output: Output) -> None:
+        """A placement whose output was complete before it came: nothing was touched."""
         self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
         self.released(admit.placement, admit.durable_tokens)
 
@@ -106,13 +106,11 @@ class Reporter:
         self,
         placement: int,
         durable: int,
-        hits: int = 0,
-        misses: int = 0,
         first_token: int = NO_TOKEN,
         warm_start: bytes = b"",
     ) -> None:
         self._counters.released += 1
-        self._reports.add_event(Released(placement, durable, hits, misses, first_token, warm_start))
+        self._reports.add_event(Released(placement, durable, first_token, warm_start))
 
     def inventory(self, inventory: Inventory) -> None:
         """What is held, among the events that led to it."""
@@ -123,28 +121,19 @@ class Reporter:
         if step.counts is None:
             return
         rows = zip(step.requests, step.positions, strict=True)
-        steps = [(request, position + 1) for request, position in rows if request.status is not Status.LEAVING]
-        live = [request for request, _ in steps]
+        live = [(request, position + 1) for request, position in rows if request.status is not Status.LEAVING]
         if live:
-            seats = [request.seat for request in live]
-            counts = step.counts[:, :, seats].transpose(0, 2, 1)
-            self._count(live, counts, [position for _, position in steps])
-            self._reports.add_event(
-                Counters(
-                    pack_int64([request.placement for request in live]),
-                    pack_int64([request.hits for request in live]),
-                    pack_int64([request.misses for request in live]),
-                )
-            )
+            requests, positions = zip(*live, strict=True)
+            seats = [request.seat for request in requests]
+            self._count(requests, step.counts[:, :, seats].transpose(0, 2, 1), positions)
 
     def last_swaps(self, request: RunningRequest, counts: Int64s) -> None:
-        """The final hits and misses of `request`, int64[2, G]."""
+        """The final hits and misses of `request`, int64[2, G]; before it is released."""
         self._count([request], counts[:, np.newaxis], [request.position])
 
     def _count(self, requests: Sequence[RunningRequest], counts: Int64s, positions: Sequence[int]) -> None:
-        """Raise the totals by what `requests` have added since the last count; `counts` int64[2, n, G]."""
-        seats = [request.seat for request in requests]
-        for request, hits, misses in zip(requests, *self._swap_counts.take(seats, counts, positions), strict=True):
-            self._counters.hits += hits - request.hits
-            self._counters.misses += misses - request.misses
-            request.hits, request.misses = hits, misses
+        """Take in what the device counted for `requests`, int64[2, n, G]."""
+        hits, misses = self._swap_counts.take([request.seat for request in requests], counts, positions)
+        placements = [request.placement for request in requests]
+        pairs = zip(hits, misses, strict=True)
+        self._reports.count_swaps(dict(zip(placements, pairs, strict=True)), self._counters.swap.totals)

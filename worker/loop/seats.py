@@ -1,8 +1,8 @@
 """Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
 
 A request holds one seat, index pages one to one with its host pages, and chunks: as prefill slab until it is staged, as
-hot buffer afterwards. Verbs launch what the device must do and change the books at once; the host's books are exact
-and the device's tables follow on `compute`.
+hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
+the device's tables follow on `compute`.
 
     open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
                 the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
@@ -10,7 +10,7 @@ and the device's tables follow on `compute`.
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
     resize      another hot buffer
-    keep_topk   what the last step selected, for whoever goes on with it
+    keep_topk   what the last step selected, for the next worker
     close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
 
 Every check comes before the first change: an admission that raises holds nothing.
@@ -36,10 +36,10 @@ from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import pages_for
 from worker.device.arena import Arena
-from worker.device.hot_buffer import Change, HotBuffer, SetUp, change, check_size
-from worker.device.inventory import Free
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
+from worker.device.inventory import FreeMemory
 from worker.device.sizing import Sizing
-from worker.loop.batch import RunningRequest, Status
+from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output
@@ -166,19 +166,21 @@ class Seats:
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
         chunks = self.chunks.take(chunk_count)
+        memory = SeatMemory(
+            host_pages,
+            self.index_pages.take(admit.index_pages),
+            [] if resumes else chunks,
+            HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
+            admit.hot_slots,
+            admit.hot_chunks,
+        )
         request = RunningRequest(
             placement=admit.placement,
             request_index=admit.request_index,
             seat=self._free.popleft(),
             prompt=prompt,
-            sampling=admit.sampling,
             output=output,
-            host_pages=host_pages,
-            index_pages=self.index_pages.take(admit.index_pages),
-            slab=[] if resumes else chunks,
-            hot=HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
-            hot_slots=admit.hot_slots,
-            hot_chunks=admit.hot_chunks,
+            memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
             position=admit.durable_tokens or len(prompt),
             durable_rows=admit.durable_tokens,
@@ -197,27 +199,28 @@ class Seats:
 
     def free_slab(self, request: RunningRequest) -> None:
         """A prompt seen staged that has no hot buffer here: nothing reads its slab any more."""
-        slab, request.slab = request.slab, []
-        self.chunks.give(slab)
+        self.chunks.give(request.memory.slab)
+        request.memory.slab = []
 
     def take_over(self, request: RunningRequest) -> None:
         """The slab of a prompt seen staged becomes the hot buffer."""
-        slab, request.slab = HotBuffer(0, tuple(request.slab)), []
-        done = self._change(request, slab, len(request.prompt))
+        memory = request.memory
+        slab, memory.slab = HotBuffer(0, tuple(memory.slab)), []
+        done = self._change(request, slab, request.prompt_tokens)
         if done.set_up is SetUp.NOTHING:
-            self._set_up(request, Change(request.hot, (), SetUp.RESIDENT))
+            self._set_up(request, HotBufferChange(memory.hot, (), SetUp.RESIDENT))
         self.chunks.give(done.freed)
 
     def grant(self, request: RunningRequest, grant: Grant) -> None:
         """Append pages, and chunks for a resident buffer. BadInput or CapacityError before any change."""
         host_pages = unpack_int32(grant.host_pages, "host_pages").tolist()
-        pages = len(request.host_pages)
-        _check_page_ids([*request.host_pages, *host_pages], self._sizing)
+        memory, pages = request.memory, len(request.memory.host_pages)
+        _check_page_ids([*memory.host_pages, *host_pages], self._sizing)
         if grant.index_pages != len(host_pages) or pages + len(host_pages) > self._sizing.max_pages:
             raise BadInput(
                 f"pages come with index pages, {self._sizing.max_pages} at most", field="host_pages", value=host_pages
             )
-        if grant.hot_chunks and (request.hot_slots or request.hot_chunks + grant.hot_chunks > self._sizing.max_chunks):
+        if grant.hot_chunks and (memory.hot_slots or memory.hot_chunks + grant.hot_chunks > self._sizing.max_chunks):
             raise BadInput("chunks are for resident buffers", field="hot_chunks", value=grant.hot_chunks)
         if self.index_pages.free < grant.index_pages or self.chunks.free < grant.hot_chunks:
             raise CapacityError("no index pages or chunks left", field="index_pages", value=grant.index_pages)
@@ -225,20 +228,23 @@ class Seats:
         index_pages = self.index_pages.take(grant.index_pages)
         self._tables.set("host_table", request.seat, pages, host_pages)
         self._tables.set("index_table", request.seat, pages, index_pages)
-        request.host_pages += host_pages
-        request.index_pages += index_pages
+        memory.host_pages += host_pages
+        memory.index_pages += index_pages
         request.note_memory()
 
     def resize(self, request: RunningRequest, hot_slots: int, hot_chunks: int) -> bool:
-        """Give a decoding request another hot buffer; True when it must load its rows, behind `request.fences`.
+        """Give a request another hot buffer, now or when its prompt is taken over; True when it must load its rows,
+        behind `request.fences`.
 
         BadInput or CapacityError before any change.
         """
         check_hot_size(hot_slots, hot_chunks, request.position, self._sizing)
-        old = request.hot
-        if hot_chunks - len(old.chunks) > self.chunks.free:
+        memory, old = request.memory, request.memory.hot
+        if request.has_hot_buffer and hot_chunks - len(old.chunks) > self.chunks.free:
             raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
-        request.hot_slots, request.hot_chunks = hot_slots, hot_chunks
+        memory.hot_slots, memory.hot_chunks = hot_slots, hot_chunks
+        if not request.has_hot_buffer:
+            return False
         self._decoder.wait_backed_up()
         done = self._change(request, old, request.position)
         self.chunks.give(done.freed)
@@ -250,10 +256,11 @@ class Seats:
 
     def keep_topk(self, request: RunningRequest) -> None:
         """Keep what the last step of a request selected that is about to leave, if its buffer tells. Before `close`."""
-        if request.hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
+        hot = request.memory.hot
+        if hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
             request.topk_place = place = self._warm_starts.take()
             if place is not None:
-                work = partial(self._keep_topk, request.seat, request.hot.hot_slots, self._warm_starts[place])
+                work = partial(self._keep_topk, request.seat, hot.hot_slots, self._warm_starts[place])
                 self._compute.launch("keep top-k", work)
 
     def warm_start(self, request: RunningRequest) -> bytes:
@@ -269,15 +276,15 @@ class Seats:
     def release(self, request: RunningRequest) -> Int64s:
         """Take everything back from a closed request whose fences were observed; its final hits and misses by index
         group, int64[2, G]."""
-        self.chunks.give((*request.slab, *request.hot.chunks))
-        self.index_pages.give(request.index_pages)
+        self.chunks.give(request.memory.chunks)
+        self.index_pages.give(request.memory.index_pages)
         self._free.append(request.seat)
         counts: Int64s = self._final_counts[:, request.seat].numpy()
         return counts
 
-    def free(self) -> Free:
-        """What nobody holds."""
-        return Free(len(self._free), self.chunks.free, self.index_pages.free)
+    def free(self) -> FreeMemory:
+        """What no request holds."""
+        return FreeMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step and every prompt chunk."""
@@ -286,8 +293,8 @@ class Seats:
     def check_invariants(self, requests: Iterable[RunningRequest]) -> None:
         """InternalError unless each chunk, index page and seat is free or held by one of `requests` (I1)."""
         held = list(requests)
-        self.chunks.check_invariants(chunk for r in held for chunk in (*r.slab, *r.hot.chunks))
-        self.index_pages.check_invariants(page for r in held for page in r.index_pages)
+        self.chunks.check_invariants(chunk for r in held for chunk in r.memory.chunks)
+        self.index_pages.check_invariants(page for r in held for page in r.memory.index_pages)
         seats = sorted([*self._free, *(r.seat for r in held)])
         if seats != list(range(self._sizing.capacity.seats)):
             raise InternalError("a seat is free and held, or neither", field="seats", value=seats)
@@ -295,11 +302,11 @@ class Seats:
     # ---------------------------------------------------------------- parts
 
     def _resume(self, request: RunningRequest, warm_start: bytes) -> None:
-        hot, rows = request.hot, request.position
+        memory, hot, rows = request.memory, request.memory.hot, request.position
         kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
         loads = not hot.hot_slots or rows <= hot.hot_slots
-        self._set_up(request, Change(hot, (), kind, tokens=rows if loads else 0))
-        keys = self._swap.load_keys(request.index_pages, request.host_pages, rows)
+        self._set_up(request, HotBufferChange(hot, (), kind, tokens=rows if loads else 0))
+        keys = self._swap.load_keys(memory.index_pages, memory.host_pages, rows)
         request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
         request.note_memory()
 
@@ -317,16 +324,17 @@ class Seats:
             return ()
         starts["warm"] += 1
         self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
-        return (self._swap.load_topk(request.seat, request.hot, request.host_pages, tokens),)
+        return (self._swap.load_topk(request.seat, request.memory.hot, request.memory.host_pages, tokens),)
 
     def _load_rows(self, request: RunningRequest) -> Fence:
-        return self._swap.load_rows(request.hot.chunks, request.host_pages, request.position)
+        return self._swap.load_rows(request.memory.hot.chunks, request.memory.host_pages, request.position)
 
-    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> Change:
+    def _change(self, request: RunningRequest, old: HotBuffer, length: int) -> HotBufferChange:
         """Carry out what `change` decides, but for the chunks that it frees."""
-        extra = self.chunks.take(max(0, request.hot_chunks - len(old.chunks)))
-        done = change(old, request.hot_slots, request.hot_chunks, length, extra)
-        request.hot = done.buffer
+        memory = request.memory
+        extra = self.chunks.take(max(0, memory.hot_chunks - len(old.chunks)))
+        done = change(old, memory.hot_slots, memory.hot_chunks, length, extra)
+        memory.hot = done.buffer
         if done.set_up is SetUp.SHRINK:  # needs the old chunk table
             self._tables.flush()
             self._set_up(request, done)
@@ -339,23 +347,25 @@ class Seats:
         request.note_memory()
         return done
 
-    def _set_up(self, request: RunningRequest, change: Change) -> None:
+    def _set_up(self, request: RunningRequest, change: HotBufferChange) -> None:
         self._swap.set_up(request.seat, change)
         self.swap_counts.set_up(request.seat, change, request.position)
 
     def _grant_chunks(self, request: RunningRequest, count: int) -> None:
-        request.hot_chunks += count
-        if request.status in (Status.PREFILLING, Status.STAGING) or not count:
+        memory = request.memory
+        memory.hot_chunks += count
+        if not request.has_hot_buffer or not count:
             return
         chunks = self.chunks.take(count)
-        self._tables.set("chunk_table", request.seat, len(request.hot.chunks), chunks)
-        request.hot = HotBuffer(request.hot.hot_slots, (*request.hot.chunks, *chunks))
+        self._tables.set("chunk_table", request.seat, len(memory.hot.chunks), chunks)
+        memory.hot = HotBuffer(memory.hot.hot_slots, (*memory.hot.chunks, *chunks))
 
     def _write_tables(self, request: RunningRequest) -> None:
-        self._tables.set("host_table", request.seat, 0, request.host_pages)
-        self._tables.set("index_table", request.seat, 0, request.index_pages)
-        self._tables.set("slab_table", request.seat, 0, request.slab)
-        self._tables.set("chunk_table", request.seat, 0, request.hot.chunks)
+        seat, memory = request.seat, request.memory
+        self._tables.set("host_table", seat, 0, memory.host_pages)
+        self._tables.set("index_table", seat, 0, memory.index_pages)
+        self._tables.set("slab_table", seat, 0, memory.slab)
+        self._tables.set("chunk_table", seat, 0, memory.hot.chunks)
         self._tables.flush()
 
     def _keep_topk(self, seat: int, hot_slots: int, kept: Tensor) -> None:

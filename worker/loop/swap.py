@@ -43,7 +43,7 @@ from kernels.swap_in import replay_misses
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS, pages_for
-from worker.device.hot_buffer import Change, HotBuffer, SetUp
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
 from worker.loop.inputs import host_tensor
 from worker.streams import Fence, Streams
 
@@ -108,7 +108,7 @@ class Swap:
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
 
     def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
-        """Load rows of positions 0..tokens-1 into `chunks`, which nobody reads but for those that were reclaimed."""
+        """Load rows of positions 0..tokens-1 into `chunks`, which no launched step reads, except reclaimed ones."""
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
             work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)
@@ -135,7 +135,7 @@ class Swap:
         self.counters.preloaded_bytes += rows * g.row_bytes
         return self._streams.load.record("preloaded")
 
-    def set_up(self, seat: int, change: Change) -> None:
+    def set_up(self, seat: int, change: HotBufferChange) -> None:
         """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
         still the old one."""
         hot_slots, work = change.buffer.hot_slots, None

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metrics.state import SwapTotals
-from worker.device.hot_buffer import Change, SetUp
+from worker.device.hot_buffer import HotBufferChange, SetUp
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class SwapCounts:
         self._room[seat] = BOUNDLESS
         self._evicted[seat] = 0
 
-    def set_up(self, seat: int, change: Change, position: int) -> None:
+    def set_up(self, seat: int, change: HotBufferChange, position: int) -> None:
         """The hot buffer of `seat` becomes that of `change`; the next row written is `position`."""
         hot_slots = change.buffer.hot_slots
         match change.set_up:

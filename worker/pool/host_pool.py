@@ -29,8 +29,8 @@ from worker.pool.file import HEADER_BYTES, Header, OpenPool, open_pool_file, tru
 from worker.pool.progress import progress
 from worker.pool.registration import (
     TOUCH_BYTES,
+    CudaRegistrar,
     FirstTouch,
-    Registrar,
     Registration,
     cut,
     drop_mapping,
@@ -85,7 +85,7 @@ class MappedPool:
         finally:
             os.close(opened.descriptor)  # the mapping has a duplicate, and with it the lock
 
-    def register(self, registrar: Registrar, halted: threading.Event) -> None:
+    def register(self, registrar: CudaRegistrar, halted: threading.Event) -> None:
         """Register all pages with a device. Raises as `Registration.make` does; then nothing is registered."""
         pages, page_bytes = self.pages.shape
         pieces = cut(pages, page_bytes, registration_bytes(pages * page_bytes, thread_count()))

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from math import gcd
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from protocol.errors import CapacityError, ConfigError, InternalError, Unavailable
 
@@ -164,15 +164,8 @@ def _whole_pages(length: int) -> int:
 # ---------------------------------------------------------------- registration
 
 
-class Registrar(Protocol):
-    """Pins memory for a device, and lets it go."""
-
-    def register(self, address: int, length: int) -> None: ...
-    def unregister(self, address: int) -> None: ...
-
-
 class CudaRegistrar:
-    """Through torch's runtime; calls come from any thread."""
+    """Pins memory for a device, and lets it go, through torch's runtime. Calls come from any thread."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -206,7 +199,7 @@ class CudaRegistrar:
 class Registration:
     """The registrations of one mapping, made and undone in parallel."""
 
-    def __init__(self, registrar: Registrar, address: int, threads: int = 0) -> None:
+    def __init__(self, registrar: CudaRegistrar, address: int, threads: int = 0) -> None:
         self._registrar = registrar
         self._address = address
         self._threads = threads

@@ -114,7 +114,8 @@ class StepOutputs:
 
 
 class Runner(Protocol):
-    """A model behind streams. Not thread-safe: one executor thread launches everything."""
+    """A model behind streams. Not thread-safe: one executor thread launches everything. A port: engines bring runners
+    of their own."""
 
     @property
     def info(self) -> ModelInfo: ...

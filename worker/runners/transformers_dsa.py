@@ -8,7 +8,7 @@ and index key, and on an anchor layer index_topk and swap_in) and *attend* (atte
 MLP). Layers that share an anchor's selection get their misses copied on `swap` while earlier layers compute; their
 *attend* waits for that alone.
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
-flows from one operation to the next lies in a _Scratch; in a graph, the library's intermediates lie in its pool.
+flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
 Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dtype), by default the model's own.
 """
@@ -53,7 +53,7 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)
-class _Scratch:
+class _RunnerScratch:
     """What flows from one operation of a decode step to the next, for one batch size."""
 
     hidden: Tensor  # [B, 1, hidden]
@@ -105,7 +105,7 @@ class TransformersRunner:
         self._prompt: PromptAttention = (
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
-        self._scratch: dict[int, _Scratch] = {}
+        self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: DeviceState | None = None
         if deterministic_rows:
             layers.require_rows_apart(deterministic_rows)
@@ -211,7 +211,7 @@ class TransformersRunner:
             outputs.logits[:1] = logits
 
     @torch.inference_mode()
-    def _embed(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch) -> None:
+    def _embed(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch) -> None:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
         tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~real_rows(batch), 0)
         positions = (batch.lengths.long() - 1).clamp(min=0)
@@ -219,7 +219,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _project(
-        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, load: Callable[[], object]
+        self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer, load: Callable[[], object]
     ) -> None:
         """`load` swaps in what the layer selects, if it is an anchor."""
         layers = self._layers
@@ -232,7 +232,7 @@ class TransformersRunner:
             load()
 
     def _select(
-        self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
+        self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
     ) -> None:
         write_index_keys(state, layer.group, batch, encode(self._layers.keys, index.keys.squeeze(1)))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
@@ -241,14 +241,14 @@ class TransformersRunner:
             self.after_index_topk(layer.group, batch, scratch.topk)
 
     @torch.inference_mode()
-    def _attend(self, scratch: _Scratch, state: DeviceState, layer: Layer) -> None:
+    def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer) -> None:
         scaling = layer.attention.scaling
         attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
         scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, self._layers.decode_experts)
 
     @torch.inference_mode()
-    def _sample(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
+    def _sample(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
         logits = self._layers.logits(scratch.hidden)
         real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
         tokens = sample(
@@ -277,12 +277,12 @@ class TransformersRunner:
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
         self._prepared = state
 
-    def _scratch_for(self, rows: int) -> _Scratch:
+    def _scratch_for(self, rows: int) -> _RunnerScratch:
         if rows not in self._scratch:
             topk, device = self.geometry.topk, self._layers.device
             empty = torch.empty(0, device=device)
             shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
-            self._scratch[rows] = _Scratch(
+            self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
                 angles=(empty, empty),
                 queries=empty,

@@ -23,14 +23,14 @@ own, and destroying it ends all its tickets. That its process is proved dead is 
 what the kernel holds in socket buffers still lands. In every engine what lands goes through the receiver's process or
 its registrations, so that nothing lands once that is gone.
 
-    interface.py                   layouts, descriptions, events, the two ends
+    interface.py                   layouts, descriptions, events
     ends.py                        how they are made
     sending.py, receiving.py       the protocol: pure (outgoing.py: its state, sender_actions.py: what it asks for)
     sender.py, receiver.py         threads and sockets round it (pump.py, control.py)
     wire.py                        what the two ends say to each other
     engines/                       how bytes get across
 
-The ends are loaded when somebody asks for them: a worker that transfers nothing needs no checksum library.
+The ends are loaded on first use: a worker that transfers nothing needs no checksum library.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ from worker.transfer.interface import (
     Failed,
     Layout,
     PoolMemory,
-    Receiver,
     ReceiverEvent,
     Revoked,
-    Sender,
     SenderEvent,
 )
 
@@ -64,10 +62,8 @@ __all__ = [
     "Failed",
     "Layout",
     "PoolMemory",
-    "Receiver",
     "ReceiverEvent",
     "Revoked",
-    "Sender",
     "SenderEvent",
     "check_engine",
     "open_receiver",

@@ -1,6 +1,6 @@
 """The checksum of a page: xxh3-64.
 
-It guards against what a network, a NIC, a driver or a bug does to bytes, not against somebody who wants to deceive.
+It guards against what a network, a NIC, a driver or a bug does to bytes, not against an attacker.
 Measured on one core, warm pages: 10 to 14 GB/s, as fast as memory can be read; zlib's crc32 1.8, crc32c 6.6, zlib-ng's
 crc32 16 (another dependency for 32 bits). It is on always: a switch would be one more way to serve wrong rows.
 """

@@ -4,8 +4,8 @@ A sender's routing id is its name, which one process has at a time; libzmq recon
 is asked for again (wire.py). Over tcp the channel is CURVE-encrypted with a key drawn for this receiver: its
 description, which only the coordinator hands out, says whom to trust, and the life number in it who may begin.
 
-What this does not protect is the data path of an engine: UCX and Mooncake on TCP let whoever reaches their ports write
-to the process's memory. Their network must be one that only the cluster's nodes reach (docs/prefill-decode.md).
+CURVE does not protect the data path of an engine: UCX and Mooncake on TCP let any peer that reaches their ports
+write to the process's memory. Only the cluster's nodes may reach their network (docs/prefill-decode.md).
 """
 
 from __future__ import annotations

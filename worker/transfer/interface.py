@@ -1,7 +1,7 @@
-"""What executors and coordinators see of page transfer: layouts, descriptions, events, and the two ends.
+"""What executors and coordinators see of page transfer: layouts, descriptions and events of the two ends.
 
-    Receiver   on the decode node: opens tickets on host pages, says when each page has arrived, revokes
-    Sender     on the prefill node: sends pages of its own pool to the pages of a ticket
+    PageReceiver   on the decode node: opens tickets on host pages, says when each page has arrived, revokes
+    PageSender     on the prefill node: sends pages of its own pool to the pages of a ticket
 
 Both have a thread of their own; no method here waits for the network, `close` excepted. Methods are called by one
 thread (the executor's); `poll` returns what happened since the last call, in order.
@@ -9,9 +9,8 @@ thread (the executor's); `poll` returns what happened since the last call, in or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -67,7 +66,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches nobody. Whoever knows it
+    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches no other. Its holder
     may begin tickets; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
 
     version: int
@@ -160,73 +159,3 @@ class Failed:
 
 
 SenderEvent: TypeAlias = Delivered | Failed
-
-
-class Receiver(Protocol):
-    """The end that owns the destination pages."""
-
-    def describe(self) -> bytes:
-        """An encoded Description: what senders need, and what a coordinator hands on unread."""
-        ...
-
-    def open(self, ticket: int, pages: Sequence[int]) -> None:
-        """Let one sender write to host pages `pages`, in the order of the context, for `ticket`.
-
-        `ticket` is never reused in the life of either end (an admission number). Raises WrongState when it is open,
-        CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
-        """
-        ...
-
-    def revoke(self, ticket: int, reason: str) -> None:
-        """Close `ticket`, whatever has arrived. `Revoked` follows: at once when no sender has begun, else when its last
-        page is copied, or its sender has stopped or was shut out, within seconds. Of no ticket that is open: does
-        nothing (all pages have arrived, or it was revoked before)."""
-        ...
-
-    def sender_exited(self, sender: str) -> None:
-        """It has been proved that the process of `sender` is gone. Every ticket that it began ends with `Revoked`, and
-        it begins none that is open now. A later process may have the same name."""
-        ...
-
-    def poll(self) -> list[ReceiverEvent]:
-        """Raises InternalError when the thread of this end has died."""
-        ...
-
-    def close(self) -> None:
-        """Stop receiving; returns when nothing can be written through this end any more, within seconds."""
-        ...
-
-
-class Sender(Protocol):
-    """The end that owns the source pages."""
-
-    def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
-        """Begin to send `pages` pages to the receiver of `description`.
-
-        The receiver may open the ticket later than this, by up to BEGIN_LIMIT_S. `part_ends` cuts pages into parts
-        that are sent one by one: ends of parts in bytes from the start of the page, ascending, the last one
-        page_bytes; empty: whole pages. Raises ConfigError when layout, version or engine differ, naming both values;
-        WrongState when the ticket is open; CapacityError beyond TICKETS_MAX.
-        """
-        ...
-
-    def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
-        """Send part `part` of host page `page` as the `index`-th page of the ticket; once for each part.
-
-        The bytes must be final and stay so until `Delivered` or `Failed`. Queued beyond the window in flight. Does
-        nothing for a ticket that has ended. Raises BadInput for indices beyond what was opened, WrongState for a part
-        that was sent.
-        """
-        ...
-
-    def cancel(self, ticket: int, reason: str) -> None:
-        """Send no more. `Failed` follows when nothing is in flight, and the receiver's `Revoked`."""
-        ...
-
-    def poll(self) -> list[SenderEvent]:
-        """Raises InternalError when the thread of this end has died."""
-        ...
-
-    def close(self) -> None:
-        """Cancel all tickets, wait for what is in flight, within seconds, and let peers go."""
-        ...

@@ -10,7 +10,7 @@ from protocol.arrays import Int32Array
 from worker.transfer.wire import Begin
 
 
-class Phase(Enum):
+class SenderPhase(Enum):
     BEGINNING = "beginning"
     SENDING = "sending"
     STOPPING = "stopping"
@@ -30,7 +30,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Ticket:
+class SenderTicket:
     """`targets` are the destination pages, told by Ready; `posted` counts writes whose end was not seen."""
 
     peer: str
@@ -39,7 +39,7 @@ class Ticket:
     engine: str
     limit_at: float
     resend_at: float
-    phase: Phase = Phase.BEGINNING
+    phase: SenderPhase = SenderPhase.BEGINNING
     endpoint: int = 0
     targets: Int32Array | None = None
     units: dict[int, Unit] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The thread of one end: it performs what a pure core asks for, and tells the core what came of it.
 
 The core is called under one lock, by the executor's thread (open, send, revoke) and by this one (messages, completions,
-time); what it asks for goes into one queue, in order, and is performed here only. A core takes microseconds, so nobody
+time); what it asks for goes into one queue, in order, and is performed here only. A core takes microseconds: no thread
 waits for the network under the lock.
 
 How often the thread turns: at once when something was asked for or came over the control socket; else every TICK_S, or,

@@ -18,12 +18,20 @@ from worker.transfer.control import ReceiverControl
 from worker.transfer.engines.base import Target
 from worker.transfer.interface import TRANSFER_VERSION, Arrived, Description, Layout, PoolMemory, ReceiverEvent, Revoked
 from worker.transfer.pump import Pump, log
-from worker.transfer.receiving import Action, Admit, Check, Receiving, Say, ShutOut, Tell
+from worker.transfer.receiving import (
+    Action,
+    AdmitSender,
+    CheckUnit,
+    EmitReceiverEvent,
+    Receiving,
+    SendToSender,
+    ShutOut,
+)
 from worker.transfer.wire import Checked
 
 
 class PageReceiver(Pump[Action, ReceiverEvent]):
-    """A Receiver (interface.py). Use `worker.transfer.open_receiver`."""
+    """The end that owns the destination pages. Use `worker.transfer.open_receiver`."""
 
     def __init__(
         self,
@@ -44,24 +52,34 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         life = secrets.randbits(61) + 1
         self._description = Description(TRANSFER_VERSION, engine, name, control.address, life, control.key, layout)
         self._core = Receiving(layout, len(pool.pages), life, fetches=target.fetches)
-        self._checks: deque[tuple[Check, Future[tuple[int, float]]]] = deque()
+        self._checks: deque[tuple[CheckUnit, Future[tuple[int, float]]]] = deque()
         self.start()
 
-    # ---------------------------------------------------------------- Receiver
-
     def describe(self) -> bytes:
+        """An encoded Description: what senders need, and what a coordinator hands on unread."""
         return self._description.encode()
 
     def open(self, ticket: int, pages: Sequence[int]) -> None:
+        """Let one sender write to host pages `pages`, in the order of the context, for `ticket`.
+
+        `ticket` is a placement number: never reused in the life of either end. Raises WrongState when it is open,
+        CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
+        """
         self._ask(lambda: self._core.open(ticket, pages))
 
     def revoke(self, ticket: int, reason: str) -> None:
+        """Close `ticket`, whatever has arrived. `Revoked` follows: at once when no sender has begun, else when its last
+        page is copied, or its sender has stopped or was shut out, within seconds. Does nothing for a ticket that is not
+        open: all its pages have arrived, or it was revoked before."""
         self._ask(lambda: self._core.revoke(ticket, reason, time.monotonic()))
 
     def sender_exited(self, sender: str) -> None:
+        """The process of `sender` is proved gone. Every ticket that it began ends with `Revoked`, and it begins none
+        that is open now. A later process may have the same name."""
         self._ask(lambda: self._core.sender_exited(sender))
 
     def close(self) -> None:
+        """Stop receiving; returns within seconds, when nothing can be written through this end any more."""
         self._halt()
 
     # ---------------------------------------------------------------- Pump
@@ -92,15 +110,15 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Say(sender, message):
+            case SendToSender(sender, message):
                 self.counters.refused_units += isinstance(message, Checked) and not message.good
                 self._control.send(sender, message)
-            case Check():
+            case CheckUnit():
                 self._checks.append((action, self.jobs.submit(partial(self._take, action))))
-            case Tell(event):
+            case EmitReceiverEvent(event):
                 self._count(event)
                 self._tell(event)
-            case Admit(sender, place):
+            case AdmitSender(sender, place):
                 self._admit(sender, place)
             case ShutOut(sender):
                 wait([future for check, future in self._checks if check.sender == sender])
@@ -109,7 +127,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
                 log.warning("sender of pages shut out", extra=fields(sender=sender))
                 self._ask(partial(self._core.shut_out, sender))
 
-    def _take(self, check: Check) -> tuple[int, float]:
+    def _take(self, check: CheckUnit) -> tuple[int, float]:
         """Checksum, and the seconds it took, with the copy where there is one."""
         began = time.perf_counter()
         return self._target.take(check), time.perf_counter() - began

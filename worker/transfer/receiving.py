@@ -10,7 +10,7 @@
                 └──────────────────────────────► (revoked)
 
 An engine that *fetches* has the receiver copy each page; so what may land is known here, and a revocation waits for
-copies under way and for nobody else. With the others the sender writes, and is asked to stop, or shut out.
+copies under way and for nothing else. With the others the sender writes, and is asked to stop, or shut out.
 
 A page counts as arrived when the checksum fits *after* its sender said that the write had completed. Since a unit is
 written again only after it was refused here, and an attempt refused once is never looked at again, no write to an
@@ -42,13 +42,13 @@ from worker.transfer.interface import (
 )
 from worker.transfer.wire import (
     Begin,
+    BeginRefused,
     Checked,
     Ready,
     ReceiverMessage,
-    Refused,
     SenderMessage,
-    Stop,
     Stopped,
+    StopWriting,
     Unknown,
     Written,
 )
@@ -65,13 +65,13 @@ assert STOP_RESEND_S * 4 < STOP_LIMIT_S  # several Stops may be lost
 
 
 @dataclass(frozen=True)
-class Say:
+class SendToSender:
     sender: str
     message: ReceiverMessage
 
 
 @dataclass(frozen=True)
-class Admit:
+class AdmitSender:
     """Make an endpoint for `sender`, whose pages lie at `place`; `admitted` or `not_admitted` answers."""
 
     sender: str
@@ -86,7 +86,7 @@ class ShutOut:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckUnit:
     """Take the checksum of `length` bytes at `offset` of host page `page`, fetched before from host page `source` of
     `sender` where the engine does that; `checked` answers."""
 
@@ -102,24 +102,24 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Tell:
+class EmitReceiverEvent:
     event: ReceiverEvent
 
 
-Action: TypeAlias = Say | Admit | ShutOut | Check | Tell
+Action: TypeAlias = SendToSender | AdmitSender | ShutOut | CheckUnit | EmitReceiverEvent
 
 
-class Phase(Enum):
+class ReceiverPhase(Enum):
     WAITING = "waiting"
     LIVE = "live"
     STOPPING = "stopping"
 
 
 @dataclass(slots=True)
-class _Ticket:
+class ReceiverTicket:
     pages: tuple[int, ...]
     opened: int
-    phase: Phase = Phase.WAITING
+    phase: ReceiverPhase = ReceiverPhase.WAITING
     sender: str = ""
     part_ends: tuple[int, ...] = ()
     good: set[int] = field(default_factory=set)
@@ -147,7 +147,7 @@ class Receiving:
         self._host_pages = host_pages
         self._life = life
         self._fetches = fetches
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets: dict[int, ReceiverTicket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> whether all of it arrived
         self._endpoints: dict[str, _Endpoint] = {}
         self._exited: OrderedDict[str, int] = OrderedDict()  # sender -> tickets that had been opened by then
@@ -160,13 +160,13 @@ class Receiving:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody may be writing."""
-        return all(ticket.phase is Phase.WAITING for ticket in self._tickets.values())
+        """Whether no sender may be writing."""
+        return all(ticket.phase is ReceiverPhase.WAITING for ticket in self._tickets.values())
 
     # ---------------------------------------------------------------- the owner of the pages
 
     def open(self, ticket: int, pages: Sequence[int]) -> list[Action]:
-        """Raises as Receiver.open does; then nothing is open."""
+        """Raises as PageReceiver.open does; then nothing is open."""
         if ticket in self._tickets or ticket in self._ended:
             raise WrongState("it is open, or was", field="ticket", value=ticket)
         if len(self._tickets) >= TICKETS_MAX:
@@ -179,18 +179,18 @@ class Receiving:
         if len(set(pages)) < len(pages):
             raise BadInput("a page is named twice", field="pages", value=sorted(pages))
         self._opened += 1
-        self._tickets[ticket] = _Ticket(tuple(pages), self._opened, pages_left=len(pages))
+        self._tickets[ticket] = ReceiverTicket(tuple(pages), self._opened, pages_left=len(pages))
         return []
 
     def revoke(self, ticket: int, reason: str, now: float) -> list[Action]:
         held = self._tickets.get(ticket)
-        if held is None or held.phase is Phase.STOPPING:
+        if held is None or held.phase is ReceiverPhase.STOPPING:
             return []
         held.reason = reason
-        if held.phase is Phase.WAITING:
+        if held.phase is ReceiverPhase.WAITING:
             return [self._end(ticket)]
-        held.phase, held.stop_at, held.resend_at = Phase.STOPPING, now + STOP_LIMIT_S, now + STOP_RESEND_S
-        return [Say(held.sender, Stop(ticket, reason)), *self._end_if_fetched(ticket)]
+        held.phase, held.stop_at, held.resend_at = ReceiverPhase.STOPPING, now + STOP_LIMIT_S, now + STOP_RESEND_S
+        return [SendToSender(held.sender, StopWriting(ticket, reason)), *self._end_if_fetched(ticket)]
 
     def sender_exited(self, sender: str) -> list[Action]:
         """Its process is gone; what a network still holds of it is not, where there is one. Another process may have
@@ -216,22 +216,22 @@ class Receiving:
     def _begin(self, sender: str, begin: Begin) -> list[Action]:
         ticket = self._tickets.get(begin.ticket)
         if ticket is None and begin.ticket not in self._ended and begin.life == self._life:
-            return [Say(sender, Unknown(begin.ticket))]
+            return [SendToSender(sender, Unknown(begin.ticket))]
         try:
             part_ends = self._require_fit(sender, begin, ticket)
         except HiSparseError as error:
-            return [Say(sender, Refused(begin.ticket, str(error)))]
+            return [SendToSender(sender, BeginRefused(begin.ticket, str(error)))]
         assert ticket is not None
-        if ticket.phase is Phase.WAITING:
+        if ticket.phase is ReceiverPhase.WAITING:
             ticket.sender, ticket.part_ends = sender, part_ends
         endpoint = self._endpoints.get(sender)
         if endpoint is None:
             self._endpoint_numbers += 1
             self._endpoints[sender] = _Endpoint(self._endpoint_numbers)
-            return [Admit(sender, begin.place)]
+            return [AdmitSender(sender, begin.place)]
         return self._ready(begin.ticket, ticket, endpoint)
 
-    def _require_fit(self, sender: str, begin: Begin, ticket: _Ticket | None) -> tuple[int, ...]:
+    def _require_fit(self, sender: str, begin: Begin, ticket: ReceiverTicket | None) -> tuple[int, ...]:
         """The ends of parts. Raises HiSparseError saying why `begin` is refused."""
         if begin.version != TRANSFER_VERSION:
             raise BadInput(
@@ -240,7 +240,7 @@ class Receiving:
         if begin.life != self._life:
             raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
         self._layout.require_same(begin.layout, sender)
-        if ticket is None or ticket.phase is Phase.STOPPING:
+        if ticket is None or ticket.phase is ReceiverPhase.STOPPING:
             raise WrongState("the ticket is closed", field="ticket", value=begin.ticket)
         if ticket.opened <= self._exited.get(sender, 0):
             raise WrongState("its process was proved dead when the ticket was open", field="sender", value=sender)
@@ -264,7 +264,7 @@ class Receiving:
         return ends
 
     def admitted(self, sender: str, blob: bytes) -> list[Action]:
-        """The endpoint of `sender` is made; whoever waits for it may write."""
+        """The endpoint of `sender` is made; tickets that wait for it may be written."""
         endpoint = self._endpoints[sender]
         endpoint.blob = blob
         mine = [(number, ticket) for number, ticket in self._tickets.items() if ticket.sender == sender]
@@ -276,27 +276,33 @@ class Receiving:
         waiting = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
         for number in waiting:
             self._tickets[number].sender = ""
-        return [Say(sender, Refused(number, reason)) for number in waiting]
+        return [SendToSender(sender, BeginRefused(number, reason)) for number in waiting]
 
-    def _ready(self, number: int, ticket: _Ticket, endpoint: _Endpoint) -> list[Action]:
-        if endpoint.blob is None or endpoint.shutting or ticket.phase not in (Phase.WAITING, Phase.LIVE):
+    def _ready(self, number: int, ticket: ReceiverTicket, endpoint: _Endpoint) -> list[Action]:
+        if (
+            endpoint.blob is None
+            or endpoint.shutting
+            or ticket.phase not in (ReceiverPhase.WAITING, ReceiverPhase.LIVE)
+        ):
             return []  # it asks again
-        ticket.phase = Phase.LIVE
-        return [Say(ticket.sender, Ready(number, pack_int32(ticket.pages), endpoint.number, endpoint.blob))]
+        ticket.phase = ReceiverPhase.LIVE
+        return [SendToSender(ticket.sender, Ready(number, pack_int32(ticket.pages), endpoint.number, endpoint.blob))]
 
     def _written(self, sender: str, written: Written) -> list[Action]:
         number, unit = written.ticket, written.unit
         ticket = self._tickets.get(number)
         if ticket is None:
             arrived = self._ended.get(number, False)
-            answer = Checked(number, unit, written.attempt, True) if arrived else Stop(number, "the ticket is closed")
-            return [Say(sender, answer)]
+            answer = (
+                Checked(number, unit, written.attempt, True) if arrived else StopWriting(number, "the ticket is closed")
+            )
+            return [SendToSender(sender, answer)]
         if ticket.sender != sender or not 0 <= unit < len(ticket.pages) * len(ticket.part_ends):
             return []
-        if ticket.phase is not Phase.LIVE:
-            return [Say(sender, Stop(number, ticket.reason))]
+        if ticket.phase is not ReceiverPhase.LIVE:
+            return [SendToSender(sender, StopWriting(number, ticket.reason))]
         if unit in ticket.good or written.attempt <= ticket.refused.get(unit, 0):  # the answer was lost
-            return [Say(sender, Checked(number, unit, written.attempt, unit in ticket.good))]
+            return [SendToSender(sender, Checked(number, unit, written.attempt, unit in ticket.good))]
         if unit in ticket.checking:
             return []
         ticket.checking[unit] = written.attempt
@@ -304,18 +310,18 @@ class Receiving:
         offset = ticket.part_ends[part - 1] if part else 0
         length = ticket.part_ends[part] - offset
         page, source = ticket.pages[index], written.source
-        return [Check(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
+        return [CheckUnit(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
 
-    def checked(self, check: Check, good: bool) -> list[Action]:
+    def checked(self, check: CheckUnit, good: bool) -> list[Action]:
         """The checksum was taken."""
         number, unit = check.ticket, check.unit
         ticket = self._tickets.get(number)
         if ticket is None:
             return []
         del ticket.checking[unit]
-        if ticket.phase is not Phase.LIVE:
+        if ticket.phase is not ReceiverPhase.LIVE:
             return self._end_if_fetched(number)
-        answer = Say(ticket.sender, Checked(number, unit, check.attempt, good))
+        answer = SendToSender(ticket.sender, Checked(number, unit, check.attempt, good))
         if not good:
             ticket.refused[unit] = check.attempt
             return [answer]
@@ -329,14 +335,14 @@ class Receiving:
         if not ticket.pages_left:
             del self._tickets[number]
             self._remember(number, arrived=True)
-        return [answer, Tell(Arrived(number, index))]
+        return [answer, EmitReceiverEvent(Arrived(number, index))]
 
     def _stopped(self, sender: str, stopped: Stopped) -> list[Action]:
         ticket = self._tickets.get(stopped.ticket)
         if ticket is None or ticket.sender != sender:
             return []
         ticket.reason = ticket.reason or stopped.reason
-        ticket.phase = Phase.STOPPING
+        ticket.phase = ReceiverPhase.STOPPING
         if self._fetches:
             return self._end_if_fetched(stopped.ticket)
         return [self._end(stopped.ticket)] if stopped.clean else self._cut_off(sender)
@@ -344,16 +350,16 @@ class Receiving:
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Action]:
-        """Repeat Stop, and shut out who does not answer."""
+        """Repeat StopWriting, and shut out senders that do not answer."""
         actions: list[Action] = []
         for number, ticket in list(self._tickets.items()):
-            if ticket.phase is not Phase.STOPPING or self._fetches:
+            if ticket.phase is not ReceiverPhase.STOPPING or self._fetches:
                 continue
             if now >= ticket.stop_at:
                 actions += self._cut_off(ticket.sender)
             elif now >= ticket.resend_at:
                 ticket.resend_at = now + STOP_RESEND_S
-                actions.append(Say(ticket.sender, Stop(number, ticket.reason)))
+                actions.append(SendToSender(ticket.sender, StopWriting(number, ticket.reason)))
         return actions
 
     # ---------------------------------------------------------------- the end of tickets
@@ -381,7 +387,7 @@ class Receiving:
     def _end(self, number: int) -> Action:
         ticket = self._tickets.pop(number)
         self._remember(number, arrived=False)
-        return Tell(Revoked(number, ticket.reason))
+        return EmitReceiverEvent(Revoked(number, ticket.reason))
 
     def _remember(self, number: int, *, arrived: bool) -> None:
         self._ended[number] = arrived

@@ -14,7 +14,16 @@ from worker.transfer.control import SenderControl
 from worker.transfer.engines.base import Source, SourceMaker
 from worker.transfer.interface import Delivered, Failed, Layout, PoolMemory, SenderEvent
 from worker.transfer.pump import Pump, log
-from worker.transfer.sender_actions import Action, Connect, Disconnect, Leave, Post, Reach, Say, Tell
+from worker.transfer.sender_actions import (
+    Action,
+    Connect,
+    Disconnect,
+    EmitSenderEvent,
+    Leave,
+    Post,
+    Reach,
+    SendToReceiver,
+)
 from worker.transfer.sending import WINDOW_BYTES, WINDOW_UNITS, Sending
 
 #: How long `close` waits for what is in flight.
@@ -22,7 +31,8 @@ CLOSE_WAIT_S: Final = 5.0
 
 
 class PageSender(Pump[Action, SenderEvent]):
-    """A Sender (interface.py). Use `worker.transfer.open_sender`. An engine is loaded when a receiver asks for it."""
+    """The end that owns the source pages. Use `worker.transfer.open_sender`. An engine is loaded when a receiver asks
+    for it."""
 
     def __init__(
         self,
@@ -47,18 +57,31 @@ class PageSender(Pump[Action, SenderEvent]):
         self._core = Sending(layout, len(pool.pages), places, window_bytes=window_bytes, window_units=window_units)
         self.start()
 
-    # ---------------------------------------------------------------- Sender
-
     def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
+        """Begin to send `pages` pages to the receiver of `description`.
+
+        The receiver may open the ticket later than this, by up to BEGIN_LIMIT_S. `part_ends` cuts pages into parts
+        that are sent one by one: ends of parts in bytes from the start of the page, ascending, the last one
+        page_bytes; empty: whole pages. Raises ConfigError when layout, version or engine differ, naming both values;
+        WrongState when the ticket is open; CapacityError beyond TICKETS_MAX.
+        """
         self._ask(lambda: self._core.open(ticket, description, pages, part_ends, time.monotonic()))
 
     def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
+        """Send part `part` of host page `page` as the `index`-th page of the ticket; once for each part.
+
+        The bytes must be final and stay so until `Delivered` or `Failed`. Queued beyond the window in flight. Does
+        nothing for a ticket that has ended. Raises BadInput for indices beyond what was opened, WrongState for a part
+        that was sent.
+        """
         self._ask(lambda: self._core.send(ticket, index, page, part, time.monotonic()))
 
     def cancel(self, ticket: int, reason: str) -> None:
+        """Send no more. `Failed` follows when nothing is in flight, and the receiver's `Revoked`."""
         self._ask(lambda: self._core.cancel(ticket, reason, time.monotonic()))
 
     def close(self) -> None:
+        """Cancel all tickets, wait for what is in flight, within seconds, and let peers go."""
         self._ask(lambda: self._core.cancel_all("its sender closes", time.monotonic()))
         give_up_at = time.monotonic() + CLOSE_WAIT_S
         while self._core.open_tickets and self._thread.is_alive() and time.monotonic() < give_up_at:
@@ -88,7 +111,7 @@ class PageSender(Pump[Action, SenderEvent]):
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Say(peer, message):
+            case SendToReceiver(peer, message):
                 self._control.send(peer, message)
             case Reach(peer, key):
                 self._control.reach(peer, key)
@@ -102,7 +125,7 @@ class PageSender(Pump[Action, SenderEvent]):
                 source = self._by_endpoint.pop((peer, endpoint), None)
                 if source is not None:
                     source.disconnect(peer, endpoint)
-            case Tell(event):
+            case EmitSenderEvent(event):
                 self._count(event)
                 self._tell(event)
 

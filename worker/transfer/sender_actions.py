@@ -10,7 +10,7 @@ from worker.transfer.wire import SenderMessage
 
 
 @dataclass(frozen=True)
-class Say:
+class SendToReceiver:
     """To the receiver at control address `peer`."""
 
     peer: str
@@ -67,8 +67,8 @@ class Post:
 
 
 @dataclass(frozen=True)
-class Tell:
+class EmitSenderEvent:
     event: SenderEvent
 
 
-Action: TypeAlias = Say | Reach | Leave | Connect | Disconnect | Post | Tell
+Action: TypeAlias = SendToReceiver | Reach | Leave | Connect | Disconnect | Post | EmitSenderEvent

@@ -1,10 +1,10 @@
 """The sending end of page transfer as a state machine: what is posted, what has landed, what is tried again.
 
     of a ticket   BEGINNING ──Ready──► SENDING ──every unit checked──► (delivered)
-                      │                   │ Stop, cancel, a limit, a checksum refused ATTEMPTS_MAX times
+                      │                   │ StopWriting, cancel, a limit, a checksum refused ATTEMPTS_MAX times
                       │                   ▼
                       │                STOPPING ──nothing in flight: Stopped, clean──► (failed)
-                      └── Refused, BEGIN_LIMIT_S ─────────────────────────────────────► (failed)
+                      └── BeginRefused, BEGIN_LIMIT_S ─────────────────────────────────────► (failed)
     of a unit     queued ──window──► posted ──the engine is done──► written ──Checked──► delivered, or queued again
 
 A unit is posted again only after its last write was seen to end and its checksum was refused. A write that *fails* is
@@ -36,9 +36,28 @@ from worker.transfer.interface import (
     Failed,
     Layout,
 )
-from worker.transfer.outgoing import Lane, Phase, Ticket, Unit
-from worker.transfer.sender_actions import Action, Connect, Disconnect, Leave, Post, Reach, Say, Tell
-from worker.transfer.wire import Begin, Checked, Ready, ReceiverMessage, Refused, Stop, Stopped, Unknown, Written
+from worker.transfer.outgoing import Lane, SenderPhase, SenderTicket, Unit
+from worker.transfer.sender_actions import (
+    Action,
+    Connect,
+    Disconnect,
+    EmitSenderEvent,
+    Leave,
+    Post,
+    Reach,
+    SendToReceiver,
+)
+from worker.transfer.wire import (
+    Begin,
+    BeginRefused,
+    Checked,
+    Ready,
+    ReceiverMessage,
+    Stopped,
+    StopWriting,
+    Unknown,
+    Written,
+)
 
 #: A receiver may open a ticket this long after its sender: commands to both travel by different ways.
 BEGIN_LIMIT_S: Final = 30.0
@@ -79,7 +98,7 @@ class Sending:
         self._engines = engines
         self._window_bytes = window_bytes
         self._window_units = window_units
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, SenderTicket] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> clean
         self._lanes: dict[str, Lane] = {}
         self._endpoints: dict[str, int] = {}
@@ -96,7 +115,7 @@ class Sending:
     # ---------------------------------------------------------------- the owner of the pages
 
     def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int], now: float) -> list[Action]:
-        """Raises as Sender.open does; then nothing is open."""
+        """Raises as PageSender.open does; then nothing is open."""
         if ticket in self._tickets or ticket in self._ended:
             raise WrongState("it is open, or was", field="ticket", value=ticket)
         if len(self._tickets) >= TICKETS_MAX:
@@ -121,13 +140,13 @@ class Sending:
             TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends), self._engines[theirs.engine]
         )
         self._lanes.setdefault(theirs.address, Lane())
-        self._tickets[ticket] = Ticket(
+        self._tickets[ticket] = SenderTicket(
             theirs.address, begin, ends, theirs.engine, now + BEGIN_LIMIT_S, now + BEGIN_RESEND_S, pages_left=pages
         )
-        return [Reach(theirs.address, theirs.key), Say(theirs.address, begin)]
+        return [Reach(theirs.address, theirs.key), SendToReceiver(theirs.address, begin)]
 
     def send(self, ticket: int, index: int, page: int, part: int, now: float) -> list[Action]:
-        """Raises as Sender.send does; then nothing is sent."""
+        """Raises as PageSender.send does; then nothing is sent."""
         held = self._tickets.get(ticket)
         if held is None:
             if ticket not in self._ended:
@@ -142,11 +161,11 @@ class Sending:
         unit = index * len(held.part_ends) + part
         if unit in held.sent:
             raise WrongState("it was sent", field="index, part", value=(index, part))
-        if held.phase is Phase.STOPPING:
+        if held.phase is SenderPhase.STOPPING:
             return []
         held.sent.add(unit)
         held.units[unit] = Unit(page)
-        if held.phase is Phase.BEGINNING:
+        if held.phase is SenderPhase.BEGINNING:
             return []
         self._lanes[held.peer].queue.append((ticket, unit))
         return self._fill(held.peer, now)
@@ -163,9 +182,9 @@ class Sending:
         """A message of the receiver at `peer`. Nothing that it may say raises."""
         ticket = self._tickets.get(message.ticket)
         if ticket is None or ticket.peer != peer:
-            if isinstance(message, Stop) and ticket is None:  # our answer was lost
+            if isinstance(message, StopWriting) and ticket is None:  # our answer was lost
                 clean = self._ended.get(message.ticket, False)
-                return [Say(peer, Stopped(message.ticket, clean, "the ticket has ended"))]
+                return [SendToReceiver(peer, Stopped(message.ticket, clean, "the ticket has ended"))]
             return []
         actions: list[Action] = []
         match message:
@@ -173,16 +192,16 @@ class Sending:
                 actions = self._ready(message, ticket, now)
             case Unknown():
                 pass  # asked again until BEGIN_LIMIT_S
-            case Refused():
+            case BeginRefused():
                 actions = self._stop(message.ticket, f"refused: {message.reason}", now)
             case Checked():
                 actions = self._checked(message, ticket, now)
-            case Stop():
+            case StopWriting():
                 actions = self._stop(message.ticket, f"stopped by its receiver: {message.reason}", now)
         return actions
 
-    def _ready(self, ready: Ready, ticket: Ticket, now: float) -> list[Action]:
-        if ticket.phase is not Phase.BEGINNING:
+    def _ready(self, ready: Ready, ticket: SenderTicket, now: float) -> list[Action]:
+        if ticket.phase is not SenderPhase.BEGINNING:
             return []
         try:
             targets = unpack_int32(ready.pages, "pages")
@@ -190,7 +209,7 @@ class Sending:
             return self._stop(ready.ticket, str(error), now)
         if len(targets) != ticket.begin.pages:
             return self._stop(ready.ticket, f"{len(targets)} pages for {ticket.begin.pages}", now)
-        ticket.phase, ticket.endpoint, ticket.targets = Phase.SENDING, ready.endpoint, targets
+        ticket.phase, ticket.endpoint, ticket.targets = SenderPhase.SENDING, ready.endpoint, targets
         actions: list[Action] = []
         known = self._endpoints.get(ticket.peer)
         if known != ready.endpoint:
@@ -202,9 +221,14 @@ class Sending:
         lane.queue.extend((ready.ticket, unit) for unit in ticket.units)
         return actions + self._fill(ticket.peer, now)
 
-    def _checked(self, checked: Checked, ticket: Ticket, now: float) -> list[Action]:
+    def _checked(self, checked: Checked, ticket: SenderTicket, now: float) -> list[Action]:
         unit = ticket.units.get(checked.unit)
-        if unit is None or not unit.written or unit.attempt != checked.attempt or ticket.phase is not Phase.SENDING:
+        if (
+            unit is None
+            or not unit.written
+            or unit.attempt != checked.attempt
+            or ticket.phase is not SenderPhase.SENDING
+        ):
             return []
         self._leave_flight(ticket, checked.unit)
         del ticket.units[checked.unit]
@@ -216,13 +240,13 @@ class Sending:
         ticket.parts_left[index] = left
         if not left:
             ticket.pages_left -= 1
-            actions.append(Tell(Delivered(checked.ticket, index)))
+            actions.append(EmitSenderEvent(Delivered(checked.ticket, index)))
         if not ticket.pages_left:
             del self._tickets[checked.ticket]
             self._remember(checked.ticket, clean=True)
         return actions + self._fill(ticket.peer, now)
 
-    def _again(self, number: int, ticket: Ticket, at: int, unit: Unit, now: float) -> list[Action]:
+    def _again(self, number: int, ticket: SenderTicket, at: int, unit: Unit, now: float) -> list[Action]:
         if unit.attempt >= ATTEMPTS_MAX:
             index = at // len(ticket.part_ends)
             return self._stop(number, f"page {index} arrived with a wrong checksum {ATTEMPTS_MAX} times", now)
@@ -243,10 +267,10 @@ class Sending:
         unit.posted, unit.written, unit.checksum = False, True, checksum
         unit.limit_at, unit.resend_at = now + CHECK_LIMIT_S, now + CHECK_RESEND_S
         ticket.posted -= 1
-        if ticket.phase is Phase.STOPPING:
+        if ticket.phase is SenderPhase.STOPPING:
             self._leave_flight(ticket, post.unit)
             return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
-        return [Say(ticket.peer, Written(post.ticket, post.unit, unit.attempt, checksum, unit.source))]
+        return [SendToReceiver(ticket.peer, Written(post.ticket, post.unit, unit.attempt, checksum, unit.source))]
 
     def not_posted(self, post: Post, reason: str, now: float) -> list[Action]:
         """The engine could not begin the write: nothing has left, so the ticket ends cleanly. The next one connects
@@ -259,7 +283,7 @@ class Sending:
         self._leave_flight(ticket, post.unit)
         del ticket.units[post.unit]
         ticket.posted -= 1
-        if ticket.phase is Phase.STOPPING:
+        if ticket.phase is SenderPhase.STOPPING:
             return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
         return self._stop(post.ticket, f"cannot write to its pages: {reason}", now)
 
@@ -270,7 +294,7 @@ class Sending:
         while lane.queue:
             number, at = lane.queue[0]
             ticket = self._tickets.get(number)
-            if ticket is None or ticket.phase is not Phase.SENDING:
+            if ticket is None or ticket.phase is not SenderPhase.SENDING:
                 lane.queue.popleft()
                 continue
             offset, length = ticket.extent(at)
@@ -283,7 +307,7 @@ class Sending:
             actions.append(self._post(number, ticket, at, offset, length, now))
         return actions
 
-    def _post(self, number: int, ticket: Ticket, at: int, offset: int, length: int, now: float) -> Post:
+    def _post(self, number: int, ticket: SenderTicket, at: int, offset: int, length: int, now: float) -> Post:
         assert ticket.targets is not None
         unit = ticket.units[at]
         unit.posted, unit.limit_at = True, now + WRITE_LIMIT_S
@@ -292,7 +316,7 @@ class Sending:
         target = int(ticket.targets[at // len(ticket.part_ends)])
         return Post(ticket.peer, ticket.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
 
-    def _leave_flight(self, ticket: Ticket, unit: int) -> None:
+    def _leave_flight(self, ticket: SenderTicket, unit: int) -> None:
         ticket.in_flight.remove(unit)
         lane = self._lanes[ticket.peer]
         lane.units -= 1
@@ -306,7 +330,7 @@ class Sending:
         for number, ticket in list(self._tickets.items()):
             if number not in self._tickets:  # broken with another ticket of its endpoint
                 continue
-            if ticket.phase is Phase.BEGINNING:
+            if ticket.phase is SenderPhase.BEGINNING:
                 actions += self._tick_beginning(number, ticket, now)
             else:
                 actions += self._tick_units(number, ticket, now)
@@ -326,27 +350,29 @@ class Sending:
         endpoint = self._endpoints.pop(peer, None)
         return [Leave(peer)] if endpoint is None else [Disconnect(peer, endpoint), Leave(peer)]
 
-    def _tick_beginning(self, number: int, ticket: Ticket, now: float) -> list[Action]:
+    def _tick_beginning(self, number: int, ticket: SenderTicket, now: float) -> list[Action]:
         if now >= ticket.limit_at:
             return self._end(number, f"its receiver did not answer within {BEGIN_LIMIT_S:g} s", clean=True)
         if now < ticket.resend_at:
             return []
         ticket.resend_at = now + BEGIN_RESEND_S
-        return [Say(ticket.peer, ticket.begin)]
+        return [SendToReceiver(ticket.peer, ticket.begin)]
 
-    def _tick_units(self, number: int, ticket: Ticket, now: float) -> list[Action]:
+    def _tick_units(self, number: int, ticket: SenderTicket, now: float) -> list[Action]:
         actions: list[Action] = []
         for at in ticket.in_flight:
             unit = ticket.units[at]
             if unit.posted and now >= unit.limit_at:
                 return self._break(ticket.peer, ticket.endpoint, f"a write took longer than {WRITE_LIMIT_S:g} s")
-            if not unit.written or ticket.phase is not Phase.SENDING:
+            if not unit.written or ticket.phase is not SenderPhase.SENDING:
                 continue
             if now >= unit.limit_at:
                 return actions + self._stop(number, f"a page was not verified within {CHECK_LIMIT_S:g} s", now)
             if now >= unit.resend_at:
                 unit.resend_at = now + CHECK_RESEND_S
-                actions.append(Say(ticket.peer, Written(number, at, unit.attempt, unit.checksum, unit.source)))
+                actions.append(
+                    SendToReceiver(ticket.peer, Written(number, at, unit.attempt, unit.checksum, unit.source))
+                )
         return actions
 
     # ---------------------------------------------------------------- the end of tickets
@@ -354,9 +380,9 @@ class Sending:
     def _stop(self, number: int, reason: str, now: float) -> list[Action]:
         """Post no more; ends when nothing is in flight."""
         ticket = self._tickets[number]
-        if ticket.phase is Phase.STOPPING:
+        if ticket.phase is SenderPhase.STOPPING:
             return []
-        ticket.phase, ticket.reason = Phase.STOPPING, reason
+        ticket.phase, ticket.reason = SenderPhase.STOPPING, reason
         for at, unit in list(ticket.units.items()):
             if not unit.posted:
                 del ticket.units[at]
@@ -384,7 +410,7 @@ class Sending:
     def _end(self, number: int, reason: str, *, clean: bool) -> list[Action]:
         ticket = self._tickets.pop(number)
         self._remember(number, clean=clean)
-        return [Say(ticket.peer, Stopped(number, clean, reason)), Tell(Failed(number, reason))]
+        return [SendToReceiver(ticket.peer, Stopped(number, clean, reason)), EmitSenderEvent(Failed(number, reason))]
 
     def _remember(self, number: int, *, clean: bool) -> None:
         self._ended[number] = clean

@@ -14,10 +14,10 @@ from metrics.state import TransferCounters
 from protocol.arrays import unpack_int32
 from protocol.config import pool_path
 from protocol.errors import BadInput
+from protocol.inventory import InventoryRow
 from protocol.logs import fields, logger
 from protocol.messages import DECODE, PREFILL, Receive
 from protocol.settings import Config, WorkerSettings
-from worker.device.inventory import Holding
 from worker.pool.file import HEADER_BYTES
 from worker.pool.host_pool import MappedPool
 from worker.runners.base import Runner
@@ -80,7 +80,7 @@ def sender_name(worker: str, pid: int) -> str:
 
 
 class Transfers:
-    """Either end may be missing: whoever only prefills takes nothing in, whoever only decodes sends nothing."""
+    """Either end may be missing: a worker that only prefills takes nothing in, one that only decodes sends nothing."""
 
     def __init__(self, sender: PageSender | None = None, receiver: PageReceiver | None = None) -> None:
         self.sender = sender
@@ -97,9 +97,9 @@ class Transfers:
         ends = {"sender": self.sender, "receiver": self.receiver}
         return {name: end.counters for name, end in ends.items() if end is not None}
 
-    def holdings(self) -> list[Holding]:
-        """Of an audit: host pages and a seat each, as the ledger counts tickets."""
-        return [Holding(ticket, it.host_pages, 0, 0, 0, 0) for ticket, it in self._incoming.items()]
+    def inventory(self) -> list[tuple[InventoryRow, list[int]]]:
+        """For an audit: a row for each ticket, and the ids of its host pages. The ledger counts a seat for each."""
+        return [(InventoryRow(ticket, len(it.host_pages)), it.host_pages) for ticket, it in self._incoming.items()]
 
     def close(self) -> None:
         """End both ends, within seconds: nothing reads or writes pages through them any more."""

@@ -1,7 +1,7 @@
 """What senders and receivers say to each other, over a ZMQ DEALER and ROUTER of their own.
 
     sender -> receiver    Begin, Written, Stopped
-    receiver -> sender    Ready, Unknown, Refused, Checked, Stop
+    receiver -> sender    Ready, Unknown, BeginRefused, Checked, Stop
 
 A *unit* is one part of one page: `index * parts + part`. Anything may be lost or come twice: a sender repeats Begin and
 Written, a receiver repeats Stop, until they are answered, and both answer what they have answered before.
@@ -20,11 +20,11 @@ from worker.transfer.interface import Layout
 CONTROL_BYTES_MAX: Final = 1 << 20
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _TransferMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of what crosses the control socket."""
 
 
-class Begin(_Message, frozen=True, tag="begin"):
+class Begin(_TransferMessage, frozen=True, tag="begin"):
     """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64; `place` says to
     an engine that fetches where the sender's pages lie."""
 
@@ -37,7 +37,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     place: bytes = b""
 
 
-class Ready(_Message, frozen=True, tag="ready"):
+class Ready(_TransferMessage, frozen=True, tag="ready"):
     """Write to `pages` (int32) through `endpoint`, which `blob` describes to the engine. From here on writes land."""
 
     ticket: int
@@ -46,20 +46,20 @@ class Ready(_Message, frozen=True, tag="ready"):
     blob: bytes
 
 
-class Unknown(_Message, frozen=True, tag="unknown"):
+class Unknown(_TransferMessage, frozen=True, tag="unknown"):
     """The ticket is not open here, yet or any more: ask again."""
 
     ticket: int
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class BeginRefused(_TransferMessage, frozen=True, tag="refused"):
     """The ticket will not be served; nothing was written for it."""
 
     ticket: int
     reason: str
 
 
-class Written(_Message, frozen=True, tag="written"):
+class Written(_TransferMessage, frozen=True, tag="written"):
     """A unit with this xxh3-64 was written, or may be fetched from the sender's host page `source`. `attempt` counts
     from 1."""
 
@@ -70,7 +70,7 @@ class Written(_Message, frozen=True, tag="written"):
     source: int
 
 
-class Checked(_Message, frozen=True, tag="checked"):
+class Checked(_TransferMessage, frozen=True, tag="checked"):
     """Whether the bytes of a unit have the checksum that came with `attempt`."""
 
     ticket: int
@@ -79,14 +79,14 @@ class Checked(_Message, frozen=True, tag="checked"):
     good: bool
 
 
-class Stop(_Message, frozen=True, tag="stop"):
+class StopWriting(_TransferMessage, frozen=True, tag="stop"):
     """Post no more writes for the ticket; answer Stopped when none is in flight."""
 
     ticket: int
     reason: str
 
 
-class Stopped(_Message, frozen=True, tag="stopped"):
+class Stopped(_TransferMessage, frozen=True, tag="stopped"):
     """No write for the ticket will be posted. `clean`: and each one that was has ended; else one may still land."""
 
     ticket: int
@@ -95,7 +95,7 @@ class Stopped(_Message, frozen=True, tag="stopped"):
 
 
 SenderMessage: TypeAlias = Begin | Written | Stopped
-ReceiverMessage: TypeAlias = Ready | Unknown | Refused | Checked | Stop
+ReceiverMessage: TypeAlias = Ready | Unknown | BeginRefused | Checked | StopWriting
 
 _encoder = msgspec.msgpack.Encoder()
 _from_sender: msgspec.msgpack.Decoder[SenderMessage] = msgspec.msgpack.Decoder(SenderMessage)

@@ -52,7 +52,7 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
     [
         (b"", "protocol", "message"),
         (b"\xc1garbage", "protocol", "message"),
-        (messages.encode(messages.Heartbeat(1, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)), "protocol", "message"),
+        (messages.encode(messages.Heartbeat(1, 0, 0, 0, 0.0)), "protocol", "message"),
         (messages.encode(messages.RetractRequests(1, ("a",))), "protocol", "message"),
         (messages.encode(messages.StopCoordinator(1)), "protocol", "message"),
         (messages.encode(SUBMIT)[:-3], "protocol", "message"),

@@ -115,7 +115,7 @@ async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict
     await decode(worker, admit, 2, [12, 13, 14])
     assert list(await anext(stream)) == [12, 13, 14]
     finished = messages.Finished(admit.placement, "length", 5)
-    await worker.report(events=[finished, messages.Released(admit.placement, 7, 1, 2)], command_ack=1)
+    await worker.report(events=[finished, messages.Released(admit.placement, 7)], command_ack=1)
     assert list(await stream.collect()) == []
     assert stream.ended is not None
     assert (stream.ended.outcome, stream.ended.generated_tokens) == ("FINISHED", 5)

@@ -240,8 +240,8 @@ async def flood_until_cut(dealer: DealerSocket) -> None:
 
 
 async def test_rapid_reconnects_are_delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.listener.zap.KNOCKS_BURST", 3)
-    monkeypatch.setattr("coordinator.listener.zap.KNOCKS_PER_S", 0.01)
+    monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_BURST", 3)
+    monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_PER_S", 0.01)
     monkeypatch.setattr(dealer_module, "CONNECT_LIMIT_S", 0.5)
     async with guarded(tmp_path) as it:
         for _ in range(3):

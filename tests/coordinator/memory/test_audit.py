@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,17 +19,17 @@ from trio.testing import MockClock
 from coordinator.memory.audit import Difference, Rounds, compare
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.auditor import Auditor
-from protocol.arrays import unpack_int64
 from protocol.errors import ProtocolError
-from protocol.inventory import PAGES_MAX, UNCHECKED, digest_of
+from protocol.inventory import PAGES_MAX, UNCHECKED, InventoryRow, digest_of, unpack_rows
 from protocol.messages import AuditedRow, DifferenceRow
 from protocol.sizing import Memory
 from tests.sim import cluster
 from tests.sim.run import simulate
 from tests.support.fakes.fake_cluster import capacity
 from tests.support.scheduler_rig import SETTINGS, FakeLink, SchedulerRig, open_rig
-from worker.device.inventory import Free, Holding, take_inventory
+from worker.device.inventory import FreeMemory, take_inventory
 
+NOTHING = Memory()
 KEY = ("w0", 1)
 AUDITED = msgspec.structs.replace(SETTINGS, audit_interval_s=0.3)
 
@@ -45,21 +46,41 @@ def ledger() -> Ledger:
     return it
 
 
-def holdings(ledger: Ledger) -> list[Holding]:
-    return [
-        Holding(it, ledger.pages_of(it).tolist(), held.index_pages, held.hot_chunks, held.slab_pages, held.hot_chunks)
-        for it in sorted(ledger.placements_of(KEY))
-        for held in [ledger.held(it)]
-    ]
+#: The row of an admission, and the ids of its host pages.
+Held: TypeAlias = tuple[InventoryRow, list[int]]
 
 
-def free_beside(held: list[Holding]) -> Free:
+def held_rows(ledger: Ledger) -> list[Held]:
+    given = sorted(ledger.placements_of(KEY))
+    return [row_of(it, ledger.pages_of(it).tolist(), ledger.held(it)) for it in given]
+
+
+def row_of(placement: int, pages: list[int], given: Memory = NOTHING) -> Held:
+    row = InventoryRow(
+        placement,
+        len(pages),
+        given.hot_chunks,
+        index_pages=given.index_pages,
+        slab_pages=given.slab_pages,
+        chunks=given.hot_chunks,
+    )
+    return row, pages
+
+
+def changed(held: Held, **changes: Any) -> Held:
+    """`held` with `changes` of its row, or other `pages`."""
+    row, before = held
+    pages = changes.pop("pages", before)
+    return replace(row, **{"host_pages": len(pages), **changes}), pages
+
+
+def free_beside(held: list[Held]) -> FreeMemory:
     size = capacity()
-    chunks = size.hot_chunks + size.slab_pages - sum(it.chunks for it in held)
-    return Free(size.seats - len(held), chunks, size.index_pages - sum(it.index_pages for it in held))
+    chunks = size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held)
+    return FreeMemory(size.seats - len(held), chunks, size.index_pages - sum(row.index_pages for row, _ in held))
 
 
-def differences(ledger: Ledger, held: list[Holding], free: Free | None = None) -> list[tuple[str, int]]:
+def differences(ledger: Ledger, held: list[Held], free: FreeMemory | None = None) -> list[tuple[str, int]]:
     inventory = take_inventory(1, held, free or free_beside(held))
     return [(it.kind, it.placement) for it in compare(ledger, KEY, inventory, asked(ledger), lambda placement: False)]
 
@@ -70,16 +91,16 @@ def asked(ledger: Ledger) -> dict[int, Memory]:
 
 
 def test_equal_views_have_no_difference(ledger: Ledger) -> None:
-    assert differences(ledger, holdings(ledger)) == []
+    assert differences(ledger, held_rows(ledger)) == []
 
 
-PLANTED: dict[str, tuple[Callable[[Holding], Holding], tuple[str, int]]] = {
-    "one page is another's": (lambda it: it._replace(host_pages=[31, *it.host_pages[1:]]), ("host_pages", 7)),
-    "order of pages": (lambda it: it._replace(host_pages=it.host_pages[::-1]), ("host_pages", 7)),
-    "a page too many": (lambda it: it._replace(host_pages=[*it.host_pages, 31]), ("host_pages", 7)),
-    "an index page too many": (lambda it: it._replace(index_pages=4), ("index_pages", 7)),
-    "a chunk too few": (lambda it: it._replace(hot_chunks=3), ("hot_chunks", 7)),
-    "slab pages kept": (lambda it: it._replace(slab_pages=1), ("slab_pages", 7)),
+PLANTED: dict[str, tuple[Callable[[Held], Held], tuple[str, int]]] = {
+    "one page is another's": (lambda it: changed(it, pages=[31, *it[1][1:]]), ("host_pages", 7)),
+    "order of pages": (lambda it: changed(it, pages=it[1][::-1]), ("host_pages", 7)),
+    "a page too many": (lambda it: changed(it, pages=[*it[1], 31]), ("host_pages", 7)),
+    "an index page too many": (lambda it: changed(it, index_pages=4), ("index_pages", 7)),
+    "a chunk too few": (lambda it: changed(it, hot_chunks=3), ("hot_chunks", 7)),
+    "slab pages kept": (lambda it: changed(it, slab_pages=1), ("slab_pages", 7)),
 }
 
 
@@ -87,15 +108,15 @@ PLANTED: dict[str, tuple[Callable[[Holding], Holding], tuple[str, int]]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_planted_difference_of_a_request_is_found(ledger: Ledger, name: str) -> None:
     plant, expected = PLANTED[name]
-    first, *others = holdings(ledger)
+    first, *others = held_rows(ledger)
     held = [plant(first), *others]
     assert differences(ledger, held, free_beside(held)) == [expected]
 
 
 @pytest.mark.mutation
 def test_placements_on_a_single_side_are_found(ledger: Ledger) -> None:
-    first, second = holdings(ledger)
-    assert differences(ledger, [first, second, first._replace(placement=9)]) == [("stray", 9)]
+    first, second = held_rows(ledger)
+    assert differences(ledger, [first, second, changed(first, placement=9)]) == [("stray", 9)]
     assert differences(ledger, [second]) == [("unreleased", 7)]
 
 
@@ -103,37 +124,37 @@ def test_placements_on_a_single_side_are_found(ledger: Ledger) -> None:
 @pytest.mark.parametrize(("part", "kind"), [("seats", "seats"), ("chunks", "free"), ("index_pages", "index_pages")])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_memory_neither_held_nor_free_is_found(ledger: Ledger, part: str, kind: str, by: int) -> None:
-    held = holdings(ledger)
+    held = held_rows(ledger)
     free = free_beside(held)
     assert differences(ledger, held, free._replace(**{part: getattr(free, part) + by})) == [(kind, 0)]
 
 
 def test_slab_larger_than_granted_is_found(ledger: Ledger) -> None:
-    first, second = holdings(ledger)
-    assert differences(ledger, [first, second._replace(slab_pages=1)]) == []
-    assert differences(ledger, [first, second._replace(slab_pages=3)]) == [("slab_pages", 8)]
+    first, second = held_rows(ledger)
+    assert differences(ledger, [first, changed(second, slab_pages=1)]) == []
+    assert differences(ledger, [first, changed(second, slab_pages=3)]) == [("slab_pages", 8)]
 
 
 def test_a_hot_buffer_between_two_sizes_is_not_compared(ledger: Ledger) -> None:
-    first, second = holdings(ledger)
-    inventory = take_inventory(1, [first._replace(hot_chunks=1), second], free_beside([first, second]))
+    first, second = held_rows(ledger)
+    inventory = take_inventory(1, [changed(first, hot_chunks=1), second], free_beside([first, second]))
     assert compare(ledger, KEY, inventory, asked(ledger), lambda placement: placement == 7) == []
 
 
 def test_grants_to_a_leaving_request_may_be_missing(ledger: Ledger) -> None:
-    first, second = holdings(ledger)
-    leaving = first._replace(is_leaving=True)
+    first, second = held_rows(ledger)
+    leaving = changed(first, is_leaving=True)
     ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
     assert [name for name, _ in differences(ledger, [first, second])] == ["host_pages", "hot_chunks", "index_pages"]
     assert differences(ledger, [leaving, second]) == []
-    more = leaving._replace(host_pages=range(5), index_pages=5, hot_chunks=6, chunks=6)
+    more = changed(leaving, pages=list(range(5)), index_pages=5, hot_chunks=6, chunks=6)
     held = [name for name, _ in differences(ledger, [more, second])]
     assert held == ["host_pages", "hot_chunks", "index_pages"]
 
 
 def test_grants_after_the_audit_was_sent_are_not_compared(ledger: Ledger) -> None:
     """Found by seed 721 of the simulated cluster: a grant crossed two audits while its journal entry was written."""
-    before, held = asked(ledger), holdings(ledger)
+    before, held = asked(ledger), held_rows(ledger)
     ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
     inventory = take_inventory(1, held, free_beside(held))
     assert compare(ledger, KEY, inventory, before, lambda placement: False) == []
@@ -146,24 +167,27 @@ def test_placement_after_the_audit_was_sent_is_not_missed(ledger: Ledger) -> Non
     assert [it.placement for it in compare(ledger, KEY, inventory, {8: ledger.held(8)}, lambda placement: False)] == [8]
 
 
-def test_inventory_of_unequal_arrays_is_a_worker_fault(ledger: Ledger) -> None:
-    inventory = take_inventory(1, holdings(ledger), free_beside(holdings(ledger)))
-    with pytest.raises(ProtocolError, match="different lengths"):
-        compare(ledger, KEY, msgspec.structs.replace(inventory, digests=b""), asked(ledger), lambda placement: False)
+def test_an_unreadable_inventory_is_the_workers_fault(ledger: Ledger) -> None:
+    inventory = take_inventory(1, held_rows(ledger), free_beside(held_rows(ledger)))
+    with pytest.raises(ProtocolError, match="inventory"):
+        compare(ledger, KEY, msgspec.structs.replace(inventory, rows=bytes(7)), asked(ledger), lambda placement: False)
 
 
 def test_page_ids_are_checked_in_rotation() -> None:
     """I8: what one inventory costs is bounded; every request's turn comes."""
-    held = [Holding(i, range(PAGES_MAX // 2), 0, 0, 0, 0) for i in range(5)]
+
+    def digests(number: int, held: list[Held]) -> list[int]:
+        return [row.digest for row in unpack_rows(take_inventory(number, held, FreeMemory(0, 0, 0)).rows)]
+
     looked_at: set[int] = set()
     for number in range(5):
-        digests = unpack_int64(take_inventory(number, held, Free(0, 0, 0)).digests, "digests").tolist()
-        seen = {i for i, digest in enumerate(digests) if digest != UNCHECKED}
+        found = digests(number, [row_of(i, list(range(PAGES_MAX // 2))) for i in range(5)])
+        seen = {i for i, digest in enumerate(found) if digest != UNCHECKED}
         assert len(seen) == 2
         looked_at |= seen
     assert looked_at == set(range(5))
-    alone = take_inventory(0, [held[0]._replace(host_pages=range(2 * PAGES_MAX))], Free(0, 0, 0))
-    assert unpack_int64(alone.digests, "digests").tolist() == [digest_of(np.arange(2 * PAGES_MAX, dtype=np.int32))]
+    alone = digests(0, [row_of(0, list(range(2 * PAGES_MAX)))])
+    assert alone == [digest_of(np.arange(2 * PAGES_MAX, dtype=np.int32))]
 
 
 # ---------------------------------------------------------------- rounds

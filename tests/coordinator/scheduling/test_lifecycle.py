@@ -71,7 +71,7 @@ class History:
 
 
 def finish(placement: int, generated: int) -> list[object]:
-    return [messages.Finished(placement, "eos", generated, "tail"), messages.Released(placement, 0, 1, 2)]
+    return [messages.Finished(placement, "eos", generated, "tail"), messages.Released(placement, 0)]
 
 
 def test_a_request_runs_to_its_end() -> None:
@@ -99,7 +99,7 @@ def test_rows_are_kept_only_if_decode_can_continue(generated: int, durable: int,
     history.run()
     history.rows = Rows(generated, durable)
     assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert history.tell(messages.Released(1, durable, 0, 0)) == [PlacementEnded(3, 1, kept, False)]
+    assert history.tell(messages.Released(1, durable)) == [PlacementEnded(3, 1, kept, False)]
     assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
     history.tell(admit(2, kept))
     assert history.request.state == (State.READY if kept else State.PREFILLING)
@@ -117,9 +117,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED)]
     assert history.request.state is State.TRANSFERRING
     history.rows = Rows(generated, PROMPT)
-    assert history.tell(messages.Released(1, PROMPT, 0, 0, first_token)) == [
-        PlacementEnded(3, 1, kept, False, first_token)
-    ]
+    assert history.tell(messages.Released(1, PROMPT, first_token)) == [PlacementEnded(3, 1, kept, False, first_token)]
     assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
     assert history.request.retractions == 0
     if kept:
@@ -143,7 +141,7 @@ def test_dropped_request_queues_and_held_one_waits_for_resume() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
-    history.tell(retract(False, False, "host pages"), messages.Released(1, 106, 0, 0))
+    history.tell(retract(False, False, "host pages"), messages.Released(1, 106))
     assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
     history.tell(retract(True, True, "operator"))
     assert (history.request.state, history.request.held) == (State.RETRACTED, True)
@@ -159,7 +157,7 @@ def test_operator_hold_joins_a_policy_retraction() -> None:
     assert history.tell(retract(True, False, "GPU pressure"), retract(False, True, "operator")) == [
         messages.Withdraw(1)
     ]
-    history.tell(messages.Released(1, 106, 0, 0))
+    history.tell(messages.Released(1, 106))
     assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
 
@@ -171,7 +169,7 @@ def test_policy_cannot_override_operator_orders() -> None:
     history.tell(
         retract(False, True, "operator"),
         retract(True, True, "GPU pressure"),
-        messages.Released(1, 106, 0, 0),
+        messages.Released(1, 106),
     )
     assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
@@ -219,7 +217,7 @@ def test_lost_worker_leaves_durable_rows(proved: bool, durable: int, kept: int, 
     history.rows = Rows(60, durable)
     assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [PlacementEnded(3, 1, kept, False)]
     assert history.request.state is state
-    assert history.tell(messages.Released(1, 106, 0, 0)) == []
+    assert history.tell(messages.Released(1, 106)) == []
 
 
 def test_memory_granted_to_a_leaving_request_is_not_announced() -> None:
@@ -258,7 +256,7 @@ def test_repeated_worker_event_counts_once() -> None:
     assert history.tell(messages.Staged(1, 1.0, 1.0), messages.Started(1)) == []
 
 
-@pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0, 0, 0)])
+@pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0)])
 def test_event_of_a_departed_placement_is_ignored(event: messages.Event) -> None:
     history = History()
     history.run()
@@ -375,7 +373,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 "finished": lambda: messages.Finished(placement, "eos", self.rows.generated),
                 "faulted": lambda: messages.Faulted(placement, "bad row"),
                 "released": lambda: messages.Released(
-                    placement, data.draw(st.integers(0, 200)), 0, 0, data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
+                    placement, data.draw(st.integers(0, 200)), data.draw(st.sampled_from([messages.NO_TOKEN, 7]))
                 ),
             }[event]()
         )

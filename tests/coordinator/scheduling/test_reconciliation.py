@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -18,14 +18,17 @@ from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
-from protocol.messages import Grant, Held, Resize, Resized, Staged, Withdraw
+from protocol.inventory import InventoryRow
+from protocol.messages import Grant, Resize, Resized, Staged, Withdraw
 from protocol.sizing import NO_HOT_SIZE, HotSize, Memory
 from tests.support.facts import add_request, make_facts, make_ordered
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
 STARTING = Memory(PAGES, PAGES, PAGES, 2)
-RESIDENT = Held(1, 30, 100, request_index=7, host_pages=PAGES, hot_chunks=PAGES, is_staged=True, is_started=True)
+RESIDENT = InventoryRow(
+    1, PAGES, PAGES, request_index=7, generated_tokens=30, durable_tokens=100, is_staged=True, is_started=True
+)
 
 
 class Desk:
@@ -45,7 +48,7 @@ class Desk:
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
 
-    def adopt(self, *held: Held) -> Effects:
+    def adopt(self, *held: InventoryRow) -> Effects:
         heard = adopt(self.dispatch, self.worker, held, self.ledger)
         for step in heard.steps:
             apply(self.ledger, step.change)
@@ -53,14 +56,14 @@ class Desk:
         self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
-    def adopted(self, *held: Held) -> PlacementAdopted:
+    def adopted(self, *held: InventoryRow) -> PlacementAdopted:
         event = self.adopt(*held).tells[0].event
         assert isinstance(event, PlacementAdopted)
         return event
 
 
-def held(**changes: Any) -> Held:
-    return msgspec.structs.replace(RESIDENT, **changes)
+def held(**changes: Any) -> InventoryRow:
+    return replace(RESIDENT, **changes)
 
 
 def test_awaited_worker_is_given_nothing() -> None:
@@ -111,7 +114,7 @@ def test_chunks_of_a_lost_resize_are_taken_back() -> None:
 
 def test_resize_under_way_is_awaited_and_completes() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
-    adopted = desk.adopted(held(resizing=(128, 3)))
+    adopted = desk.adopted(held(resize_slots=128, resize_chunks=3))
     assert adopted.resize == Resize(1, 128, 3)
     assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
@@ -121,7 +124,7 @@ def test_resize_under_way_is_awaited_and_completes() -> None:
 
 def test_grant_lost_under_a_resize_ends_the_placement() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
-    tells = desk.adopt(held(host_pages=4, hot_chunks=4, resizing=(128, 3))).tells
+    tells = desk.adopt(held(host_pages=4, hot_chunks=4, resize_slots=128, resize_chunks=3)).tells
     assert isinstance(tells[0].event, PlacementAdopted)
     assert tells[0].event.grant is None
     assert isinstance(tells[1].event, RetractOrder)
@@ -156,9 +159,14 @@ def test_unacknowledged_release_is_accepted_again() -> None:
 
 @pytest.mark.parametrize(
     "claims",
-    [held(host_pages=PAGES + 1), held(hot_chunks=PAGES + 1), held(resizing=(0, PAGES + 1)), held(placement=99)],
+    [
+        held(host_pages=PAGES + 1),
+        held(hot_chunks=PAGES + 1),
+        held(resize_slots=0, resize_chunks=PAGES + 1),
+        held(placement=99),
+    ],
 )
-def test_worker_that_claims_too_much_is_refused(claims: Held) -> None:
+def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
     """I4: memory is given after its commit, so the books never have less."""
     desk = Desk()
     with pytest.raises(WrongState):

@@ -438,7 +438,7 @@ async def test_worker_may_leave_as_its_last_request_ends(autojump_clock: MockClo
         await rig.run_until("r!", "RUNNING")
         (live,) = rig.scheduler._requests.live.values()
         rig.scheduler.worker_down("w0", 1, True)  # heard first, but the Request has heard its end before
-        await live.request.handle([messages.Faulted(1, "bad row"), messages.Released(1, 0, 0, 0)])
+        await live.request.handle([messages.Faulted(1, "bad row"), messages.Released(1, 0)])
         link.cut()
         await rig.settle()
         assert rig.state("r!") == "FAILED"
@@ -516,7 +516,7 @@ async def test_worker_cannot_touch_requests_of_another_worker(autojump_clock: Mo
         await rig.submit("r!", 100, 300)
         await rig.run_until("r!", "RUNNING")
         for placement in (0, 1, 2, 10**12):
-            rig.scheduler.on_event("w9", 1, messages.Released(placement, 0, 0, 0))
+            rig.scheduler.on_event("w9", 1, messages.Released(placement, 0))
             rig.scheduler.on_event("w0", 99, messages.Faulted(placement, "no"))
         await rig.settle()
         assert rig.state("r!") == "RUNNING"
@@ -538,11 +538,11 @@ async def test_impossible_events_are_dropped_and_floods_refused(autojump_clock: 
         rig.check()
         with pytest.raises(ProtocolError, match="floods request r!"):
             flood(rig, messages.Parked(1), 1_000)
-        counters = messages.Counters(pack_int64([1, 77]), pack_int64([10, 1]), pack_int64([2, 1]))
+        counters = messages.Counters(0, 0, 0, pack_int64([1, 77]), pack_int64([10, 1]), pack_int64([2, 1]))
         rig.scheduler.on_event("w0", 1, counters)
         assert rig.scheduler.describe("r!")[0].hits == 10
         with pytest.raises(ProtocolError, match="different lengths"):
-            rig.scheduler.on_event("w0", 1, messages.Counters(pack_int64([1]), b"", b""))
+            rig.scheduler.on_event("w0", 1, messages.Counters(0, 0, 0, pack_int64([1]), b"", b""))
         await rig.run_until("r!", "FINISHED")
 
 

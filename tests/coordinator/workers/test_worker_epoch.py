@@ -12,7 +12,8 @@ from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, Wor
 from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import COMMAND_BOUNDS_S, Buckets
 from protocol.errors import BadInput, HiSparseError, ProtocolError, Unavailable, WrongState
-from protocol.messages import Heartbeat, Held, Report, TokenizerChunk, Withdraw
+from protocol.inventory import InventoryRow, pack_rows
+from protocol.messages import Heartbeat, Report, TokenizerChunk, Withdraw
 from tests.support.fakes.scheduler import MODEL
 from tests.support.fakes.worker import hello
 
@@ -31,7 +32,7 @@ def report(number: int, command_ack: int = 0) -> Report:
 
 
 def beat(beats: int, command_ack: int = 0) -> Heartbeat:
-    return Heartbeat(1, command_ack, beats, 1, 1.0, 0, 0, 0, 0, 0, 0)
+    return Heartbeat(1, command_ack, beats, 1, 1.0)
 
 
 def test_reports_are_placed_by_number(epoch: WorkerEpoch) -> None:
@@ -109,7 +110,7 @@ def test_impossible_reconnect_is_refused(epoch: WorkerEpoch, changes: dict[str, 
         ({"epoch": 2}, KnownWorker(1, OTHER, is_down=True), Course.JOIN),
         (PAST, None, Course.SEND_AWAY),
         ({"command_ack": 1}, None, Course.SEND_AWAY),
-        ({"held": (Held(1, 0, 0),)}, None, Course.SEND_AWAY),
+        ({"inventory": pack_rows([InventoryRow(1)])}, None, Course.SEND_AWAY),
         (PAST | {"epoch": 2}, KnownWorker(1, ME, is_down=False), Course.SEND_AWAY),
         (PAST | {"incarnation_seen": INCARNATION}, None, WrongState),
         ({"incarnation_seen": INCARNATION}, None, Course.JOIN),

@@ -23,6 +23,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import ConfigError, HiSparseError, ProtocolError
+from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import (
     PROTOCOL_VERSION,
     WORKER_MESSAGE_BYTES_MAX,
@@ -454,7 +455,7 @@ async def test_scheduler_refusal_reaches_the_worker(rig: Rig) -> None:
 
 async def test_unknown_epoch_is_sent_away_to_empty_itself(rig: Rig) -> None:
     worker = await rig.worker()
-    await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, held=(messages.Held(3, 1, 1),)))
+    await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, inventory=pack_rows([InventoryRow(3)])))
     assert await worker.hear() == WorkerWelcome(PROTOCOL_VERSION, INCARNATION, 0, want_tokenizer=False)
     assert rig.scheduler.told == [], "it is not taken in"
     await worker.say(hello(epoch=2))
@@ -553,10 +554,14 @@ async def test_running_executor_keeps_its_worker_up(impatient: Rig) -> None:
     for beats in range(40):
         await worker.beat(beats)
         await trio.sleep(SHORT_LIMIT_S / 20)
+    counters = messages.Counters(3, 4, 5, b"", b"", b"")
+    await worker.report(events=[counters])
+    await worker.hear()
     stats = impatient.scheduler.ports["w0"].stats()
-    assert (stats.steps, stats.step_us, stats.hits, stats.misses) == (10, 250.0, 3, 4)
+    assert (stats.steps, stats.step_us) == (10, 250.0)
+    assert (stats.hits, stats.misses, stats.swapped_bytes) == (3, 4, 5)
     assert stats.link_age_s < SHORT_LIMIT_S
-    assert impatient.scheduler.told == [("up", "w0", 1)]
+    assert impatient.scheduler.told == [("up", "w0", 1), ("w0", 1, counters)]
     worker.close()
 
 
@@ -574,7 +579,7 @@ async def test_down_worker_stays_down_until_a_new_epoch(impatient: Rig) -> None:
 
 async def test_leaving_worker_is_given_nothing(rig: Rig) -> None:
     worker = await rig.joined()
-    beat = messages.Heartbeat(1, 0, 1, 10, 250.0, 1, 3, 4, 0, 0, 0, leaving=True)
+    beat = messages.Heartbeat(1, 0, 1, 10, 250.0, leaving=True)
     await worker.say(beat)
     await worker.say(beat)
     await rig.told("drain", "w0", False, 0.0)

@@ -17,7 +17,8 @@ from coordinator.journal.state import JournalState
 from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol.errors import WrongState
-from protocol.messages import PROTOCOL_VERSION, Commands, Held, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.inventory import InventoryRow, pack_rows
+from protocol.messages import PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
@@ -60,7 +61,7 @@ async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
         worker = await rig.worker()
-        await worker.say(hello(**PAST, held=(Held(3, 2, 10, request_index=request_index),)))
+        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, request_index=request_index)])))
         assert await worker.hear() == WorkerWelcome(
             PROTOCOL_VERSION, INCARNATION, 6, want_tokenizer=False, adopted=True
         )
@@ -81,7 +82,12 @@ async def test_hello_that_claims_a_foreign_request_binds_nothing(rig: Rig) -> No
         await start(rig, nursery)
         worker = await rig.worker()
         await worker.say(
-            hello(**PAST, held=(Held(3, 2, 10, request_index=request_index), Held(3, 2, 10, request_index=10_000)))
+            hello(
+                **PAST,
+                inventory=pack_rows(
+                    [InventoryRow(3, request_index=request_index), InventoryRow(3, request_index=10_000)]
+                ),
+            )
         )
         assert isinstance(await worker.hear(), WorkerWelcome)
         await worker.report(progress(RequestEntry(request_index, 4, 0, [4, 5], 10)), number=7, command_ack=5)

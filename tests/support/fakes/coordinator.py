@@ -8,7 +8,7 @@ fall nor exceed what was published, one Released per admission and nothing after
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -105,6 +105,8 @@ class FakeCoordinator:
         self.slab_pages = capacity.slab_pages
         self.lives: list[Life] = []
         self.events: list[Event] = []
+        self.swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, while it lasts
+        self.counts: list[dict[int, tuple[int, int]]] = []
         self._capacity = capacity
         self._by_admission: dict[int, Life] = {}
         self._next_admission = 1
@@ -194,6 +196,10 @@ class FakeCoordinator:
     def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         self._note_durable(self._by_admission[placement], durable)
 
+    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+        self.swaps.update(requests)
+        self.counts.append(dict(requests))
+
     def add_event(self, event: Event) -> None:
         self.events.append(event)
         match event:
@@ -238,8 +244,9 @@ class FakeCoordinator:
         self.hot_chunks += life.hot_chunks
         self.index_pages += life.index_pages
         self._free_slab(life)
-        life.hits += event.hits
-        life.misses += event.misses
+        hits, misses = self.swaps.pop(event.placement, (0, 0))
+        life.hits += hits
+        life.misses += misses
         life.placement = life.hot_chunks = life.index_pages = 0
         life.durable, life.first_token, life.warm_start = event.durable_tokens, event.first_token, event.warm_start
         if life.leaving == "abort" and not life.outcome:

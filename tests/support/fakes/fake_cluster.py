@@ -143,7 +143,7 @@ class FakeCluster:
             said = self.uplinks[name].popleft()
             if isinstance(said, tuple):
                 self._append(*said)
-            else:
+            elif not isinstance(said, messages.Counters):
                 self._route(said)
 
     def _append(self, request_index: int, placement: int, start: int, tokens: list[int], durable: int) -> None:

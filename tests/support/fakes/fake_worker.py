@@ -15,9 +15,10 @@ from zlib import crc32
 import numpy as np
 
 from protocol import messages
-from protocol.arrays import unpack_int32
+from protocol.arrays import pack_int64, unpack_int32
+from protocol.inventory import InventoryRow
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
-from worker.device.inventory import Free, Holding, take_inventory
+from worker.device.inventory import FreeMemory, take_inventory
 
 #: Tokens of one decode burst between two looks of the coordinator.
 BURST_TOKENS_MAX = 40
@@ -144,21 +145,24 @@ class FakeWorker:
 
     def inventory(self, number: int) -> messages.Inventory:
         held = [
-            Holding(
-                it.admit.placement,
+            (
+                InventoryRow(
+                    it.admit.placement,
+                    len(it.pages),
+                    it.hot_chunks,
+                    index_pages=it.index_pages,
+                    slab_pages=it.slab_pages,
+                    chunks=it.hot_chunks + it.slab_pages,
+                ),
                 it.pages,
-                it.index_pages,
-                it.hot_chunks,
-                it.slab_pages,
-                it.hot_chunks + it.slab_pages,
             )
             for it in self.runs.values()
         ]
         size = self.capacity
-        free = Free(
+        free = FreeMemory(
             size.seats - len(held),
-            size.hot_chunks + size.slab_pages - sum(it.chunks for it in held),
-            size.index_pages - sum(it.index_pages for it in held),
+            size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held),
+            size.index_pages - sum(row.index_pages for row, _ in held),
         )
         return take_inventory(number, held, free)
 
@@ -185,7 +189,9 @@ class FakeWorker:
             case "leaving":
                 del self.runs[placement]
                 warm_start = run.admit.request_id.encode()
-                self.emit(messages.Released(placement, run.durable, 1, 1, warm_start=warm_start))
+                one = pack_int64([1])
+                self.emit(messages.Counters(1, 1, 0, pack_int64([placement]), one, one))
+                self.emit(messages.Released(placement, run.durable, warm_start=warm_start))
         return None
 
     def _decode(self, run: FakeRun) -> None:

@@ -16,13 +16,9 @@ from typing import Final, TypeVar
 
 from worker.transfer.interface import Arrived, Delivered, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Action as ReceiverAction
-from worker.transfer.receiving import Admit, Check, Receiving, ShutOut
-from worker.transfer.receiving import Say as ReceiverSay
-from worker.transfer.receiving import Tell as ReceiverTell
+from worker.transfer.receiving import AdmitSender, CheckUnit, EmitReceiverEvent, Receiving, SendToSender, ShutOut
 from worker.transfer.sender_actions import Action as SenderAction
-from worker.transfer.sender_actions import Connect, Disconnect, Post
-from worker.transfer.sender_actions import Say as SenderSay
-from worker.transfer.sender_actions import Tell as SenderTell
+from worker.transfer.sender_actions import Connect, Disconnect, EmitSenderEvent, Post, SendToReceiver
 from worker.transfer.sending import Sending
 from worker.transfer.wire import Ready, ReceiverMessage, SenderMessage
 
@@ -74,7 +70,7 @@ class FakeTransferWorld:
         self.to_receiver: list[tuple[str, SenderMessage]] = []
         self.to_senders: list[tuple[str, ReceiverMessage]] = []
         self.writes: list[Write] = []
-        self.checks: list[Check] = []
+        self.checks: list[CheckUnit] = []
         self.endpoints: dict[str, object] = {}
         self.lives: dict[int, object] = {}
         self.owner: dict[int, str] = {}  # page -> who may write to it; absent: free
@@ -220,7 +216,7 @@ class FakeTransferWorld:
         if self.checks:
             self._take(self.checks.pop(self.random.randrange(len(self.checks))))
 
-    def _take(self, check: Check) -> None:
+    def _take(self, check: CheckUnit) -> None:
         part = check.unit % self.tickets[check.ticket][2]
         if self.fetches:
             owner = self.owner.get(check.page)
@@ -264,7 +260,7 @@ class FakeTransferWorld:
     def _act(self, sender: FakeSender, actions: Sequence[SenderAction]) -> None:
         for action in actions:
             match action:
-                case SenderSay(_, message):
+                case SendToReceiver(_, message):
                     if self.random.random() >= self.loss:
                         self.to_receiver.append((sender.name, message))
                 case Post():
@@ -273,11 +269,11 @@ class FakeTransferWorld:
                 case Disconnect():
                     for write in self.writes:  # the engine forgets them; their bytes are on the way all the same
                         write.has_ended |= write.sender is sender and write.post.endpoint == action.endpoint
-                case SenderTell(Delivered(ticket, index)):
+                case EmitSenderEvent(Delivered(ticket, index)):
                     assert (ticket, index) not in sender.delivered
                     assert index in self.arrived[ticket]
                     sender.delivered.add((ticket, index))
-                case SenderTell(Failed(ticket, _)):
+                case EmitSenderEvent(Failed(ticket, _)):
                     assert ticket not in sender.failed
                     sender.failed.add(ticket)
                 case Connect():
@@ -286,12 +282,12 @@ class FakeTransferWorld:
     def _perform(self, actions: Sequence[ReceiverAction]) -> None:
         for action in actions:
             match action:
-                case ReceiverSay(sender, message):
+                case SendToSender(sender, message):
                     if isinstance(message, Ready):
                         self.lives[message.endpoint] = self.endpoints[sender]
                     if self.random.random() >= self.loss:
                         self.to_senders.append((sender, message))
-                case Admit(sender, place):
+                case AdmitSender(sender, place):
                     assert place == b"here"
                     self.endpoints[sender] = object()
                     self._perform(self.receiver.admitted(sender, b"blob"))
@@ -302,9 +298,9 @@ class FakeTransferWorld:
                         self._take(check)
                     del self.endpoints[sender]
                     self._perform(self.receiver.shut_out(sender))
-                case Check():
+                case CheckUnit():
                     self.checks.append(action)
-                case ReceiverTell(event):
+                case EmitReceiverEvent(event):
                     self._told(event)
 
     def _told(self, event: Arrived | Revoked) -> None:

@@ -72,7 +72,7 @@ class FakeWorker:
         await self.say(messages.Report(self.reports, self.epoch, command_ack, progress, tuple(events)))
 
     async def beat(self, beats: int = 1, command_ack: int = 0) -> None:
-        await self.say(messages.Heartbeat(self.epoch, command_ack, beats, 10, 250.0, 1, 3, 4, 0, 0, 0))
+        await self.say(messages.Heartbeat(self.epoch, command_ack, beats, 10, 250.0))
 
     async def hear(self) -> CoordinatorMessage:
         """The next message."""

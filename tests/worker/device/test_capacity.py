@@ -26,7 +26,7 @@ from protocol.settings import WorkerSettings
 from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
 from protocol.units import managed_chunks, pages_for
 from tests import ROOT
-from worker.device.capacity import Plan, plan
+from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import Sizing, size_worker
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
 
@@ -48,7 +48,7 @@ def sized(geometry: Geometry | None = None, **changes: object) -> Sizing:
     return size_worker(msgspec.structs.replace(BIG, **changes), geometry or deepseek(), info())
 
 
-def planned(context: int, workers: int = 1, **changes: object) -> Plan:
+def planned(context: int, workers: int = 1, **changes: object) -> MemoryPlan:
     return plan(msgspec.structs.replace(BIG, **changes), deepseek(), info(), context, workers)
 
 

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from protocol.arrays import unpack_int32, unpack_int64
-from protocol.inventory import LEAVING, digest_of
+from protocol.inventory import digest_of, unpack_rows
 from protocol.messages import Audit, Inventory
 from tests.support.fakes.coordinator import Life
 from tests.support.worker_rig import Rig
@@ -33,21 +32,13 @@ def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]
 
 
 def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None, bool]]) -> object:
-    columns = zip(
-        unpack_int64(inventory.placements, "placements").tolist(),
-        unpack_int32(inventory.host_pages, "host_pages").tolist(),
-        unpack_int64(inventory.digests, "digests").tolist(),
-        unpack_int32(inventory.index_pages, "index_pages").tolist(),
-        unpack_int32(inventory.hot_chunks, "hot_chunks").tolist(),
-        unpack_int32(inventory.slab_pages, "slab_pages").tolist(),
-        strict=True,
-    )
     rows = {}
-    for placement, pages, digest, index, chunks, slab in columns:
-        given_pages, given_digest, _, given_chunks, _ = before.get(placement, (0, 0, 0, 0, False))
-        is_untold = digest == LEAVING and pages == given_pages  # ids are not told of one that leaves
-        told = given_digest if is_untold else digest
-        rows[placement] = (pages, told, index, None if given_chunks is None else chunks, slab > 0)
+    for row in unpack_rows(inventory.rows):
+        given_pages, given_digest, _, given_chunks, _ = before.get(row.placement, (0, 0, 0, 0, False))
+        is_untold = row.is_leaving and row.host_pages == given_pages  # ids are not told of one that leaves
+        told = given_digest if is_untold else row.digest
+        chunks = None if given_chunks is None else row.hot_chunks
+        rows[row.placement] = (row.host_pages, told, row.index_pages, chunks, row.slab_pages > 0)
     return rows
 
 
@@ -72,7 +63,8 @@ def test_inventory_lists_grants_and_the_rest_is_free(seed: int, backend: str) ->
         (inventory,) = [it for it in coordinator.events if isinstance(it, Inventory) and it.number == turn]
         assert said(inventory, before) == before
         assert inventory.seats_free + len(before) == capacity.seats
-        assert inventory.chunks_held + inventory.chunks_free == capacity.hot_chunks + capacity.slab_pages
+        chunks = sum(row.chunks for row in unpack_rows(inventory.rows))
+        assert chunks + inventory.chunks_free == capacity.hot_chunks + capacity.slab_pages
         heard += bool(before)
         if all(life.outcome for life in coordinator.lives):
             break

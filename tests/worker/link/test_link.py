@@ -42,7 +42,7 @@ from protocol.messages import (
 from tests.support.fakes.dealer import FakeDealer, FakeListener, FakeSink
 from worker.link import link
 from worker.link.link import Link, Pace, connect_to
-from worker.link.link_state import Identity, LinkState
+from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "json", "digest")
@@ -58,7 +58,7 @@ class Bench:
         self.counters = LinkCounters()
         self.sink = FakeSink()
         self.listener = FakeListener()
-        self.state = LinkState(Identity("w", "n", 1, MODEL, CAPACITY), self.outbox, self.counters)
+        self.state = LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), self.outbox, self.counters)
         self.link = Link(self.state, self.sink, self.listener.connect, pace=Pace(), tokenizer=tokenizer)
         self.done = trio.Event()
         self.result: bool | BaseException | None = None
@@ -243,10 +243,10 @@ async def test_a_new_coordinator_waits_until_the_executor_is_empty(autojump_cloc
         await trio.sleep(10)
         assert it.sink.commands == [ADMIT, Withdraw(1)]
         assert it.listener.attempts == 2
-        it.outbox.add_event(Released(1, 0, 0, 0))
+        it.outbox.add_event(Released(1, 0))
         hello = await (await it.listener.accept()).hear()
         assert isinstance(hello, WorkerHello)
-        assert (hello.epoch, hello.incarnation_seen, hello.report_next, hello.held) == (2, 2, 1, ())
+        assert (hello.epoch, hello.incarnation_seen, hello.report_next, hello.inventory) == (2, 2, 1, b"")
 
 
 async def test_stopping_withdraws_waits_and_flushes(autojump_clock: MockClock) -> None:
@@ -259,8 +259,8 @@ async def test_stopping_withdraws_waits_and_flushes(autojump_clock: MockClock) -
         await trio.sleep(0.1)
         assert it.sink.commands == [ADMIT, Withdraw(1)]
         assert not it.done.is_set()
-        it.outbox.add_event(Released(1, 64, 0, 0))
-        while Released(1, 64, 0, 0) not in (report := await report_of(dealer)).events:
+        it.outbox.add_event(Released(1, 64))
+        while Released(1, 64) not in (report := await report_of(dealer)).events:
             pass
         await trio.sleep(0.5)
         assert not it.done.is_set()
@@ -276,7 +276,7 @@ async def test_stop_command_finishes_running_work(autojump_clock: MockClock) -> 
         await trio.sleep(30)
         assert it.sink.commands == [ADMIT]
         began = trio.current_time()
-        it.outbox.add_event(Released(1, 64, 0, 0))
+        it.outbox.add_event(Released(1, 64))
         await it.done.wait()
         assert trio.current_time() - began < 5
         assert it.result is True

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from metrics.state import LinkCounters, WorkerCounters
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.errors import InternalError, ProtocolError
+from protocol.inventory import unpack_rows
 from protocol.messages import (
     PROTOCOL_VERSION,
     WORKER_MESSAGE_BYTES_MAX,
@@ -23,6 +24,7 @@ from protocol.messages import (
     Command,
     Commands,
     CoordinatorMessage,
+    Counters,
     Grant,
     Heartbeat,
     Message,
@@ -56,12 +58,12 @@ from worker.link.link_state import (
     Apply,
     Drop,
     GiveUp,
-    Identity,
+    LinkPhase,
     LinkState,
-    Phase,
     Send,
     SendTokenizer,
     StopAsked,
+    WorkerIdentity,
 )
 from worker.link.outbox import REPORTS_UNACKED_MAX, Outbox
 
@@ -74,14 +76,14 @@ def admit(placement: int, generated: list[int] | None = None) -> Admit:
 
 
 def make() -> LinkState:
-    return LinkState(Identity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters())
+    return LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters())
 
 
 def welcomed(incarnation: int = 1) -> LinkState:
     state = make()
     state.connected(0.0)
     state.received(WorkerWelcome(PROTOCOL_VERSION, incarnation, 0, want_tokenizer=False), 0.0)
-    assert state.phase is Phase.WELCOMED
+    assert state.phase is LinkPhase.WELCOMED
     return state
 
 
@@ -114,7 +116,7 @@ def test_hello_identifies_worker_and_position() -> None:
         2,
         2,
     )
-    assert [(held.placement, held.generated_tokens) for held in hello.held] == [(5, 2), (6, 0)]
+    assert [(row.placement, row.generated_tokens) for row in unpack_rows(hello.inventory)] == [(5, 2), (6, 0)]
 
 
 def test_commands_apply_once_and_in_order() -> None:
@@ -151,7 +153,7 @@ def test_a_lower_incarnation_is_not_obeyed() -> None:
     (action,) = reconnect(state, incarnation=3, report_ack=0)
     assert isinstance(action, Drop)
     assert action.reason == "lower_incarnation"
-    assert state.phase is not Phase.WELCOMED
+    assert state.phase is not LinkPhase.WELCOMED
 
 
 def test_incarnations_begin_at_one() -> None:
@@ -170,22 +172,28 @@ def test_higher_incarnation_empties_the_worker_first() -> None:
     assert applied(actions) == [Withdraw(1), Withdraw(2)]
     assert isinstance(actions[-1], Drop)
     state.disconnected()
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     assert not state.may_connect()
     assert state.reports(0.0) == []
-    state.outbox.add_event(Released(2, 0, 0, 0))
+    state.outbox.add_event(Released(2, 0))
     assert state.may_connect()
     (action,) = state.connected(0.0)
     assert isinstance(action, Send)
     hello = action.message
     assert isinstance(hello, WorkerHello)
-    assert (hello.epoch, hello.incarnation_seen, hello.command_ack, hello.report_next, hello.held) == (11, 2, 0, 1, ())
+    assert (hello.epoch, hello.incarnation_seen, hello.command_ack, hello.report_next, hello.inventory) == (
+        11,
+        2,
+        0,
+        1,
+        b"",
+    )
 
 
 def test_a_blank_epoch_adopts_a_higher_incarnation() -> None:
     state = welcomed(incarnation=1)
     reconnect(state, incarnation=5, report_ack=0)
-    assert (state.phase, state.incarnation, state.outbox.epoch) == (Phase.WELCOMED, 5, 10)
+    assert (state.phase, state.incarnation, state.outbox.epoch) == (LinkPhase.WELCOMED, 5, 10)
 
 
 def test_forgotten_epoch_is_replaced_by_a_new_one() -> None:
@@ -195,7 +203,7 @@ def test_forgotten_epoch_is_replaced_by_a_new_one() -> None:
     state.received(ReportAck(1, 1), 0.0)
     actions = reconnect(state, incarnation=1, report_ack=0)
     assert applied(actions) == [Withdraw(1)]
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     state.disconnected()
     assert state.may_connect()
     assert state.outbox.epoch == 11
@@ -246,7 +254,7 @@ def test_epoch_declared_down_is_emptied_and_replaced() -> None:
     state.check_invariants()
     state.disconnected()
     assert not state.may_connect()
-    state.outbox.add_event(Released(1, 0, 0, 0))
+    state.outbox.add_event(Released(1, 0))
     assert state.may_connect()
     assert (state.outbox.epoch, state.incarnation) == (11, 1)
 
@@ -340,14 +348,29 @@ def test_stopping_withdraws_held_and_later_requests() -> None:
     ]
 
 
+def test_swap_totals_are_repeated_to_a_coordinator_that_adopts() -> None:
+    """It knows nothing of what was counted before its start; an idle worker counts no more."""
+    state = welcomed()
+    state.outbox.count_swaps({1: (5, 2)}, (5, 2, 99))
+    assert state.outbox.take(0, 0.0) is not None
+    state.outbox.ack(1)
+    state.disconnected()
+    assert state.may_connect()
+    state.connected(0.0)
+    actions = state.received(WorkerWelcome(PROTOCOL_VERSION, 2, 1, want_tokenizer=False, adopted=True), 0.0)
+    (report,) = [action.message for action in actions if isinstance(action, Send)]
+    assert isinstance(report, Report)
+    assert report.events == (Counters(5, 2, 99, b"", b"", b""),)
+
+
 def test_heartbeats_carry_executor_state_after_welcome() -> None:
-    counters = WorkerCounters(beats=4, hits=9)
+    counters = WorkerCounters(beats=4, steps=9)
     assert make().heartbeat(counters) == []
     (action,) = welcomed().heartbeat(counters)
     assert isinstance(action, Send)
     assert isinstance(action.message, Heartbeat)
     beat = action.message
-    assert (beat.executor_beats, beat.hits, beat.epoch, beat.leaving) == (4, 9, 10, False)
+    assert (beat.executor_beats, beat.steps, beat.epoch, beat.leaving) == (4, 9, 10, False)
 
 
 def test_connecting_twice_is_an_internal_error() -> None:
@@ -420,7 +443,7 @@ class FakeCoordinator:
 
     def _greet(self, hello: WorkerHello) -> list[CoordinatorMessage]:
         known = hello.epoch == self.epoch
-        blank = hello.report_next == 1 and hello.command_ack == 0 and not hello.held
+        blank = hello.report_next == 1 and hello.command_ack == 0 and not hello.inventory
         welcome = WorkerWelcome(
             PROTOCOL_VERSION, self.incarnation, self.report_ack if known else 0, want_tokenizer=False
         )
@@ -452,7 +475,7 @@ class HostileNetwork(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.coordinator = FakeCoordinator()
-        self.worker = LinkState(Identity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=1), LinkCounters())
+        self.worker = LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=1), LinkCounters())
         self.is_up = False
         self.to_worker: list[CoordinatorMessage] = []
         self.to_coordinator: list[WorkerMessage] = []
@@ -476,7 +499,7 @@ class HostileNetwork(RuleBasedStateMachine):
                 case Apply(Admit() as command):
                     self.executed.setdefault(self.worker_life, []).append(command.placement)
                 case Apply(Withdraw() as command):
-                    self.worker.outbox.add_event(Released(command.placement, 0, 0, 0))
+                    self.worker.outbox.add_event(Released(command.placement, 0))
                 case Drop():
                     self.cut()
                 case _:
@@ -593,7 +616,7 @@ class HostileNetwork(RuleBasedStateMachine):
                 if self.to_worker:
                     self.deliver_to_worker(self.to_worker.pop(0))
         epoch = self.worker.outbox.epoch
-        assert self.worker.phase is Phase.WELCOMED
+        assert self.worker.phase is LinkPhase.WELCOMED
         assert epoch == self.coordinator.epoch
         assert self.executed.get(self.worker_life, []) == self.sent.get(self.worker_life, [])
         assert self.coordinator.tokens == list(range(self.written.get(epoch, 0)))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.arrays import unpack_int32, unpack_int64
+from protocol.arrays import pack_int64, unpack_int32, unpack_int64
 from protocol.errors import InternalError, ProtocolError
+from protocol.inventory import InventoryRow, unpack_rows
 from protocol.messages import (
     Admit,
     Counters,
     Finished,
     Grant,
-    Held,
     Parked,
     Released,
     Report,
@@ -142,12 +143,20 @@ def test_overdue_names_the_oldest_report_and_touch_renews_it() -> None:
     assert outbox.overdue(14.0, limit_s=2.0) is None
 
 
-def test_only_the_newest_counters_are_kept() -> None:
+def counters(totals: tuple[int, int, int], **columns: list[int]) -> Counters:
+    return Counters(*totals, **{name: pack_int64(values) for name, values in columns.items()})
+
+
+def test_counts_coalesce_and_precede_their_release() -> None:
     outbox = Outbox(epoch=1)
-    for hits in (b"a", b"b"):
-        outbox.add_event(Counters(b"", hits, b""))
-    outbox.add_event(Started(1))
-    assert taken(outbox).events == (Started(1), Counters(b"", b"b", b""))
+    outbox.count_swaps({1: (5, 1), 2: (8, 0)}, (13, 1, 100))
+    outbox.count_swaps({1: (6, 2)}, (14, 2, 200))
+    outbox.add_event(Released(1, 64))
+    counts = counters((14, 2, 200), placements=[1, 2], hits=[6, 8], misses=[2, 0])
+    assert taken(outbox).events == (counts, Released(1, 64))
+    assert outbox.take(0, 0.0) is None, "each count is said once"
+    outbox.repeat_swap_totals()
+    assert taken(outbox).events == (counters((14, 2, 200), placements=[], hits=[], misses=[]),)
 
 
 def test_on_dirty_is_called_once_until_a_report_is_taken() -> None:
@@ -190,6 +199,10 @@ def admit(placement: int, generated: int = 0, durable: int = 0, *, pages: int = 
     return Admit(placement, 7, "r", bytes(400), ids, durable, SAMPLING, bytes(4 * pages), pages, 2, hot_slots, pages)
 
 
+def rows(outbox: Outbox) -> list[InventoryRow]:
+    return unpack_rows(outbox.inventory())
+
+
 def test_inventory_follows_progress_until_released() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1, 2))
@@ -197,14 +210,14 @@ def test_inventory_follows_progress_until_released() -> None:
     outbox.add_event(Staged(1, 1.0, 1.0))
     outbox.set_durable(0, 1, 64)
     outbox.add_tokens(0, 1, 2, [4, 5], 60)
-    assert [(it.placement, it.generated_tokens, it.durable_tokens) for it in outbox.held()] == [(1, 4, 64), (2, 0, 0)]
-    outbox.add_event(Released(1, 64, 0, 0))
-    assert [it.placement for it in outbox.held()] == [2]
+    assert [(it.placement, it.generated_tokens, it.durable_tokens) for it in rows(outbox)] == [(1, 4, 64), (2, 0, 0)]
+    outbox.add_event(Released(1, 64))
+    assert outbox.held() == [2]
     with pytest.raises(InternalError, match="held=1"):
         outbox.restart(2)
-    outbox.add_event(Released(2, 0, 0, 0))
+    outbox.add_event(Released(2, 0))
     outbox.restart(2)
-    assert (outbox.epoch, outbox.next_number, outbox.take(0, 0.0), outbox.inventory()) == (2, 1, None, ())
+    assert (outbox.epoch, outbox.next_number, outbox.take(0, 0.0), outbox.held()) == (2, 1, None, [])
 
 
 def test_inventory_has_grants_and_acknowledged_progress() -> None:
@@ -214,29 +227,32 @@ def test_inventory_has_grants_and_acknowledged_progress() -> None:
     outbox.give(Resize(1, 128, 3))
     outbox.give(Grant(99, bytes(12), 3, 3))  # of an admission that has departed
     outbox.add_event(Staged(1, 1.0, 1.0))
+    resizing = InventoryRow(1, 5, 5, request_index=7, resize_slots=128, resize_chunks=3)
     first = taken(outbox)
     outbox.add_event(Started(1))
     outbox.add_event(Parked(1))
     outbox.add_event(Resized(1, 128, 3))
     second = taken(outbox)
-    assert outbox.inventory() == (Held(1, 0, 0, 7, 5, 0, 5, (128, 3)),), "nothing was acknowledged"
+    assert rows(outbox) == [resizing], "nothing was acknowledged"
     outbox.ack(first.number)
-    assert outbox.inventory() == (Held(1, 0, 0, 7, 5, 0, 5, (128, 3), is_staged=True),)
+    assert rows(outbox) == [replace(resizing, is_staged=True)]
     outbox.ack(second.number)
-    assert outbox.inventory() == (Held(1, 0, 0, 7, 5, 128, 3, is_staged=True, is_started=True, is_parked=True),)
+    assert rows(outbox) == [
+        InventoryRow(1, 5, 3, request_index=7, hot_slots=128, is_staged=True, is_started=True, is_parked=True)
+    ]
     outbox.give(Grant(1, bytes(4), 1, 0))
-    assert not outbox.inventory()[0].is_parked
+    assert not rows(outbox)[0].is_parked
 
 
 def test_release_stays_in_the_inventory_until_acknowledged() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1, durable=100))
-    outbox.add_event(Released(1, 100, 0, 0))
+    outbox.add_event(Released(1, 100))
     report = taken(outbox)
-    assert (outbox.held(), [it.placement for it in outbox.inventory()]) == ((), [1])
+    assert (outbox.held(), [it.placement for it in rows(outbox)]) == ([], [1])
     assert outbox.first_number == report.number
     outbox.ack(report.number)
-    assert (outbox.inventory(), outbox.first_number) == ((), report.number + 1)
+    assert (rows(outbox), outbox.first_number) == ([], report.number + 1)
 
 
 @settings(max_examples=100, deadline=None)

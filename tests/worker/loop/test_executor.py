@@ -143,7 +143,7 @@ def test_churn_over_50_requests_keeps_outputs_and_leaks_no_page(backend: str, se
     assert counters.resized > 30
     assert counters.admitted > 60
     assert counters.parked > 10 or ahead_tokens
-    assert counters.misses > 1_000
+    assert counters.swap.totals[1] > 1_000
 
 
 def test_durable_length_counts_exactly_the_written_rows() -> None:

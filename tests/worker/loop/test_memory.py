@@ -18,7 +18,7 @@ from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import SETTINGS
 from worker.device.arena import Arena
-from worker.device.hot_buffer import Change, HotBuffer, SetUp, change, check_size
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
 from worker.loop.inputs import RING_BUFFERS, Ring, SeatTables
 from worker.streams import Stream, make_streams
@@ -141,7 +141,7 @@ def test_unoffered_sizes_are_refused(hot_slots: int, hot_chunks: int) -> None:
 def test_only_resident_buffers_are_limited_by_chunks() -> None:
     assert HotBuffer(0, (4, 5)).rows_max == 128
     assert HotBuffer(64, (4, 5)).rows_max is None
-    assert Change(HotBuffer(), (), SetUp.NOTHING).buffer.rows_max == 0
+    assert HotBufferChange(HotBuffer(), (), SetUp.NOTHING).buffer.rows_max == 0
 
 
 # ---------------------------------------------------------------- inputs

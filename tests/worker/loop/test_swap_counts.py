@@ -14,7 +14,7 @@ from kernels.reference.lru import forget
 from kernels.state import DeviceState
 from metrics.state import SwapTotals
 from tests.support.worker_rig import SETTINGS, Rig
-from worker.device.hot_buffer import Change, HotBuffer, SetUp
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
 from worker.loop.decode import TIMED_EVERY
 from worker.loop.swap_counts import SwapCounts
 
@@ -116,7 +116,7 @@ def test_copies_are_timed_by_purpose() -> None:
 def test_next_request_of_a_seat_starts_at_zero() -> None:
     totals = SwapTotals((0, 1), row_bytes=10)
     counts = SwapCounts(totals, seats=2, tail_slots=4)
-    managed = Change(HotBuffer(64, (1, 2)), (), SetUp.MANAGED)
+    managed = HotBufferChange(HotBuffer(64, (1, 2)), (), SetUp.MANAGED)
     for _ in range(2):
         counts.open(1)
         counts.set_up(1, managed, 100)
@@ -132,14 +132,14 @@ def test_evictions_never_shrink() -> None:
     totals = SwapTotals((0,), row_bytes=10)
     counts = SwapCounts(totals, seats=1, tail_slots=0)
     counts.open(0)
-    counts.set_up(0, Change(HotBuffer(64, (1,)), (), SetUp.MANAGED, tokens=60), 60)
+    counts.set_up(0, HotBufferChange(HotBuffer(64, (1,)), (), SetUp.MANAGED, tokens=60), 60)
     counts.take([0], np.array([[[0]], [[10]]]), [64])
     assert totals.evictions.tolist() == [10]
-    counts.set_up(0, Change(HotBuffer(128, (1, 2)), (), SetUp.GROW, old_slots=64), 64)
+    counts.set_up(0, HotBufferChange(HotBuffer(128, (1, 2)), (), SetUp.GROW, old_slots=64), 64)
     counts.take([0], np.array([[[0]], [[30]]]), [80])
     assert totals.evictions.tolist() == [10], "the larger buffer has room"
     counts.take([0], np.array([[[0]], [[70]]]), [80])
     assert totals.evictions.tolist() == [70 + 80 - 60 - 4 - 64]
-    counts.set_up(0, Change(HotBuffer(0, (1, 2)), (), SetUp.RESIDENT), 80)
+    counts.set_up(0, HotBufferChange(HotBuffer(0, (1, 2)), (), SetUp.RESIDENT), 80)
     counts.take([0], np.array([[[90]], [[70]]]), [90])
     assert totals.evictions.tolist() == [22]

@@ -115,7 +115,7 @@ def selected(rig: Rig) -> list[list[int]]:
     (request,), device = rig.executor.held(), rig.executor.state.rows.device
     latest = torch.empty(rig.runner.geometry.groups, TOPK + 1, dtype=torch.int32, device=device)
     settle(rig)
-    latest_tokens(rig.executor.state, request.seat, request.hot.hot_slots, latest)
+    latest_tokens(rig.executor.state, request.seat, request.memory.hot.hot_slots, latest)
     return [[token for token in row if 0 <= token < PROMPT] for row in latest.tolist()]
 
 
@@ -373,7 +373,7 @@ def test_sets_survive_packing_and_the_message_codec(sets: list[set[int]], rng: r
     for row, positions in zip(rows, sets, strict=True):
         padded = [*positions, *[-1] * (9 - len(positions))]
         row[:] = rng.sample(padded, 9)
-    report = Report(1, 1, 0, None, (Released(1, 300, 1, 2, warm_start=pack(rows)),))
+    report = Report(1, 1, 0, None, (Released(1, 300, warm_start=pack(rows)),))
     heard = messages.decode_worker(messages.encode(report))
     assert heard == report
     assert isinstance(heard, Report)
@@ -400,7 +400,7 @@ def test_hints_per_report_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "REPORT_TOPK_BYTES_MAX", 100)
     box = Outbox(1)
     for placement in range(4):
-        box.add_event(Released(placement, 300, 0, 0, warm_start=bytes(60)))
+        box.add_event(Released(placement, 300, warm_start=bytes(60)))
     sizes = []
     while (report := box.take(0, 0.0)) is not None:
         sizes.append(len(report.events))

@@ -25,7 +25,15 @@ from tests import ROOT
 from worker.pool import file, registration
 from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, reclaim_stale, remove_pool
 from worker.pool.host_pool import MappedPool
-from worker.pool.registration import OS_PAGE_BYTES, FirstTouch, Piece, cut, in_threads, registration_bytes
+from worker.pool.registration import (
+    OS_PAGE_BYTES,
+    CudaRegistrar,
+    FirstTouch,
+    Piece,
+    cut,
+    in_threads,
+    registration_bytes,
+)
 from worker.pool.start import open_pool, size_pool
 
 GEOMETRY = Geometry(layers=2, row_bytes=24, group_of_layer=(0, 1), index_row_bytes=8, topk=16)
@@ -33,7 +41,7 @@ PAGES = 40
 
 
 @dataclass
-class FakeRegistrar:
+class FakeRegistrar(CudaRegistrar):
     """Registrations by address; `fail_at` refuses the n-th."""
 
     fail_at: int = -1
@@ -348,9 +356,9 @@ def test_removal_frees_memory_in_steps_unless_in_use(tmp_path: Path, monkeypatch
 def test_torn_header_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "n.pool"
     header = Header.of(GEOMETRY, PAGES, "m", {"pid": 1})
-    with path.open("w+b") as file:
-        header.write(file.fileno())
-        assert Header.read(file.fileno()) == header
+    with path.open("w+b") as opened:
+        header.write(opened.fileno())
+        assert Header.read(opened.fileno()) == header
         assert find_pool(path, header) == header
-        os.pwrite(file.fileno(), b"\xff", file.OWNER_AT)
-        assert Header.read(file.fileno()) is None
+        os.pwrite(opened.fileno(), b"\xff", file.OWNER_AT)
+        assert Header.read(opened.fileno()) is None

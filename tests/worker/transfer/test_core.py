@@ -15,7 +15,7 @@ from worker.transfer import receiving, sender_actions, sending
 from worker.transfer.interface import Arrived, Description, Failed, Layout, Revoked
 from worker.transfer.receiving import Receiving
 from worker.transfer.sending import Sending
-from worker.transfer.wire import Begin, Checked, Ready, Refused, Stop, Stopped, Written
+from worker.transfer.wire import Begin, BeginRefused, Checked, Ready, Stopped, StopWriting, Written
 
 SEEDS = range(150)
 
@@ -137,14 +137,14 @@ def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
     core.admitted("a/1", b"")
     written = Written(7, 0, 1, 99, 2)
     (check,) = core.heard("a/1", written, 0.0)
-    assert isinstance(check, receiving.Check)
-    assert receiving.Tell(Arrived(7, 0)) in core.checked(check, True)
+    assert isinstance(check, receiving.CheckUnit)
+    assert receiving.EmitReceiverEvent(Arrived(7, 0)) in core.checked(check, True)
     return core, written
 
 
 def test_repeated_completion_is_answered_and_reported_once() -> None:
     core, written = receiver_with_a_page_checked()
-    assert core.heard("a/1", written, 0.0) == [receiving.Say("a/1", Checked(7, 0, 1, True))]
+    assert core.heard("a/1", written, 0.0) == [receiving.SendToSender("a/1", Checked(7, 0, 1, True))]
 
 
 def test_foreign_completion_is_ignored() -> None:
@@ -159,18 +159,18 @@ def test_name_is_reused_once_its_process_is_proved_dead() -> None:
     core, _ = receiver_with_a_page_checked()
     core.open(8, [5])
     assert core.sender_exited("a/1") == [receiving.ShutOut("a/1")]
-    assert receiving.Tell(Revoked(7, "a/1 was shut out")) in core.shut_out("a/1")
+    assert receiving.EmitReceiverEvent(Revoked(7, "a/1 was shut out")) in core.shut_out("a/1")
     (refusal,) = core.heard("a/1", Begin(1, 1, 8, 1, LAYOUT, pack_int64([600])), 0.0)
-    assert isinstance(refusal, receiving.Say)
-    assert isinstance(refusal.message, Refused)
+    assert isinstance(refusal, receiving.SendToSender)
+    assert isinstance(refusal.message, BeginRefused)
     core.open(9, [3])
-    assert core.heard("a/1", Begin(1, 1, 9, 1, LAYOUT, pack_int64([600])), 0.0) == [receiving.Admit("a/1", b"")]
+    assert core.heard("a/1", Begin(1, 1, 9, 1, LAYOUT, pack_int64([600])), 0.0) == [receiving.AdmitSender("a/1", b"")]
 
 
 def test_completion_after_revocation_is_ignored() -> None:
     core, _ = receiver_with_a_page_checked()
     core.revoke(7, "aborted", 0.0)
-    assert core.heard("a/1", Written(7, 1, 1, 99, 2), 0.0) == [receiving.Say("a/1", Stop(7, "aborted"))]
+    assert core.heard("a/1", Written(7, 1, 1, 99, 2), 0.0) == [receiving.SendToSender("a/1", StopWriting(7, "aborted"))]
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_unfit_sender_is_refused_with_both_values(begin: Begin, reason: str) -> 
     core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
     core.open(7, [3, 4])
     (answer,) = core.heard("b/1", begin, 0.0)
-    assert isinstance(answer, receiving.Say)
-    assert isinstance(answer.message, Refused)
+    assert isinstance(answer, receiving.SendToSender)
+    assert isinstance(answer.message, BeginRefused)
     assert reason in answer.message.reason
-    assert core.revoke(7, "aborted", 0.0) == [receiving.Tell(Revoked(7, "aborted"))], "nobody has begun"
+    assert core.revoke(7, "aborted", 0.0) == [receiving.EmitReceiverEvent(Revoked(7, "aborted"))], "nobody has begun"
 
 
 def sender_with_a_post() -> tuple[Sending, sender_actions.Post]:
@@ -214,8 +214,8 @@ def test_endless_write_breaks_its_endpoint() -> None:
     reason = f"a write took longer than {sending.WRITE_LIMIT_S:g} s"
     assert actions == [
         sender_actions.Disconnect("tcp://r:1", 40),
-        sender_actions.Say("tcp://r:1", Stopped(7, False, reason)),
-        sender_actions.Tell(Failed(7, reason)),
+        sender_actions.SendToReceiver("tcp://r:1", Stopped(7, False, reason)),
+        sender_actions.EmitSenderEvent(Failed(7, reason)),
     ]
     assert core.written(post, 99, "", 50.0) == []
 
@@ -223,20 +223,20 @@ def test_endless_write_breaks_its_endpoint() -> None:
 def test_unverified_page_fails_its_ticket() -> None:
     """I8; what was written has ended, so the pages are free at once."""
     core, post = sender_with_a_post()
-    written = sender_actions.Say("tcp://r:1", Written(7, 0, 1, 99, 2))
+    written = sender_actions.SendToReceiver("tcp://r:1", Written(7, 0, 1, 99, 2))
     assert core.written(post, 99, "", 0.0) == [written]
     assert core.tick(sending.CHECK_RESEND_S) == [written], "it may have been lost"
     reason = f"a page was not verified within {sending.CHECK_LIMIT_S:g} s"
-    said = sender_actions.Say("tcp://r:1", Stopped(7, True, reason))
-    assert core.tick(sending.CHECK_LIMIT_S) == [said, sender_actions.Tell(Failed(7, reason))]
+    said = sender_actions.SendToReceiver("tcp://r:1", Stopped(7, True, reason))
+    assert core.tick(sending.CHECK_LIMIT_S) == [said, sender_actions.EmitSenderEvent(Failed(7, reason))]
     assert core.in_flight == (0, 0)
 
 
 def test_ticket_outcome_is_repeated_to_the_receiver() -> None:
     core, _ = sender_with_a_post()
     core.tick(sending.WRITE_LIMIT_S)
-    (answer,) = core.heard("tcp://r:1", Stop(7, "aborted"), 99.0)
-    assert answer == sender_actions.Say("tcp://r:1", Stopped(7, False, "the ticket has ended"))
+    (answer,) = core.heard("tcp://r:1", StopWriting(7, "aborted"), 99.0)
+    assert answer == sender_actions.SendToReceiver("tcp://r:1", Stopped(7, False, "the ticket has ended"))
 
 
 # ---------------------------------------------------------------- refusals

@@ -40,7 +40,6 @@ from worker.transfer import (
     Failed,
     Layout,
     PoolMemory,
-    Receiver,
     Revoked,
     open_receiver,
     open_sender,
@@ -72,7 +71,7 @@ def receiver(pool: PoolMemory, tmp_path: Path) -> Iterator[PageReceiver]:
     end.close()
 
 
-def order(receiver: Receiver, pages: int, **more: object) -> dict[str, object]:
+def order(receiver: PageReceiver, pages: int, **more: object) -> dict[str, object]:
     return {"name": SENDER, "ticket": 1, "description": receiver.describe().hex(), "pages": pages, **more}
 
 

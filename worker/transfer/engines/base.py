@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Jobs:
         self._pool.shutdown(cancel_futures=True)
 
 
-class Written(NamedTuple):
+class WriteEnd(NamedTuple):
     """A write that has ended: its bytes, which have `checksum`, have landed or may be fetched; or `error` says why that
     is unknown."""
 
@@ -52,7 +52,7 @@ class Target(Protocol):
         HiSparseError."""
         ...
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         """In another thread: the checksum of a unit in the pool, fetched before where that is this engine's way."""
         ...
 
@@ -84,10 +84,9 @@ class Source(Protocol):
         """Begin a write; `poll` reports its end. Raises HiSparseError when nothing has left."""
         ...
 
-    def poll(self) -> list[Written]: ...
+    def poll(self) -> list[WriteEnd]: ...
 
     def close(self) -> None: ...
 
 
-class SourceMaker(Protocol):
-    def __call__(self, pool: PoolMemory, jobs: Jobs) -> Source: ...
+SourceMaker: TypeAlias = Callable[[PoolMemory, Jobs], Source]

@@ -2,7 +2,7 @@
 
 Each sender writes through an engine of its own at the receiver, with the pool registered in it; to shut a sender out is
 to destroy that engine. (Over TCP it also refuses a write to memory that is not registered, but looks only when the
-write begins.) Its threads move the bytes: nobody needs to call it for progress.
+write begins.) Its threads move the bytes: it needs no calls for progress.
 
 A batch above BATCH_WRITES_MAX descriptors fails; each page is a write of its own here, so only their number in flight
 is bounded (worker/transfer/sending.py).

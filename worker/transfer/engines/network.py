@@ -13,9 +13,9 @@ import msgspec
 
 from protocol.errors import ConfigError, HiSparseError, ProtocolError, Unavailable
 from worker.transfer.checksum import checksum
-from worker.transfer.engines.base import Jobs, Written
+from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 ConnectionT = TypeVar("ConnectionT")
@@ -46,7 +46,7 @@ class NetworkTarget:
     def __init__(self, pool: PoolMemory) -> None:
         self._pool = pool
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         return checksum(self._pool.pages[check.page, check.offset : check.offset + check.length])
 
 
@@ -118,19 +118,19 @@ class NetworkSource(ABC, Generic[ConnectionT, HandleT]):
         extent = self._pages[post.source, post.offset : post.offset + post.length]
         self._flights.append(_Flight(post, handle, self._jobs.submit(partial(checksum, extent))))
 
-    def poll(self) -> list[Written]:
-        ended: list[Written] = []
+    def poll(self) -> list[WriteEnd]:
+        ended: list[WriteEnd] = []
         for _ in range(len(self._flights)):
             flight = self._flights.popleft()
             try:
                 flight.has_landed = flight.has_landed or self._has_landed(flight.handle)
             except HiSparseError as error:
                 self._release(flight.handle)
-                ended.append(Written(flight.post, 0, str(error)))
+                ended.append(WriteEnd(flight.post, 0, str(error)))
                 continue
             if flight.has_landed and flight.digest.done():
                 self._release(flight.handle)
-                ended.append(Written(flight.post, flight.digest.result(), ""))
+                ended.append(WriteEnd(flight.post, flight.digest.result(), ""))
             else:
                 self._flights.append(flight)
         return ended

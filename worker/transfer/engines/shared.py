@@ -1,11 +1,11 @@
 """Engine `shared`: both nodes are on one host, and the receiver copies out of the sender's mapped pool file.
 
-The sender only says which of its pages hold what, and with which checksum. So nobody but the receiver's process ever
+The sender only says which of its pages hold what, and with which checksum. So only the receiver's process ever
 writes to the destination: a revocation waits for copies under way, and a sender that hangs or dies holds nothing up.
 Its pages may get another owner while they are copied; then the checksum does not fit.
 
-The mapping takes the shared lock by which the file counts as in use (worker/pool/file.py), so nobody gives its memory
-back under a copy. Copies run in threads, without the GIL, with the checksum taken block by block on the way.
+The mapping takes the shared lock by which the file counts as in use (worker/pool/file.py), so its memory is not
+given back under a copy. Copies run in threads, without the GIL, with the checksum taken block by block on the way.
 
 Rejected: the sender copies into the receiver's pool (as fast, but a sender that hangs in the middle of a copy cannot
 be stopped, and the pool file outlives its receiver: pages would stay in quarantine until every such sender's exit is
@@ -28,13 +28,13 @@ import numpy.typing as npt
 from protocol.errors import ConfigError, ProtocolError, Unavailable
 from worker.pool.file import Header, lock
 from worker.transfer.checksum import checksum, copy_with_checksum
-from worker.transfer.engines.base import Jobs, Written
+from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.interface import PoolMemory
-from worker.transfer.receiving import Check
+from worker.transfer.receiving import CheckUnit
 from worker.transfer.sender_actions import Post
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PoolFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which file, and that it is that one."""
 
     path: str
@@ -55,7 +55,7 @@ class SharedTarget:
     def admit(self, sender: str, place: bytes) -> bytes:
         """Map the pool of `sender`. Raises Unavailable when its file is gone or is another one, ProtocolError."""
         try:
-            found = msgspec.msgpack.decode(place, type=_Place)
+            found = msgspec.msgpack.decode(place, type=_PoolFile)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"not the place of a pool: {error}", field="transfer", value=sender) from error
         if found.page_bytes != self._pages.shape[1]:
@@ -65,7 +65,7 @@ class SharedTarget:
         self._pools[sender] = _map(found)
         return b""
 
-    def take(self, check: Check) -> int:
+    def take(self, check: CheckUnit) -> int:
         extent, pages = slice(check.offset, check.offset + check.length), self._pools[check.sender]
         if not 0 <= check.source < len(pages):
             return ~check.checksum  # no such page: nothing that fits
@@ -101,8 +101,8 @@ class SharedSource:
         extent = self._pages[post.source, post.offset : post.offset + post.length]
         self._running.append((post, self._jobs.submit(partial(checksum, extent))))
 
-    def poll(self) -> list[Written]:
-        ended = [Written(post, digest.result(), "") for post, digest in self._running if digest.done()]
+    def poll(self) -> list[WriteEnd]:
+        ended = [WriteEnd(post, digest.result(), "") for post, digest in self._running if digest.done()]
         self._running = deque(it for it in self._running if not it[1].done())
         return ended
 
@@ -112,10 +112,10 @@ class SharedSource:
 def place_of(pool: PoolMemory) -> bytes:
     """What a receiver needs to map `pool`."""
     pages, page_bytes = pool.pages.shape
-    return msgspec.msgpack.encode(_Place(pool.path, pool.file_offset, pages, page_bytes, pool.pool_id))
+    return msgspec.msgpack.encode(_PoolFile(pool.path, pool.file_offset, pages, page_bytes, pool.pool_id))
 
 
-def _map(place: _Place) -> npt.NDArray[np.uint8]:
+def _map(place: _PoolFile) -> npt.NDArray[np.uint8]:
     """uint8[pages, page_bytes] over the pool at `place`. Raises Unavailable, ConfigError."""
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

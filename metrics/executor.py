@@ -1,0 +1,247 @@
+"""What a worker's executor exports of its counters, and swap-in by layer."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Final
+
+from metrics.families import Metric, counter, gauge, histogram
+from metrics.state import WARM_STARTS, IntArray, SwapTotals, WorkerCounters
+
+
+def _silent_s(counters: WorkerCounters) -> float:
+    return monotonic() - counters.beat_at
+
+
+def _copied_bytes(counters: WorkerCounters) -> dict[tuple[str, str], float]:
+    return {
+        ("to_host", "stage"): counters.staged_bytes,
+        ("to_host", "backup"): counters.backed_up_bytes,
+        ("to_device", "swap"): counters.swapped_bytes,
+        ("to_device", "preload"): counters.preloaded_bytes,
+    }
+
+
+def _copy_seconds(counters: WorkerCounters) -> dict[tuple[str, str], float]:
+    return {
+        ("to_host", "stage"): counters.staging.seconds,
+        ("to_host", "backup"): counters.backing_up.seconds,
+        ("to_device", "swap"): sum(counters.swap.seconds),
+        ("to_device", "preload"): counters.preloading.seconds,
+    }
+
+
+def _layers(swap: SwapTotals) -> list[str]:
+    """Numbers of one width, so that series sort."""
+    layers = len(swap.group_of_layer)
+    return [f"{layer:0{len(str(layers - 1))}}" for layer in range(layers)]
+
+
+def _by_layer(swap: SwapTotals, by_group: IntArray) -> dict[str, float]:
+    """Of each layer, the count of its index group."""
+    return dict(zip(_layers(swap), by_group[list(swap.group_of_layer)].tolist(), strict=True))
+
+
+def _swap_seconds(swap: SwapTotals) -> dict[tuple[str, str], float]:
+    """By layer and stream: a step waits for the first layer of a group; the others are copied beside it."""
+    groups = swap.group_of_layer
+    streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
+    return dict(zip(zip(_layers(swap), streams, strict=True), swap.seconds, strict=True))
+
+
+EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
+    gauge(
+        "hisparse_worker_executor_silent_seconds",
+        "seconds",
+        "Time since the decode loop turned.",
+        "Does it hang?",
+        _silent_s,
+    ),
+    counter(
+        "hisparse_worker_executor_beats_total",
+        "turns",
+        "Turns of the decode loop.",
+        "Does the loop turn?",
+        lambda it: it.beats,
+    ),
+    counter("hisparse_worker_steps_total", "steps", "Decode steps.", "Does it decode?", lambda it: it.steps),
+    counter(
+        "hisparse_worker_tokens_total", "tokens", "Tokens generated.", "How fast is this worker?", lambda it: it.tokens
+    ),
+    counter(
+        "hisparse_worker_surplus_tokens_total",
+        "tokens",
+        "Decoded past a request's end.",
+        "What does lookahead cost?",
+        lambda it: it.surplus_tokens,
+    ),
+    counter(
+        "hisparse_worker_prompt_tokens_total",
+        "tokens",
+        "Prompt tokens prefilled.",
+        "How much of it is prefill?",
+        lambda it: it.prompt_tokens,
+    ),
+    counter(
+        "hisparse_worker_copied_bytes_total",
+        "bytes",
+        "Bytes between host and device: stage, backup; swap, preload.",
+        "What fills the link to the host?",
+        _copied_bytes,
+        labels="direction purpose",
+    ),
+    counter(
+        "hisparse_worker_copy_seconds_total",
+        "seconds",
+        "Time in which such copies ran; of swap, one step in 64 is timed and stands for all.",
+        "How fast are copies? What keeps the link busy?",
+        _copy_seconds,
+        labels="direction purpose",
+    ),
+    counter(
+        "hisparse_worker_compute_seconds_total",
+        "seconds",
+        "Decode steps on the device, swap-in included; one in 64 is timed and stands for all.",
+        "How much of a step is the device at work?",
+        lambda it: it.computing_s,
+    ),
+    counter(
+        "hisparse_worker_admitted_total",
+        "requests",
+        "Requests admitted.",
+        "How many stays were there?",
+        lambda it: it.admitted,
+    ),
+    counter(
+        "hisparse_worker_released_total",
+        "requests",
+        "Requests whose memory was released.",
+        "Does memory come back?",
+        lambda it: it.released,
+    ),
+    counter(
+        "hisparse_worker_faulted_total",
+        "requests",
+        "Requests that could not go on.",
+        "Do requests fail here?",
+        lambda it: it.faulted,
+    ),
+    counter(
+        "hisparse_worker_parked_total",
+        "times",
+        "Times a request ran out of granted pages.",
+        "Are grants late?",
+        lambda it: it.parked,
+    ),
+    counter(
+        "hisparse_worker_resized_total", "times", "Hot buffers resized.", "Does policy thrash?", lambda it: it.resized
+    ),
+    counter(
+        "hisparse_worker_warm_starts_total",
+        "requests",
+        (
+            "Contexts longer than their hot buffer that came from host pages: warm, with the rows that "
+            "their last top-k names; cold, without, for it was not known, or refused, unreadable."
+        ),
+        "Do resumed requests wait for their first steps?",
+        lambda it: {outcome: it.warm_starts[outcome] for outcome in WARM_STARTS},
+        labels="outcome",
+    ),
+    counter(
+        "hisparse_worker_fence_wait_seconds_total",
+        "seconds",
+        "Measured time waited for a fence; inline streams never wait.",
+        "What does a step wait for: the host, copies, compute?",
+        lambda it: dict(it.fence_waits.seconds),
+        labels="fence",
+    ),
+    counter(
+        "hisparse_worker_fence_waits_total",
+        "waits",
+        (
+            "Measured waits for a fence: all of the host; of a stream one in 16, which stands for all; none "
+            "inside a graph."
+        ),
+        "How long is one wait?",
+        lambda it: dict(it.fence_waits.samples),
+        labels="fence",
+    ),
+    histogram(
+        "hisparse_worker_step_seconds", "Time of one decode step.", "How long between two tokens?", lambda it: it.step_s
+    ),
+    histogram(
+        "hisparse_worker_prefill_seconds",
+        "Prefill of one prompt.",
+        "How long to the first token?",
+        lambda it: it.prefill_s,
+    ),
+    histogram(
+        "hisparse_worker_stage_seconds",
+        "Staging of one prompt to the host.",
+        "Is staging in the way?",
+        lambda it: it.stage_s,
+    ),
+    histogram(
+        "hisparse_worker_load_seconds",
+        "Loading what a resumed or grown request needs.",
+        "What does it cost to come back?",
+        lambda it: it.load_s,
+    ),
+)
+
+SWAP_METRICS: Final[tuple[Metric[SwapTotals], ...]] = (
+    counter(
+        "hisparse_worker_hits_total",
+        "rows",
+        "Top-k rows found in hot buffers; layers that share a selection count once.",
+        "What is the hit rate?",
+        lambda it: int(it.hits.sum()),
+    ),
+    counter(
+        "hisparse_worker_misses_total",
+        "rows",
+        "Top-k rows missing from hot buffers; layers that share a selection count once.",
+        "What is the hit rate?",
+        lambda it: int(it.misses.sum()),
+    ),
+    counter(
+        "hisparse_swap_hits_total",
+        "rows",
+        "Top-k rows found hot.",
+        "Which layers hit?",
+        lambda it: _by_layer(it, it.hits),
+        labels="layer",
+    ),
+    counter(
+        "hisparse_swap_misses_total",
+        "rows",
+        "Top-k rows loaded from the host.",
+        "Which layers load?",
+        lambda it: _by_layer(it, it.misses),
+        labels="layer",
+    ),
+    counter(
+        "hisparse_swap_evictions_total",
+        "rows",
+        "Rows evicted from hot buffers; computed on the host.",
+        "Which layers churn?",
+        lambda it: _by_layer(it, it.evictions),
+        labels="layer",
+    ),
+    counter(
+        "hisparse_swap_bytes_total",
+        "bytes",
+        "Bytes loaded by swap-in.",
+        "What does each layer load?",
+        lambda it: _by_layer(it, it.misses * it.row_bytes),
+        labels="layer",
+    ),
+    counter(
+        "hisparse_swap_seconds_total",
+        "seconds",
+        "Swap-in on compute, in the way of the step, or on swap, beside it; one step in 64 stands for all.",
+        "What does each layer's swap-in cost?",
+        _swap_seconds,
+        labels="layer stream",
+    ),
+)

@@ -1,0 +1,122 @@
+"""docs/glossary.md names each term once, where it lives exists, and retired words are no identifiers any more."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hisparse.cli import main
+from metrics.names import BY_NAME
+from protocol.config import SECTIONS
+from tests import ROOT
+
+PRODUCT = ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| term |")
+]
+PLACES = [(row[0], place) for row in ROWS for place in row[2].split("; ")]
+
+#: Words that the glossary replaced: no part of any identifier, in singular or plural.
+RETIRED = ("roster", "lobby", "rung", "ladder", "intake", "reception", "visit", "meter", "verb", "outdone", "surely")
+RETIRED += ("story", "suspicion", "mail", "knock", "door", "garbage", "gate", "book", "stay")
+#: Whole identifiers, whose parts are words of other things.
+RETIRED_NAMES = ("last_topk", "next_slots", "Known", "Book", "Heard", "Remedy", "Fleet", "Roster", "slot_index")
+
+#: Files that still have a retired word, by word, with the reason.
+LEFT: dict[str, tuple[set[str], str]] = {
+    "gate": (
+        {"kernels/pointwise.py", "kernels/cuda/pointwise.py", "kernels/cuda/pointwise_triton.py"}
+        | {"worker/runners/experts.py", "worker/runners/layers.py"},
+        "the gate projection of an MLP and its experts, as the model library spells it",
+    ),
+    "book": (
+        {"coordinator/service.py", "coordinator/scheduling/recovery.py", "coordinator/scheduling/scheduler.py"}
+        | {"coordinator/scheduling/submission.py", "coordinator/journal/journal.py"}
+        | {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/salvage.py"},
+        "variables of the class JournalState",
+    ),
+    "stay": (
+        {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/records.py"}
+        | {"coordinator/scheduling/dispatch.py", "coordinator/scheduling/placement_table.py"}
+        | {"coordinator/scheduling/recovery.py", "coordinator/scheduling/request_state.py", "worker/link/outbox.py"},
+        "the state of a placement, beside `placement`, which is its number",
+    ),
+}
+
+
+def product_files() -> list[Path]:
+    return [path for name in PRODUCT for path in sorted((ROOT / name).rglob("*.py"))]
+
+
+@cache
+def definitions(path: str) -> frozenset[str]:
+    """Classes and module-level names of a file."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return frozenset(names)
+
+
+@cache
+def identifiers() -> frozenset[tuple[str, str]]:
+    """(file, identifier) of the product's Python code, comments and docstrings aside."""
+    found = set()
+    for path in product_files():
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        found |= {(str(path.relative_to(ROOT)), token.string) for token in tokens if token.type == tokenize.NAME}
+    return frozenset(found)
+
+
+def words(identifier: str) -> set[str]:
+    """`LastSeen_at` is last, seen, at."""
+    return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+
+
+def test_glossary_has_three_columns_and_each_term_once_in_order() -> None:
+    assert len(ROWS) > 70
+    assert {len(row) for row in ROWS} == {3}
+    terms = [row[0].lower() for row in ROWS]
+    assert terms == sorted(set(terms))
+
+
+@pytest.mark.parametrize(("term", "place"), PLACES)
+def test_each_place_exists(term: str, place: str) -> None:
+    """A file (and a class in it), a setting, a metric, or a command."""
+    match = re.fullmatch(r"`([^`]+)`(?:: `(\w+)`)?", place)
+    assert match, f"{term}: {place}"
+    named, definition = match.groups()
+    if "/" in named:
+        assert (ROOT / named).exists(), f"{term}: {named}"
+        assert definition is None or definition in definitions(named), f"{term}: {named} has no {definition}"
+    elif named.startswith("hisparse "):
+        assert named.split()[1] in main.commands, f"{term}: {named}"
+    elif "." in named:
+        section, _, field = named.partition(".")
+        assert field in SECTIONS[section].__struct_fields__, f"{term}: {named}"
+    else:
+        assert named in BY_NAME, f"{term}: {named}"
+
+
+@pytest.mark.parametrize("retired", [*RETIRED, *RETIRED_NAMES])
+def test_retired_words_are_no_identifiers(retired: str) -> None:
+    forms = {retired, retired + "s"}
+    if retired in RETIRED:
+        used = {(file, name) for file, name in identifiers() if words(name) & forms}
+    else:
+        used = {(file, name) for file, name in identifiers() if name == retired}
+    files, _ = LEFT.get(retired, (set(), ""))
+    assert sorted((file, name) for file, name in used if file not in files) == [], "use the term of docs/glossary.md"
+    assert not files or used, f"{retired} is gone: take it off LEFT"
