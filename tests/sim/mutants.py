@@ -233,7 +233,7 @@ def resume_beyond_the_durable_length() -> Plan:
     def depart(
         self: RequestState, kind: EventKind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any
     ) -> Any:
-        beyond = durable and self.prompt_tokens + rows.generated - 1
+        beyond = durable and self.facts.prompt_tokens + rows.generated - 1
         return original(self, kind, target, beyond, rows, *rest, **named)
 
     yield RequestState, "_depart", depart
@@ -269,7 +269,7 @@ def reuse_destination_pages_before_revocation() -> Plan:
         if not was_lost or ticket.placement not in self.placement_table.tickets:
             return heard
         self.placement_table.close_ticket(ticket)
-        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.placement)),)))
+        return heard.plus(dispatch.Effects((dispatch.LedgerStep(ticket.node, Release(ticket.placement)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 
